@@ -1,0 +1,65 @@
+"""The numbers of a pack's optimizers: one float64 column per hyper-parameter and param group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Columns:
+    """For each param group a dict name -> [M] float64, all views of one tensor `packed` [G, names, M].
+
+    One tensor, so that a step's values for every group, name and member arrive by a single copy (see
+    `ScheduleRunner.table`), at addresses that never change: what a captured graph needs.
+
+    >>> columns = Columns([[{"lr": 0.1}], [{"lr": 0.2}]])
+    >>> columns.set(1, 0, "lr", 0.5); columns.groups[0]["lr"].tolist()
+    [0.1, 0.5]
+    """
+
+    def __init__(
+        self, members: Sequence[Sequence[Mapping[str, float]]], *, device: torch.device | str | None = None
+    ) -> None:
+        if not members or not members[0]:
+            raise ValueError("a pack has at least one member, and a member at least one param group")
+        self.names = tuple(members[0][0])
+        for slot, groups in enumerate(members):
+            if len(groups) != len(members[0]):
+                raise ValueError(f"member {slot} has {len(groups)} param groups, member 0 has {len(members[0])}")
+            for group in groups:
+                if set(group) != set(self.names):
+                    raise ValueError(f"member {slot} has the numbers {sorted(group)}, member 0 {sorted(self.names)}")
+        rows = [[[member[g][name] for member in members] for name in self.names] for g in range(len(members[0]))]
+        self._view(torch.tensor(rows, dtype=torch.float64, device=device))
+
+    def _view(self, packed: Tensor) -> None:
+        self.packed = packed
+        self.groups: list[dict[str, Tensor]] = [dict(zip(self.names, group.unbind(0), strict=True)) for group in packed]
+
+    def __len__(self) -> int:
+        return int(self.packed.shape[2])
+
+    def set(self, slot: int, group: int, name: str, value: float) -> None:
+        """One member's number, in place."""
+        if name not in self.names:
+            raise KeyError(f"no column {name!r}; there are {', '.join(self.names)}")
+        self.groups[group][name][slot] = value
+
+    def set_row(self, slot: int, groups: Sequence[Mapping[str, float]]) -> None:
+        """All of one member's numbers, in place, by one copy; names without a column are left out."""
+        rows = [[group[name] for name in self.names] for group in groups]
+        self.packed[:, :, slot] = torch.tensor(rows, dtype=torch.float64).to(self.packed.device)
+
+    def row(self, slot: int) -> list[dict[str, float]]:
+        """One member's numbers, per group (waits for the device)."""
+        values: list[list[float]] = self.packed[:, :, slot].tolist()
+        return [dict(zip(self.names, group, strict=True)) for group in values]
+
+    def keep(self, slots: Sequence[int]) -> Columns:
+        """New columns with these members only."""
+        kept = object.__new__(Columns)
+        kept.names = self.names
+        kept._view(self.packed[:, :, list(slots)].clone())
+        return kept

@@ -1,0 +1,97 @@
+"""One member's optimizer state, between the stack and what torch's `optimizer.state_dict()` holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.pack.optim._rule import Rule, State, scalar_dtype
+from shoal.pack.optim.hparams import PAIRS
+
+
+def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mapping[str, float]) -> State:
+    """The entry torch has for this parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
+
+    `h` is the member's numbers for the parameter's group (`Columns.row(slot)[group]`). Every tensor is a copy: a view
+    would be saved with the whole stack behind it.
+    """
+    if float(state["step"][slot]) == 0 and "sum" not in state:
+        return {}  # torch makes its state at the first step (Adagrad: when it is built)
+    entry = rule.torch_entry({name: value[slot].detach().clone() for name, value in state.items()}, h)
+    if "step" in entry:
+        entry["step"] = entry["step"].to("cpu", scalar_dtype())
+    return entry
+
+
+def from_torch_state(
+    rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], slot: int, *, step: int | None = None
+) -> None:
+    """Write torch's entry for one parameter into a member's slot, in place; an empty entry leaves the slot fresh.
+
+    `state` comes from `rule.init` (or `init_all`: then the shared clock is written too). `step`: how many steps the
+    member took, for SGD alone, which does not count them. What torch does not have (momentum 0) becomes zero.
+    """
+    if not entry:
+        if step is not None and "started" in state:
+            state["step"][slot] = float(step)
+        return
+    found = rule.from_entry(entry)
+    if step is not None and "step" not in entry:
+        found["step"] = float(step)
+    missing = sorted(set(state) - set(found) - {"momentum_buffer"})
+    unknown = sorted(set(found) - set(state))
+    if missing or unknown:
+        raise ValueError(f"state for {rule!r}: missing {missing}, unknown {unknown}; it has {sorted(state)}")
+    with torch.no_grad():
+        for name, stacked in state.items():
+            value = torch.as_tensor(found.get(name, 0.0))
+            if value.ndim and value.shape != stacked.shape[1:]:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
+            stacked[slot] = value.to(stacked.device, stacked.dtype)
+
+
+def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:
+    """A group's columns under torch's names: beta1 and beta2 are `betas` again.
+
+    >>> group_settings({"lr": 0.1, "beta1": 0.9, "beta2": 0.99})
+    {'lr': 0.1, 'betas': (0.9, 0.99)}
+    """
+    settings: dict[str, Any] = dict(columns)
+    for name, parts in PAIRS.items():
+        if parts[0] in settings:
+            settings[name] = tuple(settings.pop(part) for part in parts)
+    return settings
+
+
+def optimizer_state_dict(
+    optimizer: Optimizer, entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A whole `state_dict()` for a member that trained in a stack.
+
+    `optimizer` is the real class built on the member's own parameters, for the skeleton: the keys of its param groups
+    and the order of its parameters. `entries` has one state per parameter in that order; `groups` the current
+    settings, from `group_settings(Columns.row(...))` or `ScheduleRunner.groups()` (which knows `initial_lr` too).
+    """
+    skeleton: dict[str, Any] = optimizer.state_dict()
+    count = sum(len(group["params"]) for group in skeleton["param_groups"])
+    if len(entries) != count or len(groups) != len(skeleton["param_groups"]):
+        raise ValueError(
+            f"{len(entries)} states in {len(groups)} groups for {count} parameters in {len(skeleton['param_groups'])}"
+        )
+    kept = [
+        {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
+        for group, settings in zip(skeleton["param_groups"], groups, strict=True)
+    ]
+    return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": kept}
+
+
+def _like(old: Any, new: Any) -> Any:
+    """The new value, in the form the group has it: a tensor stays a tensor, an equal number stays as written."""
+    if isinstance(old, Tensor):
+        return old.detach().clone().fill_(float(new))
+    return copy.deepcopy(old) if type(old) in (int, float) and old == new else new
