@@ -1,0 +1,118 @@
+"""The `shoal` program: which commands there are, and how errors are shown."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+COMMANDS = {
+    "demo": "Train 64 small networks alone and packed, and compare.",
+    "explain": "Say what would be stacked, what not and why, without training.",
+    "train": "Train a list of jobs together.",
+    "bench": "Measure Shoal against other ways to train many networks.",
+    "reproduce": "Run the comparisons of published work beside ours.",
+}
+"""Command -> its line in `shoal --help`. The command itself is the name of the same name in `shoal.cli.<command>`."""
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it; every other error is 1."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from `COMMANDS` and loads only the one that runs, so that `--help` is quick."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        return name, load(name), rest
+
+
+def load(name: str) -> Any:
+    """The runnable command: `shoal.cli.<name>.<name>`, a function or a Typer app."""
+    target = getattr(importlib.import_module(f"shoal.cli.{name}"), name)
+    if isinstance(target, typer.Typer):
+        return get_command(target)
+    single = typer.Typer(add_completion=False)
+    single.command(name=name, help=target.__doc__)(target)
+    return get_command(single)
+
+
+app = typer.Typer(
+    name="shoal",
+    cls=LazyGroup,
+    invoke_without_command=True,
+    add_completion=False,
+    help="Train many neural networks at once on one device, each exactly as if it were alone.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"shoal {version('shoal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def _placeholder() -> None:
+    raise AssertionError("a command is loaded before it runs")
+
+
+for _name, _line in COMMANDS.items():
+    app.command(_name, help=_line)(_placeholder)
+
+
+def describe(error: BaseException) -> str:
+    """One line that says what went wrong, without the traceback."""
+    format_message = getattr(error, "format_message", None)  # usage errors of the command line itself
+    if callable(format_message):
+        return str(format_message())
+    text = str(error).strip()
+    if isinstance(error, KeyError):
+        text = f"no {text}"
+    if isinstance(error, ValueError | OSError) or type(error).__module__.startswith("shoal."):
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text} (add --debug to see where)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit status, with every error told in one line."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        status = get_command(app).main(args, prog_name="shoal", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ... | head` is no error
+        return 1
+    except typer.Exit as left:
+        return left.exit_code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"shoal: {describe(error)}", file=sys.stderr)
+        return 1
+    if status == INTERRUPTED:
+        print("shoal: interrupted", file=sys.stderr)
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,1 @@
+"""The demonstration behind `shoal demo`: 64 small networks on handwritten digits, alone and packed."""

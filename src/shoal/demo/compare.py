@@ -1,0 +1,107 @@
+"""Alone beside packed: the numbers of the demonstration and its picture. Needs neither torch nor a GPU."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    """What the demonstration found; every number is measured unless its name says estimated."""
+
+    networks: int
+    alone_trained: int
+    """How many networks were trained alone before time ran out."""
+    alone_seconds: float
+    """For `alone_trained` networks."""
+    alone_seconds_estimated: float | None
+    """For all networks, in proportion; None when all were trained."""
+    packed_seconds: float
+    gain: float
+    """Time alone, measured or estimated, over time packed."""
+    alone_peak_bytes: int | None
+    packed_peak_bytes: int | None
+    import_bytes: int | None
+    """Of both peaks, what PyTorch, Shoal and the data take before any training."""
+    best_name: str
+    best_accuracy: float
+    tiers: list[str]
+    largest_difference: float
+    """Of any weight of any network between the two ways, relative to the largest weight of its tensor."""
+    same_accuracy: int
+    """How many of the networks trained alone reach exactly the accuracy that they reach packed."""
+    picture: str | None = None
+
+    @property
+    def alone_total(self) -> float:
+        return self.alone_seconds if self.alone_seconds_estimated is None else self.alone_seconds_estimated
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def largest_difference(folder: Path, networks: int) -> float:
+    """Over every weight of the first so many networks: |packed - alone|, relative to the tensor's largest weight."""
+    worst = 0.0
+    with np.load(folder / "alone.npz") as alone, np.load(folder / "packed.npz") as packed:
+        keys = [key for key in alone.files if int(key.split("/")[0]) < networks]
+        assert keys, "nothing was trained alone"
+        for key in keys:
+            a, b = packed[key].astype(np.float64), alone[key].astype(np.float64)
+            worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
+    return worst
+
+
+def compare(alone: dict[str, Any], packed: dict[str, Any], names: list[str], folder: Path) -> Comparison:
+    """Put the two workers' results beside each other."""
+    networks, trained = len(names), int(alone["trained"])
+    seconds = float(alone["seconds"])
+    estimated = None if trained == networks else seconds * networks / trained
+    final = [history[-1] for history in packed["histories"]]
+    best = max(range(networks), key=lambda i: (final[i]["accuracy"], -final[i]["val_loss"]))
+    same = sum(final[i]["accuracy"] == history[-1]["accuracy"] for i, history in enumerate(alone["histories"]))
+    return Comparison(
+        networks=networks,
+        alone_trained=trained,
+        alone_seconds=seconds,
+        alone_seconds_estimated=estimated,
+        packed_seconds=packed["seconds"],
+        gain=(seconds if estimated is None else estimated) / packed["seconds"],
+        alone_peak_bytes=alone["peak"],
+        packed_peak_bytes=packed["peak"],
+        import_bytes=packed["before"],
+        best_name=names[best],
+        best_accuracy=final[best]["accuracy"],
+        tiers=packed["tiers"],
+        largest_difference=largest_difference(folder, trained),
+        same_accuracy=same,
+    )
+
+
+def draw(path: Path, found: Comparison, histories: list[list[dict[str, float]]], rates: list[float]) -> None:
+    """Learning curves of all networks, one colour for each learning rate, beside the two times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (curves, bars) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 1), layout="constrained")
+    colours = {rate: plt.get_cmap("viridis")(0.9 * i / 3) for i, rate in enumerate(sorted(set(rates)))}
+    for history, rate in zip(histories, rates, strict=True):
+        epochs = range(1, len(history) + 1)
+        curves.plot(epochs, [row["accuracy"] for row in history], color=colours[rate], alpha=0.45, linewidth=1)
+    for rate, colour in colours.items():
+        curves.plot([], [], color=colour, label=f"learning rate {rate:g}")
+    curves.axhline(found.best_accuracy, color="grey", linewidth=0.8, linestyle="--")
+    curves.set(
+        xlabel="epoch", ylabel="validation accuracy", title=f"{found.networks} networks; best: {found.best_name}"
+    )
+    curves.legend(loc="lower right")
+    alone = "alone" if found.alone_seconds_estimated is None else "alone\n(estimated)"
+    drawn = bars.bar([alone, "packed"], [found.alone_total, found.packed_seconds], color=["#b0b0b0", "#2a788e"])
+    bars.bar_label(drawn, fmt="%.1f s")
+    bars.set(ylabel="seconds for all networks", title=f"{found.gain:.1f} times faster")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,181 @@
+"""The command line's manners: quick help, one-line errors, no traceback."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.app import COMMANDS, main
+
+
+def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *args], capture_output=True, text=True, cwd=cwd, timeout=120, check=False
+    )
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    script = (
+        "import sys; from shoal.cli import main; status = main(['--help'])\n"
+        "loaded = {'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)\n"
+        "sys.exit(f'help imported {sorted(loaded)}' if loaded else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert command in done.stdout
+
+
+@pytest.mark.slow
+def test_help_takes_less_than_half_a_second() -> None:
+    run("--help")
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[2] < 0.5, times
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shoal 0.")
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_line_is_the_commands_own_first_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert COMMANDS[name] in told
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_file_of_its_own(name: str) -> None:
+    assert hasattr(importlib.import_module(f"shoal.cli.{name}"), name)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nope"], "No such command 'nope'"),
+        (["trian"], "Did you mean 'train'?"),
+        (["train"], "Missing argument"),
+        (["train", "jobs"], "names no function"),
+        (["train", "nowhere.py:jobs"], "no file 'nowhere.py'"),
+        (["train", "no_such_module:jobs"], "no module 'no_such_module'"),
+        (["train", "json:dump", "--threads", "0"], "--threads"),
+        (["explain", "json:dmup"], "did you mean 'dump'?"),
+    ],
+)
+def test_errors_are_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith("shoal: ")
+    assert says in told.err
+    assert told.err.count("\n") == 1
+    assert not told.out
+
+
+def broken(tmp_path: Path, body: str) -> str:
+    file = tmp_path / "broken_jobs.py"
+    file.write_text(f"def jobs():\n    {body}\n")
+    return f"{file}:jobs"
+
+
+def test_an_error_in_the_users_file_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", broken(tmp_path, "return 1 / 0")]) == 1
+    told = capsys.readouterr().err
+    assert told == "shoal: ZeroDivisionError: division by zero (add --debug to see where)\n"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_debug_shows_the_traceback(tmp_path: Path, place: int, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["explain", broken(tmp_path, "return 1 / 0")]
+    args.insert(place, "--debug")
+    assert main(args) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [("return []", "gave no jobs"), ("return [3]", "gave int at position 0"), ("pass", "gave NoneType")],
+)
+def test_a_function_that_returns_no_jobs(
+    tmp_path: Path, body: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", broken(tmp_path, body)]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_interrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", broken(tmp_path, "raise KeyboardInterrupt")]) == 130
+    assert capsys.readouterr().err == "shoal: interrupted\n"
+
+
+JOBS = """
+import torch, torch.nn.functional as F
+from shoal import Job
+
+def jobs():
+    x = torch.arange(40.0).reshape(20, 2) / 40
+    y = x.sum(1, keepdim=True)
+    return [
+        Job(model=lambda: torch.nn.Linear(2, 1), data=(x, y), loss=F.mse_loss, optimizer=torch.optim.SGD,
+            hparams={"lr": lr}, batch_size=5, epochs=2, name=f"lr={lr:g}")
+        for lr in (0.01, 0.1)
+    ]
+"""
+
+
+def jobs_file(tmp_path: Path) -> Path:
+    file = tmp_path / "two_jobs.py"
+    file.write_text(JOBS)
+    return file
+
+
+def test_train_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"{jobs_file(tmp_path)}:jobs", "--json", "--device", "cpu", "--no-compile"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["lr=0.01", "lr=0.1"]
+    assert {row["status"] for row in rows} == {"done"}
+    assert all(row["loss"] > 0 for row in rows)
+
+
+def test_train_says_it_for_people_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"{jobs_file(tmp_path)}:jobs", "--device", "cpu"]) == 0
+    assert "lr=0.01" in capsys.readouterr().out
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{jobs_file(tmp_path)}:jobs", "--device", "cpu"]) == 0
+    assert "stacked" in capsys.readouterr().out
+
+
+def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{jobs_file(tmp_path)}:jobs", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_a_module_in_the_current_folder(tmp_path: Path) -> None:
+    jobs_file(tmp_path)
+    done = run("train", "two_jobs:jobs", "--json", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 2
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "shoal", "--help"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert b"Traceback" not in done.stderr
