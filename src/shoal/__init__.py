@@ -1,0 +1,59 @@
+"""Shoal trains many neural networks at once on one device, and one network across many devices.
+
+Names are loaded when they are used, so that `shoal --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.data.rows import Rows as Rows
+    from shoal.errors import JobError as JobError
+    from shoal.errors import ShoalError as ShoalError
+    from shoal.errors import ShoalWarning as ShoalWarning
+    from shoal.job import EarlyStop as EarlyStop
+    from shoal.job import Job as Job
+    from shoal.kfold import folds as folds
+    from shoal.reference import replay as replay
+    from shoal.reference import solo as solo
+    from shoal.results import Result as Result
+    from shoal.results import Results as Results
+    from shoal.training import train as train
+
+_HOME = {
+    "EarlyStop": "shoal.job",
+    "Job": "shoal.job",
+    "JobError": "shoal.errors",
+    "Result": "shoal.results",
+    "Results": "shoal.results",
+    "Rows": "shoal.data.rows",
+    "ShoalError": "shoal.errors",
+    "ShoalWarning": "shoal.errors",
+    "folds": "shoal.kfold",
+    "replay": "shoal.reference",
+    "solo": "shoal.reference",
+    "train": "shoal.training",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("shoal")
+        except metadata.PackageNotFoundError:
+            return "0"
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,9 @@
+"""Data kept once, and every member's own order over it."""
+
+from __future__ import annotations
+
+from shoal.data.pool import Pool, View
+from shoal.data.rows import Rows
+from shoal.data.source import Source, TensorSource
+
+__all__ = ["Pool", "Rows", "Source", "TensorSource", "View"]

@@ -1,0 +1,125 @@
+"""All the data of a run: each data set is put on the device once, however many jobs read it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Subset, TensorDataset
+
+from shoal.data.dataset import DatasetSource, check_dataset, materialise
+from shoal.data.rows import Rows
+from shoal.data.source import Source, TensorSource, is_tensors, tensor_leaves
+from shoal.errors import JobError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """What one job sees of a source: all of its rows, or those in `index`."""
+
+    source: Source
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.source.length if self.index is None else len(self.index)
+
+    def rows(self, order: Tensor) -> Tensor:
+        """Turn an order over this view ([n], 0..n-1) into rows of the source."""
+        return order if self.index is None else self.index[order]
+
+    def feed(self, batch_size: int) -> Iterator[Any]:
+        """All rows as they come, in batches: how validation reads."""
+        return self.source.feed(self.rows(torch.arange(len(self))), batch_size)
+
+    def take(self, start: int, stop: int) -> Any:
+        """The batch of these places in the view."""
+        return self.source.take(self.rows(torch.arange(start, stop)))
+
+    def fingerprint(self) -> str:
+        """Says whether two runs saw the same rows of the same data."""
+        if self.index is None:
+            return self.source.fingerprint()
+        return f"{self.source.fingerprint()}-{hashlib.sha256(self.index.numpy().tobytes()).hexdigest()[:8]}"
+
+    def same(self, other: View | None) -> bool:
+        """Whether the other view has the very same rows."""
+        if other is None or self.source is not other.source:
+            return False
+        if self.index is None or other.index is None:
+            return self.index is other.index
+        return self.index is other.index or torch.equal(self.index, other.index)
+
+
+class Pool:
+    """Opens data for a device, once for each distinct data set and each distinct tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sources: dict[Any, Source] = {}
+        self._moved: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._kept: list[Any] = []
+
+    def open(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> View:
+        """The view of this data; JobError, without the job's name, where it cannot be one."""
+        if isinstance(data, Rows):
+            return self._narrow(self.open(data.data, collate), data.index)
+        if isinstance(data, Subset):
+            return self._narrow(self.open(data.dataset, collate), torch.as_tensor(data.indices, dtype=torch.int64))
+        if isinstance(data, TensorDataset) and collate is None:
+            data = data.tensors
+        if is_tensors(data):
+            if collate is not None:
+                raise JobError("is tensors, so collate= would do nothing; remove it, or pass a Dataset")
+            return View(self._tensors(data))
+        return View(self._dataset(data, collate))
+
+    def _narrow(self, view: View, index: Tensor) -> View:
+        if len(index) == 0:
+            raise JobError("has no rows; pass at least one")
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= len(view):
+            raise JobError(f"asks for rows {low} to {high} of {len(view)}; use 0 to {len(view) - 1}")
+        return View(view.source, view.rows(index))
+
+    def _tensors(self, data: Any, note: str = "") -> Source:
+        leaves, spec = tensor_leaves(data)
+        key = (str(spec), *(_identity(leaf) for leaf in leaves))
+        if key not in self._sources:
+            self._sources[key] = TensorSource([self._move(leaf) for leaf in leaves], spec, self.device, note)
+        return self._sources[key]
+
+    def _move(self, leaf: Tensor) -> Tensor:
+        """The tensor on the device: the same one for every data set that has it. The original is kept, so that identities hold."""
+        key = _identity(leaf)
+        if key not in self._moved:
+            self._moved[key] = leaf, leaf.to(self.device)
+        return self._moved[key][1]
+
+    def _dataset(self, data: Any, collate: Callable[[list[Any]], Any] | None) -> Source:
+        check_dataset(data)
+        key = (id(data), id(collate))
+        if key not in self._sources:
+            self._kept.append((data, collate))  # while they live, no other object has their ids
+            whole = materialise(data) if collate is None else None
+            if whole is None:
+                self._sources[key] = DatasetSource(data, collate, self.device)
+            else:
+                self._sources[key] = self._tensors(whole, "the Dataset was read once and kept as tensors")
+        return self._sources[key]
+
+
+def _identity(leaf: Tensor) -> tuple[Any, ...]:
+    return leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device)
+
+
+def batch_rows(batch: Any) -> int:
+    """How many rows a batch has: the first dimension of its first tensor."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    return 1

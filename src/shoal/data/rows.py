@@ -1,0 +1,35 @@
+"""Some rows of some data, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import JobError
+
+
+class Rows:
+    """Rows of other data, by index: folds and subsets share one copy of the data behind them.
+
+    >>> import torch
+    >>> Rows((torch.arange(10), torch.arange(10)), [1, 3]).index.tolist()
+    [1, 3]
+    """
+
+    def __init__(self, data: Any, index: Any) -> None:
+        index = torch.as_tensor(index)
+        if index.dtype == torch.bool:
+            index = index.nonzero().squeeze(-1)
+        if index.ndim != 1 or index.is_floating_point() or index.is_complex():
+            raise JobError(
+                f"Rows: index has shape {list(index.shape)} and dtype {index.dtype}; use one dimension of whole numbers"
+            )
+        if isinstance(data, Rows):
+            data, index = data.data, data.index[index.to(torch.int64)]
+        self.data = data
+        self.index: Tensor = index.to(device="cpu", dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.index)

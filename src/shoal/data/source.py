@@ -1,0 +1,124 @@
+"""Where batches come from. A source is opened once for each device and shared by all who read it."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.errors import JobError
+
+
+class Source(ABC):
+    """Rows that can be taken by index, on one device."""
+
+    length: int
+    device: torch.device
+    streamed: bool = False
+    """Whether batches are read as training goes, so that readers should keep step with each other."""
+    note: str = ""
+    """What a user may want to know about how this data is read."""
+
+    @abstractmethod
+    def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
+        """The batch of these rows. `seed` and `epoch` matter to Datasets that draw at random."""
+
+    @abstractmethod
+    def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
+        """One epoch's batches, in this order of rows."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Says whether two runs had the same data."""
+
+    def num_nan(self) -> int:
+        """How many values are NaN, as far as can be seen without reading a stream."""
+        return 0
+
+
+class TensorSource(Source):
+    """A pytree of tensors with one first dimension, kept on the device."""
+
+    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, note: str = "") -> None:
+        self.leaves = leaves
+        self.spec = spec
+        self.device = device
+        self.length = len(leaves[0])
+        self.note = note
+        self._fingerprint: str | None = None
+
+    def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
+        """The batch of these rows: [B] gives leaves [B, ...]; [M, B] gives leaves with the member axis first, [M, B, ...]."""
+        rows = rows.to(self.device)
+        flat = rows.reshape(-1)
+        taken = [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in self.leaves]
+        return pytree.tree_unflatten(taken, self.spec)
+
+    def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
+        return (self.take(chunk) for chunk in rows.to(self.device).split(batch_size))
+
+    def whole(self) -> Any:
+        """All rows, without a copy."""
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            digest = hashlib.sha256(str(self.spec).encode())
+            for leaf in self.leaves:
+                digest.update(f"{list(leaf.shape)}{leaf.dtype}".encode())
+                digest.update(_sample(leaf))
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
+
+    def num_nan(self) -> int:
+        return sum(int(leaf.isnan().sum()) for leaf in self.leaves if leaf.is_floating_point() or leaf.is_complex())
+
+
+def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
+    """The tensor's bytes, or those of rows spread evenly over it where it is large."""
+    row = max(1, leaf[:1].numel())
+    stride = max(1, -(-leaf.numel() // limit))
+    rows = leaf[::stride][: max(1, limit // row)].detach().to("cpu").contiguous()
+    return rows.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def is_tensors(data: Any) -> bool:
+    """Whether data is tensors or arrays in tuples and dicts, and not a Dataset. A list counts when all it holds is such leaves."""
+    if isinstance(data, (Tensor, np.ndarray)):
+        return True
+    if isinstance(data, dict):
+        return True
+    if isinstance(data, tuple):
+        return True
+    return isinstance(data, list) and bool(data) and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
+
+
+def tensor_leaves(data: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """The tensors of a pytree, with numpy arrays wrapped in place; JobError where they do not make one data set."""
+    leaves, spec = pytree.tree_flatten(data)
+    if not leaves:
+        raise JobError("is empty; pass at least one tensor")
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype.kind not in "biufc":
+                raise JobError(f"holds an array of {leaf.dtype}; pass numbers")
+            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        if not isinstance(leaf, Tensor):
+            raise JobError(f"holds a {type(leaf).__name__}; pass tensors or arrays, or a map-style Dataset")
+        if leaf.ndim == 0:
+            raise JobError("holds a tensor without dimensions; its first dimension must be the rows")
+        tensors.append(leaf.detach())
+    lengths = [len(t) for t in tensors]
+    if len(set(lengths)) > 1:
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise JobError(f"has tensors of different length ({shapes}); their first dimensions must agree")
+    if lengths[0] == 0:
+        raise JobError("has no rows; pass at least one")
+    return tensors, spec

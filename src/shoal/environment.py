@@ -1,0 +1,40 @@
+"""What a result was made with."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import numpy
+import torch
+
+
+def version() -> str:
+    """Shoal's own version; "0" where it runs from a source tree that was never installed."""
+    try:
+        return metadata.version("shoal")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and threads: what to compare when two results differ."""
+    stamp: dict[str, Any] = {
+        "shoal": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        stamp |= {
+            "device_name": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return stamp

@@ -1,0 +1,38 @@
+"""What can go wrong, in one family: `except shoal.ShoalError` catches everything this package raises on purpose."""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The base of every exception that Shoal raises on purpose."""
+
+
+class JobError(ShoalError, ValueError):
+    """A mistake in one or more jobs, found before anything ran: one line for each, in `lines`."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        super().__init__("\n".join(lines))
+
+
+class OutError(ShoalError, ValueError):
+    """The run folder cannot take these jobs."""
+
+
+class MemberError(ShoalError):
+    """One member's step raised: the tier says which slot, the run ends that member alone."""
+
+    def __init__(self, slot: int, cause: BaseException) -> None:
+        self.slot = slot
+        self.cause = cause
+        super().__init__(f"slot {slot}: {describe(cause)}")
+
+
+class ShoalWarning(UserWarning):
+    """Something that may be meant and may be a mistake, such as NaN in the data."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: its type and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

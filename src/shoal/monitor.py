@@ -1,0 +1,49 @@
+"""What a job watches over its epochs: when it has improved, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.job import EarlyStop, Job
+
+
+def watched(job: Job) -> EarlyStop:
+    """What the job goes by: its `stop`, else the smallest val_loss, else (without validation) the smallest loss."""
+    if job.stop is not None:
+        return job.stop
+    return EarlyStop("val_loss" if job.val is not None else "loss")
+
+
+@dataclass(slots=True)
+class Monitor:
+    """Follows one job's watched value, epoch by epoch."""
+
+    rule: EarlyStop
+    stops: bool
+    best: float | None = None
+    misses: int = 0
+
+    @classmethod
+    def of(cls, job: Job) -> Monitor:
+        return cls(rule=watched(job), stops=job.stop is not None)
+
+    def value(self, row: Mapping[str, float]) -> float | None:
+        """The watched value in a history row; None where it was not measured in that epoch."""
+        return row.get(self.rule.metric)
+
+    def see(self, row: Mapping[str, float]) -> tuple[bool, bool]:
+        """Take in a row: (it is the best so far, the job should stop)."""
+        value = self.value(row)
+        if value is None:
+            return False, False
+        if self.rule.better(value, self.best):
+            self.best, self.misses = value, 0
+            return True, False
+        self.misses += 1
+        return False, self.stops and self.misses >= self.rule.patience
+
+
+def validates(job: Job, epoch: int, last: bool) -> bool:
+    """Whether the job validates after this epoch (counted from 1): every `val_every`, and after the last."""
+    return job.val is not None and (last or epoch % job.val_every == 0)

@@ -1,0 +1,1 @@
+"""Many networks, one device."""

@@ -1,0 +1,219 @@
+"""Members: jobs that have been built. Here a job's parts become objects, each under the job's own seed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from shoal.data import Pool, View
+from shoal.errors import JobError, describe
+from shoal.job import Job
+from shoal.monitor import Monitor
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A job riding in a pack, with all that is its own."""
+
+    job: Job
+    index: int
+    """Place in the user's list."""
+    name: str
+    device: torch.device
+    model: nn.Module
+    """Built under the job's seed on the CPU, then moved to the device."""
+    rng: torch.Generator
+    """CPU generator in the state of the default one right after the model was built."""
+    orders: torch.Generator
+    """Gives one permutation of the rows an epoch."""
+    data: View
+    val: View | None = None
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Epochs done."""
+    status: str = "running"
+    error: str | None = None
+    tier: str = ""
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    optimizer_state: dict[str, Any] = field(default_factory=dict)
+    monitor: Monitor = field(init=False)
+    best: dict[str, Any] | None = None
+    """The best weights so far, on the CPU, where keep="best"."""
+    device_rng: Tensor | None = None
+    """State of the device's generator, where it is not the CPU."""
+
+    def __post_init__(self) -> None:
+        self.monitor = Monitor.of(self.job)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one epoch."""
+        n = len(self.data)
+        return n - n % self.job.batch_size if self.job.drop_last else n
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in one epoch, the short last one included."""
+        return -(-self.num_rows // self.job.batch_size)
+
+    def finished(self) -> bool:
+        """Whether the job has had its full length."""
+        if self.job.epochs is not None:
+            return self.epoch >= self.job.epochs
+        assert self.job.steps is not None
+        return self.step >= self.job.steps
+
+
+def names(jobs: Sequence[Job]) -> list[str]:
+    """What the jobs are called: by their names, or by their place where they have none."""
+    return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
+
+
+def build_model(job: Job) -> nn.Module:
+    """The job's network, from the default generator as it stands: a copy of the job's module, or what its factory builds.
+
+    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network that is
+    in eval mode as a whole, as one is after inference, is put in train mode.
+    """
+    factory: Any = job.model
+    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
+    return model if model.training else model.train()
+
+
+def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
+    """Build one member, leaving the process's own generators as they were."""
+    rng = torch.Generator()
+    with seeded(job.seed, pool.device):
+        model = build_model(job)
+        rng.set_state(torch.get_rng_state())
+        device_rng = torch.cuda.get_rng_state(pool.device) if pool.device.type == "cuda" else None
+    orders = torch.Generator().manual_seed(job.order_seed)
+    data = open_data(pool, job, "data")
+    val = open_data(pool, job, "val") if job.val is not None else None
+    return Member(job, index, name, pool.device, model.to(pool.device), rng, orders, data, val, device_rng=device_rng)
+
+
+def open_data(pool: Pool, job: Job, which: str) -> View:
+    """Open `data` or `val`, with errors that say which."""
+    try:
+        return pool.open(getattr(job, which), job.collate)
+    except JobError as error:
+        raise JobError(*(f"{which} {line}" for line in error.lines)) from None
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def draws(member: Member) -> Iterator[None]:
+    """Inside: the default generators continue this member's own stream, as in its solo loop. After: they are put back."""
+    cpu = torch.get_rng_state()
+    torch.set_rng_state(member.rng.get_state())
+    device = None
+    if member.device_rng is not None:
+        device = torch.cuda.get_rng_state(member.device)
+        torch.cuda.set_rng_state(member.device_rng, member.device)
+    try:
+        yield
+    finally:
+        member.rng.set_state(torch.get_rng_state())
+        torch.set_rng_state(cpu)
+        if device is not None:
+            member.device_rng = torch.cuda.get_rng_state(member.device)
+            torch.cuda.set_rng_state(device, member.device)
+
+
+def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
+    """The job's own optimizer on this model."""
+    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **job.hparams)
+    if not isinstance(optimizer, Optimizer):
+        raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
+    return optimizer
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer evaluates the loss itself, as LBFGS does."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
+    """The job's schedule on this optimizer. A function of the step is told from one of the optimizer by calling it with 0."""
+    if job.schedule is None:
+        return None
+    try:
+        factor = job.schedule(0)
+    except Exception as error:
+        refused: Exception | None = error
+    else:
+        if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
+            schedule = job.schedule
+            return LambdaLR(optimizer, lambda step: float(schedule(step)))
+        refused = None
+    try:
+        scheduler = job.schedule(optimizer)
+    except Exception as error:
+        first = f"; schedule(0) raised {describe(refused)}" if refused is not None else ""
+        raise JobError(
+            f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"
+        ) from error
+    if not isinstance(scheduler, LRScheduler):
+        raise JobError(
+            f"schedule gave a {type(scheduler).__name__}; pass step -> factor or optimizer -> torch lr_scheduler"
+        )
+    return scheduler
+
+
+def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
+    """The job's precision, around forward and loss."""
+    return torch.autocast(device.type, AUTOCAST[job.precision]) if job.precision is not None else nullcontext()
+
+
+def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The job's step on one batch: its loss, and its logs."""
+    if job.step is None:
+        assert job.loss is not None
+        return job.loss(model(*batch[:-1]), batch[-1]), {}
+    out = job.step(model, batch)
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        return out[0], out[1]
+    return out, {}
+
+
+def number(value: Any) -> float:
+    """A metric or log as a float: from a number, or anything of one element."""
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside: eval mode, no gradients. After: every module in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

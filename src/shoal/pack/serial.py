@@ -1,0 +1,189 @@
+"""The serial tier: a plain PyTorch loop, one member at a time. What always works, and never slower than a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shoal.errors import MemberError
+from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
+from shoal.pack.unit import Unit
+
+
+class SerialUnit(Unit):
+    """One member, trained by its own optimizer and scheduler objects."""
+
+    tier = "serial"
+
+    def __init__(self, member: Member) -> None:
+        self.members = [member]
+        self.member = member
+        self.job = member.job
+        self.model = member.model
+        with draws(member):
+            self.optimizer = make_optimizer(self.job, self.model)
+            self.schedule = make_schedule(self.job, self.optimizer)
+        self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
+        self.closure = needs_closure(self.optimizer)
+        self._feed: Iterator[Any] = iter(())
+        self._losses: list[float] = []
+        self._logs: list[dict[str, float]] = []
+        self._rate = self._current_rate()
+        self._stuck = False
+
+    def begin_epoch(self, orders_MN: Tensor) -> None:
+        member = self.member
+        source, size = member.data.source, self.job.batch_size
+        self._feed = source.feed(orders_MN[0], size, seed=self.job.order_seed, epoch=member.epoch)
+        self._losses, self._logs = [], []
+
+    def run(self, batches: int) -> None:
+        """Batches in the member's own random stream, which is swapped in once for all of them."""
+        with draws(self.member):
+            for _ in range(batches):
+                self._batch()
+
+    def losses(self) -> Tensor:
+        return torch.tensor([self._losses], dtype=torch.float64)
+
+    def logs(self) -> list[dict[str, Tensor]]:
+        keys = {key for row in self._logs for key in row}
+        return [
+            {
+                k: torch.tensor([row.get(k, float("nan")) for row in self._logs], dtype=torch.float64)
+                for k in sorted(keys)
+            }
+        ]
+
+    def rates(self) -> list[float]:
+        return [self._rate]
+
+    def end_epoch(self, values: list[float | None]) -> None:
+        if self.schedule is None or self.job.schedule_every != "epoch":
+            return
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            if values[0] is not None:
+                self.schedule.step(values[0])
+        else:
+            self.schedule.step()
+
+    def write_back(self) -> None:
+        self.member.optimizer_state = self.optimizer.state_dict()
+
+    def keep(self, slots: list[int]) -> Unit:
+        assert slots == [0], "a serial unit has one member"
+        return self
+
+    def _batch(self) -> None:
+        if self._stuck:
+            self._losses.append(float("nan"))
+            return
+        buffers = _snapshot(self.model)
+        try:
+            loss = self._step()
+        except Exception as error:
+            self._stuck = True
+            _restore(buffers)
+            raise MemberError(0, error) from error
+        self._losses.append(loss)
+        if not _finite(loss):
+            self._stuck = True
+            _restore(buffers)
+
+    def _step(self) -> float:
+        """One batch: forward and backward, and at the end of its group the optimizer's step. A non-finite loss goes no further."""
+        place, k = len(self._losses), self.job.accumulate
+        group_start = place - place % k
+        group = min(k, self.member.num_batches - group_start)
+        batch = next(self._feed)
+        if place == group_start:
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+        value, loss = self._forward(batch)
+        if not _finite(value):
+            return value
+        if self.closure:
+            self._close(batch, loss)
+        else:
+            loss = loss / group if group > 1 else loss
+            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+            if place + 1 < group_start + group:
+                return value
+            self._apply()
+        self._rate = self._current_rate()
+        if self.schedule is not None and self.job.schedule_every == "step":
+            self.schedule.step()
+        return value
+
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+        with autocast(self.job, self.member.device):
+            loss, logs = run_step(self.job, self.model, batch)
+        self._logs.append({name: number(x) for name, x in logs.items()})
+        return number(loss), loss
+
+    def _apply(self) -> None:
+        if self.scaler is None:
+            self._clip()
+            self.optimizer.step()
+            return
+        self.scaler.unscale_(self.optimizer)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts as a step: no warning from the schedule
+
+    def _close(self, batch: Any, first: Tensor) -> None:
+        """For optimizers that evaluate the loss themselves: the first evaluation is the one already made."""
+        ready: list[Tensor] = [first]
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+            if ready:
+                loss = ready.pop()
+            else:
+                with autocast(self.job, self.member.device):
+                    loss, _ = run_step(self.job, self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._clip()
+            return loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _clip(self) -> None:
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+
+    def _current_rate(self) -> float:
+        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+
+
+def serial_units(members: list[Member]) -> list[Unit]:
+    """Every member by itself."""
+    return [SerialUnit(member) for member in members]
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _snapshot(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Buffers as they are, since a forward pass may change them before its loss turns out to be non-finite."""
+    return [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
+    ]
+
+
+def _restore(buffers: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for module, name, buffer, saved in buffers:
+            buffer.copy_(saved)
+            module._buffers[name] = buffer

@@ -1,0 +1,143 @@
+"""The seam between the run loop and the tiers: a unit is one or more members that advance in lockstep."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.errors import MemberError
+from shoal.pack.members import Member, autocast, draws, evaluating, number, run_step
+
+
+class Unit(ABC):
+    """Members of one tier with the same number of rows, batch size, accumulate and drop_last.
+
+    A member whose loss turns non-finite keeps the weights, buffers and optimizer state from before that batch, and takes
+    no further step. An exception in one member's step is raised as MemberError(slot, cause), with all other members at
+    the same batch.
+    """
+
+    tier: str
+    members: list[Member]
+
+    @abstractmethod
+    def begin_epoch(self, orders_MN: Tensor) -> None:
+        """Start an epoch with each member's rows of its source, in order: int64 on the CPU, cut already where drop_last is set.
+
+        Its first stride is 0 where all members have the same order.
+        """
+
+    @abstractmethod
+    def run(self, batches: int) -> None:
+        """The next `batches` batches of this epoch, for every member."""
+
+    @abstractmethod
+    def losses(self) -> Tensor:
+        """CPU float64 [M, batches run since begin_epoch], not divided by accumulate; non-finite: diverged at that batch."""
+
+    @abstractmethod
+    def rates(self) -> list[float]:
+        """The learning rate of each member's first parameter group at its last step."""
+
+    @abstractmethod
+    def end_epoch(self, values: list[float | None]) -> None:
+        """Move epoch schedules on; the watched value of each member, where measured, is for ReduceLROnPlateau."""
+
+    @abstractmethod
+    def write_back(self) -> None:
+        """Weights and buffers into member.model, optimizer state into member.optimizer_state."""
+
+    @abstractmethod
+    def keep(self, slots: list[int]) -> Unit:
+        """The same training with only these members, in the same place of the same epoch, with the losses they have."""
+
+    def logs(self) -> list[dict[str, Tensor]]:
+        """For each member, its step's logs: name -> CPU float64 [batches run since begin_epoch]."""
+        return [{} for _ in self.members]
+
+    def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
+        """Eval-mode forward of these members over one shared batch of inputs: a pytree with the member axis first, [M, B, ...].
+
+        Where members disagree on shapes it is `Unlike`, a list with one output per member.
+        This general way goes member by member, after `write_back`; tiers that know better replace it.
+        """
+        outputs = []
+        for slot in range(len(self.members)) if slots is None else slots:
+            member = self.members[slot]
+            rng = member.rng.get_state()
+            with draws(member), evaluating(member.model), autocast(member.job, member.device):
+                outputs.append(member.model(*inputs))
+            member.rng.set_state(rng)
+        return stack_outputs(outputs)
+
+    def evaluate(self, batch: Any, slots: list[int] | None = None) -> list[tuple[float, dict[str, float]]]:
+        """Eval-mode step of these members on one shared batch: loss and logs of each. For jobs with a `step` of their own."""
+        found = []
+        for slot in range(len(self.members)) if slots is None else slots:
+            member = self.members[slot]
+            rng = member.rng.get_state()
+            try:
+                with draws(member), evaluating(member.model), autocast(member.job, member.device):
+                    loss, logs = run_step(member.job, member.model, batch)
+            except Exception as error:
+                raise MemberError(slot, error) from error
+            member.rng.set_state(rng)
+            found.append((number(loss), {name: number(value) for name, value in logs.items()}))
+        return found
+
+
+def stack_outputs(outputs: list[Any]) -> Any:
+    """Outputs of several members as one pytree with the member axis first, or `Unlike` where they do not agree."""
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    leaves = [leaf for leaf, _ in flat]
+    alike = all(spec == flat[0][1] for _, spec in flat) and all(
+        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+        for row in leaves
+        for x, y in zip(leaves[0], row, strict=True)
+    )
+    if not alike:
+        return Unlike(outputs)
+    return pytree.tree_unflatten([torch.stack(list(column)) for column in zip(*leaves, strict=True)], flat[0][1])
+
+
+class Unlike(list[Any]):
+    """Outputs of members that do not agree in shape: one for each, not stacked."""
+
+
+def member_output(outputs: Any, place: int) -> Any:
+    """One member's output out of what `Unit.outputs` gave."""
+    if isinstance(outputs, Unlike):
+        return outputs[place]
+    return pytree.tree_map(lambda leaf: leaf[place], outputs)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one unit's turn."""
+
+    seconds: float
+    error: MemberError | None = None
+
+
+class Executor:
+    """Gives units their turns on the device. This one runs them one after another."""
+
+    def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
+        """Run each unit for its number of batches; an error in one does not keep the others from running."""
+        return [self._turn(unit, batches) for unit, batches in work]
+
+    def _turn(self, unit: Unit, batches: int) -> Outcome:
+        start = perf_counter()
+        error = None
+        try:
+            unit.run(batches)
+        except MemberError as caught:
+            error = caught
+        return Outcome(perf_counter() - start, error)

@@ -1,0 +1,288 @@
+"""What a job means, exactly: a plain PyTorch loop. Every tier is held to it, and it is short enough to be read.
+
+Points that a user may want to look up here:
+
+- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws at random in training continues from there.
+- Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is kept.
+- With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number of batches in its group.
+  Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
+- `clip_norm` is over all of the model's parameters, after accumulation, and (fp16) after unscaling.
+- A schedule `step -> factor` sets the learning rate of step t (the first is 0) to base * factor(t); with
+  `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every whole
+  epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 scaling skips counts.
+- Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the mean of
+  batch losses weighted by rows. A job with a `step` of its own is validated by that step.
+- A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shoal.data import Pool, View
+from shoal.data.pool import batch_rows
+from shoal.environment import environment
+from shoal.errors import describe
+from shoal.job import Job
+from shoal.monitor import Monitor, validates
+from shoal.pack.evaluate import Sheet
+from shoal.pack.members import (
+    autocast,
+    build_model,
+    evaluating,
+    make_optimizer,
+    make_schedule,
+    needs_closure,
+    number,
+    open_data,
+    run_step,
+    seeded,
+)
+from shoal.results import Result
+
+
+@dataclass(slots=True, eq=False)
+class _Solo:
+    """All that the loop carries along."""
+
+    job: Job
+    device: torch.device
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+    monitor: Monitor
+    step: int = 0
+    epoch: int = 0
+    losses: list[float] = field(default_factory=list)
+    """The loss of every batch."""
+    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Rows, loss and logs of every batch in this epoch."""
+    rate: float = float("nan")
+    """The learning rate of the first parameter group at the last step."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    best: dict[str, Tensor] | None = None
+    status: str = "running"
+    error: str | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def finished(self) -> bool:
+        return self.epoch >= self.job.epochs if self.job.epochs is not None else self.step >= (self.job.steps or 0)
+
+
+def solo(job: Job, device: str | torch.device = "cpu") -> Result:
+    """Train one job by the plain loop."""
+    state = _train(job, torch.device(device))
+    return Result(
+        name=job.name or "job-0",
+        job=job,
+        model=state.model.to("cpu"),
+        history=state.history,
+        status=state.status,
+        tier="reference",
+        error=state.error,
+        optimizer_state=state.optimizer.state_dict(),
+        seconds=time.perf_counter() - state.started,
+        environment=environment(state.device),
+        steps=state.step,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A stretch of one job's training, alone."""
+
+    from_step: int
+    losses: list[float]
+    """The mean batch loss of each step in the stretch."""
+    model: nn.Module
+    """As it is after the last step of the stretch."""
+    optimizer_state: dict[str, Any]
+    status: str
+    error: str | None
+
+
+def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: str | torch.device = "cpu") -> Replay:
+    """For debugging: train one job alone by the plain loop, up to `from_step` + `steps`, and show that stretch.
+
+    A debugger, or prints in the model, then see exactly what the member saw in its pack.
+    """
+    if from_step < 0 or (steps is not None and steps < 1):
+        raise ValueError(
+            f"from_step is {from_step} and steps is {steps}; use 0 or more, and 1 or more (or None for all)"
+        )
+    state = _train(job, torch.device(device), until=None if steps is None else from_step + steps, validate=False)
+    k, nb = job.accumulate, _num_batches(job, len(open_data(Pool(torch.device("cpu")), job, "data")))
+    epochs = [state.losses[i : i + nb] for i in range(0, len(state.losses), nb)]
+    means = [
+        sum(group) / len(group) for epoch in epochs for group in (epoch[i : i + k] for i in range(0, len(epoch), k))
+    ]
+    if from_step >= len(means):
+        raise ValueError(f"from_step is {from_step}; this job has {len(means)} steps: use a smaller number")
+    return Replay(
+        from_step, means[from_step:], state.model.to("cpu"), state.optimizer.state_dict(), state.status, state.error
+    )
+
+
+def _train(job: Job, device: torch.device, until: int | None = None, validate: bool = True) -> _Solo:
+    pool = Pool(device)
+    data = open_data(pool, job, "data")
+    val = open_data(pool, job, "val") if job.val is not None else None
+    with seeded(job.seed, device):
+        model = build_model(job).to(device)
+        optimizer = make_optimizer(job, model)
+        scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
+        state = _Solo(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job))
+        order = torch.Generator().manual_seed(job.order_seed)
+        while state.status == "running" and not state.finished():
+            _epoch(state, data, order, until)
+            if state.status == "running" and validate:
+                _end_of_epoch(state, val, whole=len(state.losses) % _num_batches(job, len(data)) == 0)
+            elif state.status == "running":
+                state.epoch += 1
+        if state.status == "running":
+            state.status = "done"
+    if state.best is not None:
+        model.load_state_dict(state.best)
+    return state
+
+
+def _num_batches(job: Job, n: int) -> int:
+    return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
+
+
+def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) -> None:
+    """One epoch, or as much of it as the job's steps allow."""
+    job, n = state.job, len(data)
+    rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
+    state.records = []
+    batches = [b for b in rows.split(job.batch_size) if len(b) == job.batch_size or not job.drop_last]
+    for start in range(0, len(batches), job.accumulate):
+        if job.steps is not None and state.step >= job.steps:
+            return
+        if until is not None and state.step >= until:
+            state.status = "stopped"
+            return
+        group = batches[start : start + job.accumulate]
+        _step(state, [data.source.take(data.rows(b), seed=job.order_seed, epoch=state.epoch) for b in group])
+        if state.status != "running":
+            return
+
+
+def _step(state: _Solo, group: list[Any]) -> None:
+    """One optimizer step over a group of batches."""
+    job, model, optimizer = state.job, state.model, state.optimizer
+    optimizer.zero_grad()
+    model.zero_grad()  # parameters that the optimizer does not have
+    for batch in group:
+        before = {name: buffer.clone() for name, buffer in _buffers(model)}
+        try:
+            with autocast(job, state.device):
+                loss, logs = run_step(job, model, batch)
+            if not torch.isfinite(loss):
+                state.status, state.error = "diverged", f"the loss became {number(loss)} after step {state.step}"
+            elif needs_closure(optimizer):
+                _closure_step(state, batch, loss)
+            else:
+                mean = loss / len(group) if len(group) > 1 else loss
+                (mean if state.scaler is None else state.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            state.status, state.error = "failed", describe(error)
+        if state.status != "running":
+            for name, buffer in _buffers(model):
+                buffer.copy_(before[name]) if name in before else None
+            return
+        state.losses.append(number(loss))
+        state.records.append((batch_rows(batch), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
+    if not needs_closure(optimizer):
+        _apply(state)
+    state.step += 1
+    state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
+    if state.schedule is not None and job.schedule_every == "step":
+        state.schedule.step()
+
+
+def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
+    """The history's row, validation, the epoch's schedule, best weights, early stop."""
+    job = state.job
+    state.epoch += 1
+    total = sum(rows for rows, _ in state.records)
+    row: dict[str, float] = {"epoch": state.epoch, "step": state.step}
+    for name in state.records[0][1]:
+        row[name] = sum(rows * values[name] for rows, values in state.records) / total
+    if val is not None and validates(job, state.epoch, state.finished()):
+        try:
+            row |= _validate(state, val)
+        except Exception as error:
+            state.status, state.error = "failed", describe(error)
+            return
+    state.history.append(row | {"lr": state.rate, "seconds": time.perf_counter() - state.started})
+    value = state.monitor.value(row)
+    if whole and state.schedule is not None and job.schedule_every == "epoch":
+        if not isinstance(state.schedule, ReduceLROnPlateau):
+            state.schedule.step()
+        elif value is not None:
+            state.schedule.step(value)
+    best, stop = state.monitor.see(row)
+    if best and job.keep == "best":
+        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
+    if stop and not state.finished():
+        state.status = "stopped"
+
+
+def _validate(state: _Solo, val: View) -> dict[str, float]:
+    job, model, sheet = state.job, state.model, Sheet(state.job)
+    devices = [state.device] if state.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), evaluating(model), autocast(job, state.device):
+        for batch in val.feed(job.batch_size):
+            if job.step is not None:
+                loss, logs = run_step(job, model, batch)
+                sheet.add_loss(number(loss), {k: number(v) for k, v in logs.items()}, batch_rows(batch))
+            if sheet.wants_outputs:
+                sheet.add_outputs(model(*batch[:-1]), batch[-1], batch_rows(batch))
+        return sheet.values()
+
+
+def _apply(state: _Solo) -> None:
+    if state.scaler is not None:
+        state.scaler.unscale_(state.optimizer)
+    _clip(state)
+    if state.scaler is None:
+        state.optimizer.step()
+    else:
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts: no warning from the schedule
+
+
+def _closure_step(state: _Solo, batch: Any, loss: Tensor) -> None:
+    """LBFGS and its like evaluate the loss as often as they want; the first evaluation is the one already made."""
+    ready = [loss]
+
+    def closure() -> Tensor:
+        state.optimizer.zero_grad()
+        state.model.zero_grad()
+        with autocast(state.job, state.device):
+            again = ready.pop() if ready else run_step(state.job, state.model, batch)[0]
+        again.backward()  # type: ignore[no-untyped-call]
+        _clip(state)
+        return again
+
+    state.optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def _clip(state: _Solo) -> None:
+    if state.job.clip_norm is not None:
+        nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, b) for name, b in model.named_buffers() if not nn.parameter.is_lazy(b))

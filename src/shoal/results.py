@@ -1,0 +1,226 @@
+"""What comes out: one result per job, in the order of the jobs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from shoal.job import Job
+
+FORWARD: list[Callable[[Sequence[nn.Module], tuple[Any, ...]], Any]] = []
+"""Ways to run many models at once, tried before the general one; NotImplemented passes on to the next."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Result:
+    """What came of one job."""
+
+    name: str
+    job: Job
+    model: nn.Module
+    """The user's own class, on the CPU, in the mode that training left it in."""
+    history: list[dict[str, float]]
+    """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
+    status: str
+    """done, stopped (early), diverged, failed or cancelled."""
+    tier: str
+    """How it was run: stacked, streams or serial."""
+    error: str | None = None
+    """Why it diverged or failed, in one line."""
+    optimizer_state: dict[str, Any] = field(default_factory=dict)
+    """As from the optimizer's own state_dict()."""
+    seconds: float = 0.0
+    """This job's share of the time."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    """Optimizer steps done."""
+
+    def __repr__(self) -> str:
+        return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a column of the history."""
+        return next((row[metric] for row in reversed(self.history) if metric in row), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the weights, as plain data."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "tier": self.tier,
+            "error": self.error,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "history": self.history,
+            "environment": self.environment,
+        }
+
+
+class Results(Sequence[Result]):
+    """The results of a list of jobs, in its order."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._results = list(results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> Results: ...
+    def __getitem__(self, index: int | slice) -> Result | Results:
+        return Results(self._results[index]) if isinstance(index, slice) else self._results[index]
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._results)
+
+    def __repr__(self) -> str:
+        counts = {status: sum(r.status == status for r in self) for status in sorted({r.status for r in self})}
+        return f"Results({len(self)}: {', '.join(f'{n} {status}' for status, n in counts.items())})"
+
+    def columns(self) -> list[str]:
+        """Names in the histories, in order of appearance."""
+        return list(dict.fromkeys(name for result in self for row in result.history for name in row))
+
+    def best(self, metric: str = "val_loss", mode: Literal["min", "max"] = "min") -> Result:
+        """The result with the best value of `metric`: at its best epoch where it kept its best weights, else at its last."""
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
+        scores = [(self._score(result, metric, mode), result) for result in self]
+        found = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
+        if not found:
+            raise ValueError(
+                f"no result has a value of {metric!r}; the histories have: {', '.join(self.columns()) or 'nothing'}"
+            )
+        return (max if mode == "max" else min)(found, key=lambda pair: pair[0])[1]
+
+    @staticmethod
+    def _score(result: Result, metric: str, mode: str) -> float | None:
+        if result.job.keep != "best":
+            return result.last(metric)
+        values = [row[metric] for row in result.history if metric in row and not math.isnan(row[metric])]
+        return (max if mode == "max" else min)(values, default=None)
+
+    def table(self) -> str:
+        """The results as text, one line each; with lines and colour where rich is installed and this is a terminal."""
+        names = [name for name in self.columns() if name not in ("epoch", "step", "seconds")]
+        head = ["name", "status", "tier", "epochs", "steps", *names, "seconds"]
+        rows = [
+            [
+                r.name,
+                r.status,
+                r.tier,
+                str(len(r.history)),
+                str(r.steps),
+                *(_text(r.last(n)) for n in names),
+                f"{r.seconds:.2f}",
+            ]
+            for r in self
+        ]
+        if sys.stdout.isatty():
+            try:
+                return _rich_table(head, rows)
+            except ImportError:
+                pass
+        return _plain_table(head, rows)
+
+    def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
+        """Draw each member's learning curve into a picture; without `metric`: the loss, and val_loss where there is one."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from None
+        metrics = [metric] if metric else [name for name in ("loss", "val_loss") if name in self.columns()] or ["loss"]
+        if metric is not None and metric not in self.columns():
+            raise ValueError(f"no history has {metric!r}; they have: {', '.join(self.columns()) or 'nothing'}")
+        figure = Figure(figsize=(6 * len(metrics), 4), layout="constrained")
+        for axis, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+            for result in self:
+                points = [(row["epoch"], row[name]) for row in result.history if name in row]
+                axis.plot([x for x, _ in points], [y for _, y in points], label=result.name, linewidth=1)
+            axis.set(xlabel="epoch", ylabel=name)
+            if 1 < len(self) <= 12:
+                axis.legend(fontsize="small")
+        figure.savefig(path)
+        return Path(path)
+
+    def predict(self, *inputs: Any, batch_size: int | None = None) -> Any:
+        """Outputs of all members for the same inputs, in eval mode: [M, ...]."""
+        models = [result.model for result in self]
+        if batch_size is None:
+            return forward_all(models, inputs)
+        chunks = zip(*(x.split(batch_size) for x in inputs), strict=True)
+        return torch.cat([forward_all(models, chunk) for chunk in chunks], dim=1)
+
+    def to_json(self) -> str:
+        """All but the weights."""
+        return json.dumps([finite(result.to_dict()) for result in self], indent=1)
+
+
+def forward_all(models: Sequence[nn.Module], inputs: tuple[Any, ...]) -> Any:
+    """Eval-mode outputs of many models for the same inputs, with the member axis first."""
+    from shoal.pack.members import evaluating
+    from shoal.pack.unit import Unlike, stack_outputs
+
+    for forward in FORWARD:
+        outputs = forward(models, inputs)
+        if outputs is not NotImplemented:
+            return outputs
+    outputs = []
+    for model in models:
+        with evaluating(model):
+            outputs.append(model(*inputs))
+    stacked = stack_outputs(outputs)
+    if isinstance(stacked, Unlike):
+        shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
+        raise ValueError(f"the members' outputs differ ({shapes}); call results[i].model(x) on each instead")
+    return stacked
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as strings."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _plain_table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(
+            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+
+    return "\n".join([line(head), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def _rich_table(head: list[str], rows: list[list[str]]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < 3 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
