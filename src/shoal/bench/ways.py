@@ -35,6 +35,8 @@ class Way(ABC):
 
     note = ""
     """What the reader of the table must know about this measurement."""
+    scale = 1.0
+    """Members of the workload for each one that this way really runs."""
     predicted_ms: float | None = None
     predicted_bytes: int | None = None
 

@@ -1,0 +1,215 @@
+"""One way in one process: its memory is its own, and its crash is a line in the table."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shoal.bench.memory import Memory
+from shoal.bench.workloads import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a child is asked to measure."""
+
+    way: str
+    spec: Spec
+    device: str
+    threads: int | None = None
+    """CPU threads of torch; None: as torch chooses."""
+    processes: int = 16
+    warm_up: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A way is set up and warm."""
+
+    setup_s: float
+    step_s: float
+    """Seconds for a step of all members, roughly: to choose how many make a round."""
+    note: str = ""
+    scale: float = 1.0
+    predicted_ms: float | None = None
+    predicted_bytes: int | None = None
+    solo: Memory | None = None
+    """Peak of one network alone; of the largest where they differ."""
+    solo_reserved: int | None = None
+    """GPU: the sum over members of their peaks alone."""
+
+
+class ChildError(Exception):
+    """The way failed in its process; the message is its reason, in one line."""
+
+
+def prepare(device: str, threads: int | None) -> None:
+    """The same settings for every way: what a careful user sets."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def _sync(device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _solo(order: Order, work: Any) -> tuple[Memory, int | None]:
+    """Train the first network of each kind alone, for its peak."""
+    import gc
+
+    import torch
+
+    from shoal.bench.memory import Meter
+    from shoal.bench.ways import Eager
+
+    largest, total = Memory(), 0
+    members = Counter(task.kind.name for task in work.tasks)
+    for name, number in members.items():
+        meter = Meter(order.device)
+        way = Eager(work.only([next(t for t in work.tasks if t.kind.name == name)]), torch.device(order.device))
+        way.step(order.warm_up)
+        _sync(order.device)
+        alone = meter.read()
+        total += number * (alone.reserved or 0)
+        if (alone.reserved or alone.growth or 0) >= (largest.reserved or largest.growth or 0):
+            largest = alone
+        del way
+        gc.collect()
+        if order.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    return largest, total or None
+
+
+def _open(order: Order) -> tuple[Any, Any, Ready]:
+    import torch
+
+    from shoal.bench.memory import Meter
+    from shoal.bench.ways import open_way
+    from shoal.bench.workloads import workload
+
+    prepare(order.device, order.threads)
+    meter = Meter(order.device)
+    work = workload(order.spec)
+    solo, solo_reserved = _solo(order, work) if order.way == "eager" else (None, None)
+    start = time.perf_counter()
+    way = open_way(
+        order.way,
+        work,
+        torch.device(order.device),
+        processes=order.processes,
+        threads=order.threads or torch.get_num_threads(),
+    )
+    way.step(1)
+    _sync(order.device)
+    setup_s = time.perf_counter() - start
+    way.step(order.warm_up)
+    _sync(order.device)
+    start = time.perf_counter()
+    way.step(1)
+    _sync(order.device)
+    ready = Ready(
+        setup_s=setup_s,
+        step_s=time.perf_counter() - start,
+        note=way.note,
+        scale=way.scale,
+        predicted_ms=way.predicted_ms,
+        predicted_bytes=way.predicted_bytes,
+        solo=solo,
+        solo_reserved=solo_reserved,
+    )
+    return way, meter, ready
+
+
+def _serve(order: Order, pipe: Connection) -> None:
+    from shoal.errors import describe
+
+    warnings.simplefilter("ignore")  # vmap's remarks about speed are what the table shows
+    way = None
+    try:
+        way, meter, ready = _open(order)
+        pipe.send(ready)
+        while True:
+            command, n = pipe.recv()
+            if command == "time":
+                _sync(order.device)
+                start = time.perf_counter()
+                way.step(n)
+                _sync(order.device)
+                pipe.send(time.perf_counter() - start)
+            elif command == "memory":
+                pipe.send(way.memory(meter))
+            elif command == "losses":
+                pipe.send(way.losses())
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except Exception as error:
+        pipe.send(ChildError(describe(error)))
+    finally:
+        if way is not None:
+            way.close()
+
+
+def _ceilings(order: Order, pipe: Connection) -> None:
+    import torch
+
+    from shoal.bench.floor import ceilings
+    from shoal.errors import describe
+
+    try:
+        prepare(order.device, order.threads)
+        pipe.send(ceilings(torch.device(order.device), order.spec.precision, quick=order.warm_up < 2))
+    except Exception as error:
+        pipe.send(ChildError(describe(error)))
+
+
+class Child:
+    """The other end: start a way in a process of its own, ask it, end it."""
+
+    def __init__(self, order: Order, *, ceilings: bool = False) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_ceilings if ceilings else _serve, args=(order, theirs))
+        self.process.start()
+        theirs.close()
+
+    def wait(self, deadline: float) -> Any:
+        """Its next answer; ChildError with the reason if there is none by then (time.monotonic)."""
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise ChildError("no time left: raise --limit")
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            raise ChildError(f"its process died (exit code {self.process.exitcode})") from None
+        if isinstance(answer, ChildError):
+            raise answer
+        return answer
+
+    def ask(self, command: str, n: int, deadline: float) -> Any:
+        try:
+            self.pipe.send((command, n))
+        except OSError:
+            raise ChildError(f"its process died (exit code {self.process.exitcode})") from None
+        return self.wait(deadline)
+
+    def close(self, patience: float = 15.0) -> None:
+        self.pipe.close()
+        self.process.join(patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
