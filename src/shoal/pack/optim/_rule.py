@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+PIECE = 2**18
+"""Elements a CPU works on at a time, in whole members: the temporaries of a large stack would leave the cache and cost
+fresh pages from the system, several times the arithmetic itself. Each element's bits are the same in any piece."""
+
 State = dict[str, Tensor]
 Column = Mapping[str, Tensor]
 
@@ -175,7 +179,16 @@ class Rule(ABC):
             param, grad = torch.view_as_real(param), torch.view_as_real(grad)
             state = {**state, **{name: torch.view_as_real(state[name]) for name in self.buffers()}}
         ones = [1] * (param.ndim - 1)
-        self.apply_(param, grad, state, {name: value.view(-1, *ones) for name, value in c.items()})
+        c = {name: value.view(-1, *ones) for name, value in c.items()}
+        size = param.shape[0]
+        at_once = max(1, PIECE * size // max(1, param.numel()))
+        if at_once >= size or param.device.type != "cpu" or type(param) is not Tensor or torch.compiler.is_compiling():
+            self.apply_(param, grad, state, c)
+            return
+        for start in range(0, size, at_once):
+            rows = slice(start, start + at_once)
+            own = {name: value[rows] for name, value in state.items()}
+            self.apply_(param[rows], grad[rows], own, {name: value[rows] for name, value in c.items()})
 
     def _copies(self, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         seen: dict[int, tuple[Tensor, Tensor]] = {}
