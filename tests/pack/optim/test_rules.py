@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pack.optim.alone import CASES, Alone, Stacked, assert_same, distance
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
@@ -25,7 +26,6 @@ from shoal.pack.optim import (
     split_hparams,
     to_torch_state,
 )
-from tests.pack.optim.alone import CASES, Alone, Stacked, assert_same, distance
 
 STEPS = 50
 

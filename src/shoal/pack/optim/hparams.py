@@ -80,11 +80,11 @@ def split_hparams(
     rule = RULES.get(cls)
     if rule is None:
         return None
-    settings = with_defaults(cls, hparams)
+    settings = {name: value for name, value in with_defaults(cls, hparams).items() if name not in BOOKKEEPING}
     if settings.pop("differentiable", False) or any(isinstance(v, Tensor) and v.requires_grad for v in _flat(settings)):
         return None
     pairs = {name: parts for name, parts in PAIRS.items() if parts[0] in rule.columns}
-    known = {*rule.columns, *rule.structural, *pairs, *NEUTRAL, *BOOKKEEPING}
+    known = {*rule.columns, *rule.structural, *pairs, *NEUTRAL}
     if not set(settings) <= known:
         return None
     try:
