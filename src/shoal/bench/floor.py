@@ -76,7 +76,7 @@ def count(kind: Kind, precision: str | None) -> Cost:
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = kind.loss(model(x), y)
         forward = counter.get_total_flops()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     # The counter takes a grouped convolution's backward pass for a dense one; the first layer needs no input gradient.
     flops = min(counter.get_total_flops(), 3 * forward)
     saved = sum(t.untyped_storage().nbytes() * (narrow if t.is_floating_point() else 1) for t in kept.values())

@@ -87,7 +87,7 @@ class Meter:
         if device.startswith("cuda"):
             import torch
 
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
 
     def read(self) -> Memory:

@@ -22,7 +22,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         x_BD = F.relu(self.first(x_BD.flatten(1)))
-        return self.head(F.relu(self.second(x_BD)))
+        logits: Tensor = self.head(F.relu(self.second(x_BD)))
+        return logits
 
 
 class TinyMLP(nn.Module):
@@ -34,7 +35,8 @@ class TinyMLP(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        return self.head(F.relu(self.hidden(x_BD.flatten(1))))
+        logits: Tensor = self.head(F.relu(self.hidden(x_BD.flatten(1))))
+        return logits
 
 
 class CNN(nn.Module):
@@ -50,7 +52,8 @@ class CNN(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = F.max_pool2d(F.relu(self.conv1(x_BCHW)), 2)
         x_BCHW = F.max_pool2d(F.relu(self.conv2(x_BCHW)), 2)
-        return self.head(F.relu(self.hidden(x_BCHW.flatten(1))))
+        logits: Tensor = self.head(F.relu(self.hidden(x_BCHW.flatten(1))))
+        return logits
 
 
 class _Residual(nn.Module):
@@ -88,7 +91,8 @@ class ResNet18(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = self.stages(F.relu(self.norm(self.stem(x_BCHW))))
-        return self.head(x_BCHW.mean((2, 3)))
+        logits: Tensor = self.head(x_BCHW.mean((2, 3)))
+        return logits
 
 
 class _Decoder(nn.Module):
@@ -110,7 +114,9 @@ class _Decoder(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        wide_BTD = F.gelu(self.up(self.norm2(x_BTD)))
+        out_BTD: Tensor = x_BTD + self.down(wide_BTD)
+        return out_BTD
 
 
 class GPT(nn.Module):
@@ -127,7 +133,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(x_BT) + self.position)))
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(x_BT) + self.position)))
+        return logits
 
 
 class LSTMClassifier(nn.Module):
@@ -140,14 +147,22 @@ class LSTMClassifier(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         states_BTD, _ = self.lstm(x_BTD)
-        return self.head(states_BTD[:, -1])
+        logits: Tensor = self.head(states_BTD[:, -1])
+        return logits
 
 
 class Encoder(nn.Module):
     """nn.TransformerEncoder over a short sequence, mean pooled, with dropout as it is used."""
 
     def __init__(
-        self, features: int = 32, width: int = 64, layers: int = 2, heads: int = 4, classes: int = 10, dropout: float = 0.1
+        self,
+        features: int = 32,
+        width: int = 64,
+        *,
+        layers: int = 2,
+        heads: int = 4,
+        classes: int = 10,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(features, width)
@@ -156,4 +171,5 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x_BTD)).mean(1))
+        logits: Tensor = self.head(self.encoder(self.embed(x_BTD)).mean(1))
+        return logits

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -51,12 +51,10 @@ class Mps:
     def stop(self) -> None:
         if self.folder is None:
             return
-        try:
+        with suppress(subprocess.TimeoutExpired):  # its clients are gone; an idle daemon in our folder harms nobody
             subprocess.run(
                 [CONTROL], input=b"quit\n", env=self.environment(), capture_output=True, timeout=60, check=False
             )
-        except subprocess.TimeoutExpired:
-            pass  # its clients are gone; an idle daemon in our folder harms nobody
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = None
 

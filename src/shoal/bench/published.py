@@ -27,7 +27,8 @@ class MLP3(nn.Module):
         )
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.layers(x_BCHW)
+        logits: Tensor = self.layers(x_BCHW)
+        return logits
 
 
 def _conv_norm(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -49,7 +50,7 @@ class _Inverted(nn.Module):
         self.skip = stride == 1 and channels == out
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        y_BCHW = self.layers(x_BCHW)
+        y_BCHW: Tensor = self.layers(x_BCHW)
         return x_BCHW + y_BCHW if self.skip else y_BCHW
 
 
@@ -81,7 +82,8 @@ class MobileNetV2(nn.Module):
         self.head = nn.Linear(1280, classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.head(self.drop(self.features(x_BCHW).mean((2, 3))))
+        logits: Tensor = self.head(self.drop(self.features(x_BCHW).mean((2, 3))))
+        return logits
 
 
 class _Bottleneck(nn.Module):
@@ -120,7 +122,8 @@ class ResNet50(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.head(self.features(x_BCHW).mean((2, 3)))
+        logits: Tensor = self.head(self.features(x_BCHW).mean((2, 3)))
+        return logits
 
 
 class _Dense(nn.Module):
@@ -161,4 +164,5 @@ class DenseNet121(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.head(self.features(x_BCHW).mean((2, 3)))
+        logits: Tensor = self.head(self.features(x_BCHW).mean((2, 3)))
+        return logits

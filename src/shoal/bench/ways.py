@@ -8,6 +8,7 @@ member's own learning rate, batch norm's running statistics.
 from __future__ import annotations
 
 import copy
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 from shoal.bench.memory import Memory, Meter
+from shoal.bench.titles import TITLES
 from shoal.bench.workloads import Task, Workload
 
 WARM_UP = 3  # steps before a capture: lets lazy initialisation and autotuning happen outside the graph
-TITLES = {
-    "eager": "sequential, eager",
-    "captured": "sequential, compiled and captured",
-    "processes": "one process per network",
-    "vmap": "vmap",
-    "vmap-captured": "vmap, compiled and captured",
-    "shoal": "Shoal",
-}
 
 
 class Way(ABC):
@@ -92,7 +86,7 @@ class _Solo:
             self.optimizer.zero_grad(set_to_none=True)
             with self.autocast:
                 loss = self.criterion(self.model(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
         self.loss = loss.detach()
 
@@ -165,7 +159,7 @@ class Feed:
         self.one(rows)
 
     def _capture(self, pool: Any) -> Callable[[], None]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):  # true training steps, as every other
@@ -236,7 +230,8 @@ class Vmap(Way):
             for name, value in buffers.items():
                 self.buffers[name].copy_(value)
             self._adam([grads[name] for name in self.params])
-        return loss_M.detach()
+        last_M: Tensor = loss_M.detach()
+        return last_M
 
     def _adam(self, grads: list[Tensor], beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> None:
         params = list(self.params.values())
@@ -281,9 +276,8 @@ class Packed(Way):
     """Shoal. The only place that touches the engine."""
 
     def __init__(self, work: Workload, device: torch.device, *, compile: bool | str = "auto") -> None:
-        from shoal.pack.timing import open_pack
-
-        self.pack: Any = open_pack(work.jobs(), device, compile)
+        engine = importlib.import_module("shoal.pack.timing")
+        self.pack: Any = engine.open_pack(work.jobs(), device, compile)
         self.note = str(getattr(self.pack, "tier", "") or "")
         self.predicted_ms = getattr(self.pack, "predicted_ms", None)
         self.predicted_bytes = getattr(self.pack, "predicted_bytes", None)

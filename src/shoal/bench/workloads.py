@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class Workload:
                 batch_size=task.kind.batch_size,
                 epochs=epochs,
                 seed=task.seed,
-                precision=self.precision,
+                precision=cast("Literal['bf16'] | None", self.precision),
                 name=f"{task.kind.name}-{i}",
             )
             for i, task in enumerate(self.tasks)

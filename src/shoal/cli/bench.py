@@ -1,0 +1,114 @@
+"""`shoal bench`: the same work several ways, in one table."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
+"""What `shoal bench` runs when it is not told: every network of the bench, and unlike ones in one list."""
+
+
+def bench(
+    networks: Annotated[
+        list[str] | None, typer.Argument(help=f"Networks: {', '.join(NETWORKS)}. None given: all of them.")
+    ] = None,
+    members: Annotated[int, typer.Option(min=1, help="Networks trained at once.")] = 32,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU.")] = "auto",
+    ways: Annotated[
+        str, typer.Option(help="Of eager, captured, processes, vmap, vmap-captured, shoal; with commas.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median counts.")] = 20,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
+    processes: Annotated[
+        int, typer.Option(min=1, help="The most processes at once; the time of more networks is scaled.")
+    ] = 16,
+    batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers here; - for the screen.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bars into this file.")] = None,
+    quick: Annotated[bool, typer.Option(help="A few short rounds on little data: does it run, not how fast.")] = False,
+) -> None:
+    """Measure Shoal against other ways to train many networks.
+
+    Sequential eager, sequential compiled and captured, one process per network, vmap, and Shoal do the same work,
+    each in a process of its own: milliseconds for a step of all networks, memory, set-up time, the device's floor.
+    """
+    from rich.console import Console
+
+    from shoal.bench.report import plot as draw
+    from shoal.bench.report import table, write
+    from shoal.bench.run import Settings
+    from shoal.bench.run import bench as measure
+    from shoal.bench.titles import TITLES
+    from shoal.bench.workloads import Spec
+
+    place = pick_device(device)
+    settings = Settings(
+        ways=tuple(TITLES) if ways == "all" else tuple(way.strip() for way in ways.split(",")),
+        device=place,
+        rounds=min(rounds, 2) if quick else rounds,
+        threads=threads or None,
+        processes=processes,
+        limit=limit,
+        **(quick_settings() if quick else {}),
+    )
+    specs = [
+        Spec(
+            network=name,
+            members=members,
+            precision=pick_precision(precision, place),
+            batch_size=batch_size or None,
+            batches=4 if quick else 64,
+        )
+        for name in networks or NETWORKS
+    ]
+    errors = Console(stderr=True)
+    with errors.status("starting") as status:
+        result = measure(specs, settings, lambda line: status.update(line))
+    if json_file is not None:
+        write(result, json_file)
+    if plot is not None:
+        draw(result, plot)
+    if str(json_file) != "-":
+        table(result, wide_console())
+
+
+def quick_settings() -> dict[str, Any]:
+    """Enough to see that a way works."""
+    return {"round_seconds": 0.02, "warm_up": 1}
+
+
+def wide_console() -> Any:
+    """A console that does not fold a table when its output goes into a file."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def pick_device(device: str) -> str:
+    """`auto` made definite; ValueError for a device that is not there."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; use cpu, cuda or auto")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, and torch sees no GPU here; use cpu or auto")
+    return device
+
+
+def pick_precision(precision: str, device: str) -> str | None:
+    """`auto` made definite: what people use on that device."""
+    if precision not in ("auto", "bf16", "fp32"):
+        raise ValueError(f"precision is {precision!r}; use bf16, fp32 or auto")
+    if precision == "auto":
+        precision = "bf16" if device.startswith("cuda") else "fp32"
+    return None if precision == "fp32" else precision
