@@ -1,0 +1,108 @@
+"""`shoal reproduce`: comparisons of published work, ours beside theirs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+reproduce = typer.Typer(
+    name="reproduce",
+    help="Run the comparisons of published work beside ours.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
+Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all numbers here; - for the screen.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
+Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
+
+
+@reproduce.command()
+def unifiednn(
+    members: Annotated[int, typer.Option(min=1, help="Networks.")] = 8,
+    epochs: Annotated[int, typer.Option(min=0, help="Epochs; 0: 20 on a GPU, 5 on a CPU.")] = 0,
+    device: Device = "auto",
+    limit: Limit = 1200.0,
+    json_file: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+) -> None:
+    """UnifiedNN: memory and time of many networks, one process each against Shoal."""
+    from rich.console import Console
+
+    from shoal.bench.report import heading, write
+    from shoal.cli.bench import pick_device, wide_console
+    from shoal.reproduce import unifiednn as paper
+    from shoal.reproduce.picture import draw
+
+    place = pick_device(device)
+    length = epochs or (20 if place.startswith("cuda") else 5)
+    with Console(stderr=True).status("starting") as status:
+        result = paper.unifiednn(
+            members=min(members, 2) if quick else members,
+            epochs=1 if quick else length,
+            device=place,
+            limit=limit,
+            tell=lambda line: status.update(line),
+        )
+    if json_file is not None:
+        write(result, json_file)
+    if plot is not None:
+        draw(plot, paper.bars(result), ylabel="saved over one process per network", title=heading(result))
+    if str(json_file) != "-":
+        paper.table(result, wide_console())
+
+
+@reproduce.command()
+def pack(
+    networks: Annotated[
+        list[str] | None, typer.Argument(help="mlp3, mobilenetv2, resnet50, densenet121. None given: all.")
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="How many to pack; with commas, of 2, 3 and 4.")] = "2,3,4",
+    precision: Annotated[str, typer.Option(help="fp32 (as published) or bf16.")] = "fp32",
+    device: Device = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 20,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for both; 0: as torch chooses.")] = 0,
+    limit: Limit = 1800.0,
+    json_file: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+) -> None:
+    """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
+    from rich.console import Console
+
+    from shoal.bench.report import heading, write
+    from shoal.bench.run import Settings
+    from shoal.cli.bench import pick_device, pick_precision, quick_settings, wide_console
+    from shoal.reproduce import pack as paper
+    from shoal.reproduce.picture import draw
+
+    place = pick_device(device)
+    wanted = [size.strip() for size in sizes.split(",")]
+    if not set(wanted) <= {"2", "3", "4"}:
+        raise ValueError(f"sizes is {sizes!r}; the published table has 2, 3 and 4")
+    settings = Settings(
+        ways=("eager", "shoal"),
+        device=place,
+        rounds=min(rounds, 2) if quick else rounds,
+        threads=threads or None,
+        limit=limit,
+        **(quick_settings() if quick else {}),
+    )
+    with Console(stderr=True).status("starting") as status:
+        result = paper.pack(
+            settings,
+            networks=networks or list(paper.TITLES),
+            sizes=[int(size) for size in wanted],
+            precision=pick_precision(precision, place),
+            quick=quick,
+            tell=lambda line: status.update(line),
+        )
+    if json_file is not None:
+        write(result, json_file)
+    if plot is not None:
+        draw(plot, paper.bars(result), ylabel="gain over sequential", title=heading(result))
+    if str(json_file) != "-":
+        paper.table(result, wide_console())

@@ -1,0 +1,1 @@
+"""Comparisons of published work, run again with Shoal: what `shoal reproduce` does."""
