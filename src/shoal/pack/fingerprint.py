@@ -1,0 +1,104 @@
+"""What a model or a function looks like to Python, as one comparable value.
+
+Equal fingerprints mean equal behaviour as far as Python goes, so that one trace serves both. Unknown objects are compared
+by identity: too careful costs a second trace, too bold would be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
+"""Tensors that are looked at on their own; the last two are an RNN's other list of its parameters."""
+_MAX_DEPTH = 12
+
+
+def fingerprint(value: Any, *, tensors: bool = True) -> Hashable:
+    """A hashable stand-in for `value`; with `tensors=False` tensors count by shape only, not by content."""
+    return _Walker(tensors).visit(value, 0)
+
+
+class _Walker:
+    def __init__(self, tensors: bool) -> None:
+        self.tensors = tensors
+        self.seen: dict[int, int] = {}
+
+    def visit(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return (type(value), repr(value) if isinstance(value, float) else value)
+        if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | np.ufunc | types.CodeType):
+            return ("identity", id(value))
+        if id(value) in self.seen:
+            return ("again", self.seen[id(value)])
+        self.seen[id(value)] = len(self.seen)
+        if depth > _MAX_DEPTH:
+            return ("identity", id(value))
+        return self._visit_object(value, depth + 1)
+
+    def _visit_object(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, nn.Module):
+            return self._module(value, depth)
+        if isinstance(value, Tensor | np.ndarray):
+            return self._tensor(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, types.MethodType):
+            return ("method", self.visit(value.__func__, depth), self.visit(value.__self__, depth))
+        if isinstance(value, functools.partial):
+            return ("partial", *(self.visit(v, depth) for v in (value.func, value.args, value.keywords)))
+        if isinstance(value, list | tuple):
+            return (type(value), *(self.visit(v, depth) for v in value))
+        if isinstance(value, Mapping):
+            return (type(value), *((self.visit(k, depth), self.visit(v, depth)) for k, v in value.items()))
+        if isinstance(value, set | frozenset):
+            return (type(value), frozenset(self.visit(v, depth) for v in value))
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None or getattr(type(value), "__slots__", None):
+            return ("identity", id(value))
+        return (type(value), *((name, self.visit(v, depth)) for name, v in attributes.items()))
+
+    def _module(self, module: nn.Module, depth: int) -> Hashable:
+        tensors = tuple(
+            (name, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad, t.stride()), self._tie(t))
+            for group in (module._parameters, module._buffers)
+            for name, t in group.items()
+            if not isinstance(t, nn.parameter.UninitializedTensorMixin)
+        )
+        plain = tuple((k, self.visit(v, depth)) for k, v in vars(module).items() if k not in _SKIPPED)
+        children = tuple((k, self.visit(v, depth - 1)) for k, v in module._modules.items())
+        return (type(module), tensors, plain, children)
+
+    def _tie(self, tensor: Tensor | None) -> int:
+        """Which earlier parameter this one is (tied weights)."""
+        return -1 if tensor is None else self.seen.setdefault(id(tensor), len(self.seen))
+
+    def _tensor(self, value: Any) -> Hashable:
+        shape = (tuple(value.shape), str(value.dtype))
+        if not self.tensors:
+            return ("tensor", shape)
+        if isinstance(value, Tensor):
+            if value.numel() > 1_000_000 or value.device.type == "meta":
+                return ("identity", id(value))
+            value = value.detach().cpu().contiguous()
+            value = value.view(torch.uint8).numpy() if value.dim() else value.reshape(1).view(torch.uint8).numpy()
+        return ("tensor", shape, hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest())
+
+    def _function(self, function: types.FunctionType, depth: int) -> Hashable:
+        cells = tuple(self._cell(cell, depth) for cell in function.__closure__ or ())
+        defaults = (self.visit(function.__defaults__, depth), self.visit(function.__kwdefaults__, depth))
+        return ("function", id(function.__code__), id(function.__globals__), cells, defaults)
+
+    def _cell(self, cell: types.CellType, depth: int) -> Hashable:
+        try:
+            return self.visit(cell.cell_contents, depth)
+        except ValueError:  # an empty cell
+            return "empty"

@@ -1,0 +1,8 @@
+"""The stacking rules: how an operator is given a member axis. Importing a module registers its rules."""
+
+from __future__ import annotations
+
+from shoal.pack.stacked.rules import attention, conv, embedding, linear, losses, norm, pointwise, random, recurrent, shape
+from shoal.pack.stacked.rules._registry import find
+
+__all__ = ["attention", "conv", "embedding", "find", "linear", "losses", "norm", "pointwise", "random", "recurrent", "shape"]

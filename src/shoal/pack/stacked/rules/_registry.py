@@ -1,0 +1,124 @@
+"""Which rule serves an operator: its own, the one for all elementwise operators, or the general path."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from shoal.pack.signature import PerMember
+from shoal.pack.stacked.site import NotStackable, Rule, Run, Site, per_member
+
+_RULES: dict[Any, Rule] = {}
+
+
+def rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for these operators."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in _RULES, f"two rules for {op}"
+            _RULES[op] = function
+        return function
+
+    return register
+
+
+def find(site: Site) -> Run:
+    """The site's operator with a member axis.
+
+    Raises:
+        NotStackable: when nothing exact is known.
+    """
+    own = _RULES.get(site.op)
+    if own is not None:
+        return own(site)
+    if torch.Tag.nondeterministic_seeded in site.op.tags:
+        raise NotStackable(f"{site.name} draws random numbers in a way that has no stream per member")
+    if torch.Tag.pointwise in site.op.tags:
+        return _RULES["pointwise"](site)
+    return general(site)
+
+
+def general(site: Site) -> Run:
+    """vmap where it has a rule for the operator, otherwise the operator once per member."""
+    if site.varies:
+        return once_per_member(site)
+    batched = vmapped(site)
+    return once_per_member(site) if batched is None or not _works(site, batched) else batched
+
+
+def once_per_member(site: Site) -> Run:
+    """The operator once per member; refused for a view that a later in-place operator could be writing through."""
+    if _is_view(site) and any(_mutates(node) for node in site.node.graph.nodes):
+        raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
+    return per_member(site.call, site)
+
+
+def vmapped(site: Site) -> Run:
+    """The operator under `torch.vmap`, members first in every stacked argument and in every result."""
+    in_dims = tuple(_in_dims(site, value) for value in site.args)
+
+    def run(*args: Any) -> Any:
+        return torch.vmap(site.call, in_dims=in_dims, randomness="error")(*args)
+
+    return run
+
+
+def _in_dims(site: Site, value: Any) -> Any:
+    if isinstance(value, Node):
+        return 0 if site.carries(value) else None
+    if isinstance(value, list | tuple) and site.stacked(site.args.index(value)):
+        return [_in_dims(site, item) for item in value]
+    return None
+
+
+def _works(site: Site, run: Run) -> bool:
+    """Try it on fake tensors: right shapes, and no warning that vmap falls back to its own slow loop."""
+    fake = next(value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor))
+    mode = getattr(fake, "fake_mode", None)
+    assert mode is not None
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Node):
+            meta = value.meta["val"]
+            return meta.new_empty((site.members, *meta.shape)) if site.carries(value) else meta
+        if isinstance(value, list | tuple):
+            return [widen(item) for item in value]
+        return value
+
+    functorch = torch._C._functorch
+    slow_loop = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        with mode, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            result = run(*(widen(value) for value in site.args))
+    except Exception:
+        return False
+    finally:
+        functorch._set_vmap_fallback_enabled(slow_loop)
+    found = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+    alone = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    return len(found) == len(alone) and all(
+        a.shape == (site.members, *b.shape) and a.dtype == b.dtype for a, b in zip(found, alone, strict=True)
+    )
+
+
+def _is_view(site: Site) -> bool:
+    return any(result.alias_info is not None for result in site.op._schema.returns) and not _mutates(site.node)
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def numbers_of(value: Any, members: int) -> tuple[float, ...]:
+    """A number of the trace, one per member."""
+    return tuple(value.values) if isinstance(value, PerMember) else (value,) * members

@@ -1,0 +1,89 @@
+"""Matrix products: one batched product over the members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.stacked.rules._registry import general, once_per_member, rule
+from shoal.pack.stacked.site import Run, Site, pad_dims
+
+aten = torch.ops.aten
+
+
+def widened(x: Tensor, stacked: bool, members: int) -> Tensor:
+    """A shared tensor gets a member axis without a copy."""
+    return x if stacked else x.unsqueeze(0).expand(members, *x.shape)
+
+
+@rule(aten.linear.default)
+def linear(site: Site) -> Run:
+    members, (has_x, has_w) = site.members, (site.stacked(0), site.stacked(1))
+    has_bias = site.args[2] is not None
+    has_b = has_bias and site.stacked(2)
+    lead = tuple(site.out.shape[:-1])
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = widened(x, has_x, members)
+        weight = widened(weight, has_w, members)
+        rows = x if len(lead) == 1 else x.reshape(members, -1, x.shape[-1])
+        if bias is None:
+            out = torch.bmm(rows, weight.mT)
+        else:
+            out = torch.baddbmm(widened(bias, has_b, members).unsqueeze(1), rows, weight.mT)
+        return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
+
+    return run
+
+
+@rule(aten.addmm.default)
+def addmm(site: Site) -> Run:
+    if site.varies or any(value != 1 for value in site.args[3:]):
+        return general(site)
+    members, flags = site.members, [site.stacked(i) for i in range(3)]
+
+    def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
+        own = bias.dim() - flags[0]
+        bias = pad_dims(widened(bias, flags[0], members), own, 2)
+        return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))
+
+    return run
+
+
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
+def matmul(site: Site) -> Run:
+    a, b = site.ndim(0), site.ndim(1)
+    if a == 0 or b == 0:
+        return once_per_member(site)
+    members, (has_a, has_b) = site.members, (site.stacked(0), site.stacked(1))
+    out_shape = tuple(site.out.shape)
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        x, y = widened(x, has_a, members), widened(y, has_b, members)
+        x = x.unsqueeze(1) if a == 1 else x
+        y = y.unsqueeze(-1) if b == 1 else y
+        if max(b, 2) == 2:  # one matrix for all leading dimensions: fold them into rows
+            out = torch.bmm(x.reshape(members, -1, x.shape[-1]), y)
+        else:
+            width = max(a, b, 2)
+            out = torch.matmul(pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width))
+        return out.reshape(members, *out_shape)
+
+    return run
+
+
+@rule(aten.einsum.default)
+def einsum(site: Site) -> Run:
+    """The member axis is one more letter, in front of every stacked operand and of the result."""
+    equation, operands = site.args[0], site.args[1]
+    letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    flags = [site.carries(operand) for operand in operands]
+    terms = [letter + term if flag else term for term, flag in zip(left.split(","), flags, strict=True)]
+    if not arrow:
+        labels = sorted(c for c in set(left) - set(",.") if left.replace("...", "").count(c) == 1)
+        right = ("..." if "..." in left else "") + "".join(labels)
+    stacked_equation = f"{','.join(terms)}->{letter}{right}"
+    return lambda _equation, values, *rest: torch.einsum(stacked_equation, *values)

@@ -1,0 +1,121 @@
+"""Normalisation. Every member has its own statistics, its own affine parameters and its own running averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
+from shoal.pack.stacked.rules.linear import widened
+from shoal.pack.stacked.site import Run, Site, fold, pad_dims
+
+aten = torch.ops.aten
+
+
+@rule(aten.layer_norm.default)
+def layer_norm(site: Site) -> Run:
+    """Rows are normalised alike; scale and shift are the member's own."""
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    ndim, flags = site.ndim(0), [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+
+    def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
+        out = F.layer_norm(x, shape, None, None, eps)
+        if weight is not None:
+            out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
+        if bias is not None:
+            out = out + (pad_dims(bias, len(shape), ndim) if flags[3] else bias)
+        return out
+
+    return run
+
+
+@rule(aten.rms_norm.default)
+def rms_norm(site: Site) -> Run:
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    ndim, has_w = site.ndim(0), site.args[2] is not None and site.stacked(2)
+
+    def run(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        out = F.rms_norm(x, shape, None, eps)
+        if weight is None:
+            return out
+        return out * (pad_dims(weight, len(shape), ndim) if has_w else weight)
+
+    return run
+
+
+@rule(aten.group_norm.default)
+def group_norm(site: Site) -> Run:
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    members, ndim = site.members, site.ndim(0)
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+
+    def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
+        out = F.group_norm(fold(x), groups, None, None, eps).unflatten(0, (members, -1))
+        if weight is not None:
+            out = out * _channel(weight, flags[2], ndim)
+        if bias is not None:
+            out = out + _channel(bias, flags[3], ndim)
+        return out
+
+    return run
+
+
+def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
+    """[M, C] or [C] against [M, B, C, ...]."""
+    return value.reshape(value.shape[0] if stacked else 1, 1, -1, *[1] * (ndim - 2))
+
+
+@rule(aten.batch_norm.default, aten.instance_norm.default)
+def batch_norm(site: Site) -> Run:
+    """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
+    if site.device.type == "cpu" or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:
+        return once_per_member_in_place(site)
+    members, ndim = site.members, site.ndim(0)
+    momentum = torch.tensor(numbers_of(site.args[6], members), device=site.device).view(-1, 1)
+    eps = torch.tensor(numbers_of(site.args[7], members), device=site.device).view(-1, 1, 1, *[1] * (ndim - 2))
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    axes = [1, *range(3, ndim + 1)]
+    dtype = site.out.dtype
+
+    def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if training or mean is None:
+            count = wide[0, :, 0].numel()
+            v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)
+            if mean is not None:
+                with torch.no_grad():
+                    mean.lerp_(m.detach().reshape(mean.shape).to(mean.dtype), momentum.to(mean.dtype))
+                    unbiased = v.detach().reshape(var.shape) * (count / (count - 1))
+                    var.lerp_(unbiased.to(var.dtype), momentum.to(var.dtype))
+        else:
+            m, v = _channel(mean, flags[3], ndim), _channel(var, flags[4], ndim)
+        out = (wide - m) * torch.rsqrt(v + eps.to(v.dtype))
+        if weight is not None:
+            out = out * _channel(weight, flags[1], ndim)
+        if bias is not None:
+            out = out + _channel(bias, flags[2], ndim)
+        return out.to(dtype)
+
+    return run
+
+
+def once_per_member_in_place(site: Site) -> Run:
+    """The operator once per member. It writes the running averages without its schema saying so."""
+    members, op = site.members, site.call
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    columns = [numbers_of(value, members) if i > 4 else None for i, value in enumerate(site.args)]
+
+    def run(*args: Any) -> Tensor:
+        wide = [
+            widened(value, flags[i], members).unbind(0) if isinstance(value, Tensor) else columns[i] or (value,) * members
+            for i, value in enumerate(args)
+        ]
+        return torch.stack([op(*[column[m] for column in wide]) for m in range(members)])
+
+    return run

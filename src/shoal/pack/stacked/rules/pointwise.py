@@ -1,0 +1,118 @@
+"""Elementwise operators: line the member axis up and call the operator itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from shoal.pack.signature import PerMember
+from shoal.pack.stacked.rules._registry import once_per_member, rule
+from shoal.pack.stacked.site import Run, Site, pad_dims
+
+aten = torch.ops.aten
+
+_LANES = 64
+"""A member's elements must be a multiple of this for a vectorised CPU loop over the pack to have no remainder in it."""
+
+# IEEE arithmetic: the same bits in the vector part of a loop and in its remainder.
+_EXACT = frozenset(
+    "add sub mul div neg relu threshold where abs maximum minimum clamp clamp_min clamp_max sqrt eq ne lt le gt ge "
+    "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or masked_fill sign square leaky_relu "
+    "hardtanh relu6 hardswish hardsigmoid isnan isinf isfinite floor ceil round trunc reciprocal addcmul addcdiv lerp "
+    "copysign rsub _to_copy to clone fill zero copy positive remainder fmod".split()
+)
+# A number per member may stand where these take a tensor: same arithmetic in the tensor's own dtype.
+_TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
+
+
+@rule("pointwise")
+def pointwise(site: Site) -> Run:
+    """Any operator tagged elementwise, in place or not."""
+    out = site.out
+    if site.varies and not (site.op in _TAKES_COLUMN and out.dtype in (torch.float32, torch.float64)):
+        return once_per_member(site)
+    if site.device.type == "cpu" and out.numel() % _LANES and not _exact(site):
+        return once_per_member(site)  # the remainder of the loop would fall on the last member and give it other bits
+    plans = [_plan(site, index, value) for index, value in enumerate(site.args)]
+    op = site.call
+
+    def run(*args: Any) -> Any:
+        return op(*[value if plan is None else plan(value) for plan, value in zip(plans, args, strict=True)])
+
+    return run
+
+
+def _plan(site: Site, index: int, value: Any) -> Any:
+    """How one argument is lined up; None where it is passed as it is."""
+    if isinstance(value, PerMember):
+        column = site.column(value, site.out.dim(), site.out.dtype)
+        return lambda _: column
+    if not isinstance(value, Node) or not site.carries(value):
+        return None
+    own, wanted = site.ndim(index), site.out.dim()
+    meta = site.meta(index)
+    tensors = [site.meta(i) for i, arg in enumerate(site.args) if isinstance(arg, Node) and arg.meta.get("val") is not None]
+    weak = own == 0 and any(t.dim() for t in tensors)
+    if weak and any(t.dim() and t.dtype != meta.dtype for t in tensors):
+        # Alone, a 0-dimensional tensor does not take part in type promotion; with a member axis it would.
+        dtype = next(t.dtype for t in tensors if t.dim())
+        if dtype.is_floating_point or not meta.dtype.is_floating_point:
+            return lambda x: pad_dims(x, own, wanted).to(dtype)
+    return None if own == wanted else lambda x: pad_dims(x, own, wanted)
+
+
+def _exact(site: Site) -> bool:
+    name = site.name.split(".")[0]
+    return name.rstrip("_") in _EXACT or name in _EXACT
+
+
+@rule(aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
+def in_place(site: Site) -> Run:
+    return pointwise(site)
+
+
+def _cast_like(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(other.dtype)
+
+
+@rule(
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default, aten.contiguous.default,
+    aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+)  # fmt: skip
+def same_shape(site: Site) -> Run:
+    """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""
+    if site.varies:
+        return once_per_member(site)
+    names = [argument.name for argument in site.op._schema.arguments]
+    if "memory_format" in names:
+        place = names.index("memory_format")
+        if site.args[place] not in (None, torch.contiguous_format, torch.preserve_format):
+            plain = torch.contiguous_format if site.op is aten.contiguous.default else None
+            call = site.call
+            return lambda *args: call(*args[:place], plain, *args[place + 1 :])
+    return site.call
+
+
+@rule(aten.type_as.default)
+def type_as(site: Site) -> Run:
+    return _cast_like
+
+
+@rule(aten.prelu.default)
+def prelu(site: Site) -> Run:
+    """The slope runs along dimension 1 (the channels) of the input."""
+    if not site.stacked(0) or not site.stacked(1):
+        return once_per_member(site)
+    ndim, count = site.ndim(0), site.meta(1).numel()
+
+    def run(x: Tensor, slope: Tensor) -> Tensor:
+        shape = [slope.shape[0], *[1] * ndim]
+        if count > 1:
+            shape[2 if ndim > 1 else 1] = count
+        return torch.where(x > 0, x, slope.reshape(shape) * x)
+
+    return run

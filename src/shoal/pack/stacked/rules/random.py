@@ -1,0 +1,123 @@
+"""Random operators: every member draws from its own stream, as it would alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.signature import PerMember
+from shoal.pack.stacked.rules._registry import rule
+from shoal.pack.stacked.site import NotStackable, Run, Site
+from shoal.randomness import Draw
+
+aten = torch.ops.aten
+
+_ALPHA = 1.7580993408473766  # the constant of SELU that alpha dropout keeps
+
+
+def _rates(site: Site) -> tuple[tuple[float], ...]:
+    """The dropout rate(s): one for all where they agree."""
+    value = site.args[1]
+    return tuple((p,) for p in value.values) if isinstance(value, PerMember) else ((value,),)
+
+
+def _lone(site: Site, x: Tensor) -> Tensor:
+    """A shared tensor needs the member axis before members' own noise meets it."""
+    return x if not site.members or site.stacked(0) else x.unsqueeze(0)
+
+
+@rule(aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default, aten.feature_dropout_.default)
+def dropout(site: Site) -> Run:
+    rates, training = _rates(site), site.args[2]
+    if not training or all(p == 0 for (p,) in rates):
+        return lambda x, *_: x
+    meta = site.meta(0)
+    in_place = site.op._schema.is_mutable
+    if "feature" in site.name:
+        shape: tuple[int, ...] = (*meta.shape[:2], *[1] * (meta.dim() - 2))
+        draw = site.draw(Draw("dropout", shape, meta.dtype, None, rates))
+    else:
+        draw = site.draw(Draw("dropout", tuple(meta.shape), meta.dtype, tuple(meta.stride()), rates))
+    if in_place:
+        return lambda x, *_: x.mul_(draw())
+    return lambda x, *_: _lone(site, x) * draw()
+
+
+@rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+def alpha_dropout(site: Site) -> Run:
+    rates, training = _rates(site), site.args[2]
+    if not training or all(p == 0 for (p,) in rates):
+        return lambda x, *_: x
+    if any(p in (0.0, 1.0) for (p,) in rates):
+        raise NotStackable("alpha dropout with a rate of 0 or 1 beside other rates")
+    meta = site.meta(0)
+    feature = "feature" in site.name
+    shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
+    stride = None if feature else tuple(meta.stride())
+    draw = site.draw(Draw("bernoulli", shape, meta.dtype, stride, tuple((1 - p,) for (p,) in rates)))
+    a = tuple(((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
+    columns = [_numbers(site, values, meta) for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))]
+    scale, slope, shift = columns
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        noise = draw()
+        b = (noise - 1) * slope + shift
+        return _lone(site, x) * (noise * scale) + b
+
+    return run
+
+
+def _numbers(site: Site, values: tuple[float, ...], meta: Tensor) -> Any:
+    return values[0] if len(values) == 1 else site.column(PerMember(values), meta.dim(), meta.dtype)
+
+
+def _plain(site: Site, kind: str, numbers: tuple[float, ...]) -> Run:
+    """A tensor made of fresh draws, of the shape and layout it has alone."""
+    out = site.out
+    if "generator" in site.op._schema.overload_name and site.args[1] is not None:
+        raise NotStackable(f"{site.name} draws from a generator of its own")
+    draw = site.draw(Draw(kind, tuple(out.shape), out.dtype, tuple(out.stride()), (numbers,)))
+    return lambda *_: draw()
+
+
+@rule(aten.rand.default, aten.rand_like.default)
+def rand(site: Site) -> Run:
+    return _plain(site, "uniform", (0.0, 1.0))
+
+
+@rule(aten.randn.default, aten.randn_like.default)
+def randn(site: Site) -> Run:
+    return _plain(site, "normal", (0.0, 1.0))
+
+
+@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
+def randint(site: Site) -> Run:
+    names = [argument.name for argument in site.op._schema.arguments]
+    low = site.args[names.index("low")] if "low" in names else 0
+    return _plain(site, "integer", (low, site.args[names.index("high")]))
+
+
+@rule(aten.randperm.default)
+def randperm(site: Site) -> Run:
+    return _plain(site, "permutation", ())
+
+
+_FILLS = {aten.uniform_.default: "uniform", aten.normal_.default: "normal", aten.exponential_.default: "exponential", aten.bernoulli_.float: "bernoulli"}
+
+
+@rule(*_FILLS)
+def fill(site: Site) -> Run:
+    numbers, generator = site.args[1:-1], site.args[-1]
+    if generator is not None or site.varies:
+        raise NotStackable(f"{site.name} with a generator of its own or a number that differs")
+    meta = site.meta(0)
+    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), (tuple(numbers),)))
+    return lambda x, *_: x.copy_(draw())
+
+
+@rule(aten.bernoulli.default)
+def bernoulli(site: Site) -> Run:
+    """A coin per element with its own probability: alone on CPU, torch compares a uniform draw with it."""
+    raise NotStackable("torch.bernoulli of a tensor of probabilities")

@@ -1,0 +1,142 @@
+"""RNN, LSTM and GRU, and their cells: one recurrence in which every product is batched over the members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
+from shoal.pack.stacked.rules.linear import widened
+from shoal.pack.stacked.site import NotStackable, Run, Site
+from shoal.randomness import Draw
+
+aten = torch.ops.aten
+
+State = tuple[Tensor, ...]
+Cell = Callable[[Tensor, Tensor, State], State]
+"""(gates from the input [M,B,G], gates from the state [M,B,G], state) -> new state; state[0] is the output."""
+
+
+def _lstm(x: Tensor, h: Tensor, state: State) -> State:
+    i, f, g, o = (x + h).chunk(4, -1)
+    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(x: Tensor, h: Tensor, state: State) -> State:
+    xr, xz, xn = x.chunk(3, -1)
+    hr, hz, hn = h.chunk(3, -1)
+    r, z = torch.sigmoid(hr + xr), torch.sigmoid(hz + xz)
+    n = torch.tanh(hn * r + xn)
+    return (n + z * (state[0] - n),)
+
+
+def _tanh(x: Tensor, h: Tensor, state: State) -> State:
+    return (torch.tanh(x + h),)
+
+
+def _relu(x: Tensor, h: Tensor, state: State) -> State:
+    return (torch.relu(x + h),)
+
+
+_LAYERS: dict[Any, Cell] = {
+    aten.lstm.input: _lstm, aten.gru.input: _gru, aten.rnn_tanh.input: _tanh, aten.rnn_relu.input: _relu,
+}  # fmt: skip
+_CELLS: dict[Any, Cell] = {
+    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru, aten.rnn_tanh_cell.default: _tanh, aten.rnn_relu_cell.default: _relu,
+}  # fmt: skip
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[M, B, I] by [M, G, I]."""
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+@rule(*_CELLS)
+def cell(site: Site) -> Run:
+    step = _CELLS[site.op]
+    if site.ndim(0) != 2:
+        return once_per_member(site)
+    members = site.members
+    is_lstm = step is _lstm
+    nested = [site.carries(v) for v in site.args[1]] if is_lstm else [site.stacked(1)]
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+
+    def run(x: Tensor, hx: Any, *weights: Any) -> Any:
+        state = tuple(widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), nested, strict=True))
+        w_ih, w_hh, b_ih, b_hh = (None if w is None else widened(w, f, members) for w, f in zip(weights, flags[2:], strict=True))
+        assert w_ih is not None and w_hh is not None
+        out = step(_product(widened(x, flags[0], members), w_ih, b_ih), _product(state[0], w_hh, b_hh), state)
+        return out if is_lstm else out[0]
+
+    return run
+
+
+@rule(*_LAYERS)
+def layers(site: Site) -> Run:
+    """Stacked, bidirectional layers with dropout between them, as torch lays them out."""
+    step = _LAYERS[site.op]
+    is_lstm = step is _lstm
+    _, hx, weights, biases, count, rate, training, bidirectional, batch_first = site.args
+    directions = 2 if bidirectional else 1
+    per_cell = 4 if biases else 2
+    members = site.members
+    draws = _between_layers(site, numbers_of(rate, max(members, 1)), training, count, directions, batch_first)
+    if not members:
+        if draws:
+            raise NotStackable(f"{site.name} with dropout between its layers")
+        return site.call
+    if len(weights) != count * directions * per_cell or site.ndim(0) != 3:
+        return once_per_member(site)
+    x_stacked = site.stacked(0)
+    h_stacked = [site.carries(h) for h in hx] if is_lstm else [site.stacked(1)]
+    w_stacked = [site.carries(w) for w in weights]
+
+    def run(x: Tensor, hx: Any, params: list[Tensor], *_: Any) -> Any:
+        x = widened(x, x_stacked, members)
+        start = [widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), h_stacked, strict=True)]  # [M, L*D, B, H]
+        params = [widened(w, f, members) for w, f in zip(params, w_stacked, strict=True)]
+        x = x.transpose(1, 2) if batch_first else x  # [M, T, B, I]
+        finals: list[State] = []
+        for layer in range(count):
+            outputs = []
+            for direction in range(directions):
+                index = layer * directions + direction
+                own = params[index * per_cell : (index + 1) * per_cell]
+                states = _scan(step, x, tuple(h[:, index] for h in start), own, bool(direction))
+                outputs.append(torch.stack([state[0] for state in (states[::-1] if direction else states)], 1))
+                finals.append(states[-1])
+            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if draws and layer < count - 1:
+                x = x * draws[layer]()
+        x = x.transpose(1, 2) if batch_first else x
+        return (x, *(torch.stack(parts, 1) for parts in zip(*finals, strict=True)))
+
+    return run
+
+
+def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bool) -> list[State]:
+    """One direction of one layer over time; states in the order they were computed."""
+    w_ih, w_hh, b_ih, b_hh = (*params, None, None)[:4]
+    assert w_ih is not None and w_hh is not None
+    members, steps, batch, width = x.shape
+    gates = _product(x.reshape(members, steps * batch, width), w_ih, b_ih).view(members, steps, batch, -1)
+    states: list[State] = []
+    for row in reversed(gates.unbind(1)) if reverse else gates.unbind(1):
+        state = step(row, _product(state[0], w_hh, b_hh), state)
+        states.append(state)
+    return states
+
+
+def _between_layers(site: Site, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool) -> list[Callable[[], Tensor]]:
+    """A mask for what every layer but the last hands on; torch drops it in time-major order."""
+    if not training or count < 2 or all(rate == 0 for rate in rates):
+        return []
+    x = site.meta(0)
+    steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
+    hidden = site.args[2][1].meta["val"].shape[1] * directions
+    shape = (steps, batch, hidden)
+    return [site.draw(Draw("dropout", shape, x.dtype, None, tuple((rate,) for rate in rates))) for _ in range(count - 1)]

@@ -1,0 +1,173 @@
+"""Views, reductions and the rest of the operators that name dimensions: the same operator, one dimension further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.stacked.rules._registry import general, once_per_member, rule
+from shoal.pack.stacked.rules.linear import widened
+from shoal.pack.stacked.site import Run, Site, dims, pad_dims
+
+aten = torch.ops.aten
+
+
+def _overloads(names: str) -> list[Any]:
+    """All functional overloads of these operators whose dimensions are numbers (not names)."""
+    found = []
+    for name in names.split():
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            types = [str(argument.type) for argument in op._schema.arguments]
+            if "out" not in overload and not op._schema.is_mutable and not any("str" in t for t in types):
+                found.append(op)
+    return found
+
+
+# Operators with a `dim`, `dims`, `dim0`... argument, whose first argument is the tensor.
+_BY_DIM = _overloads(
+    "transpose select slice narrow unbind split split_with_sizes chunk movedim swapaxes permute "
+    "sum mean amax amin max min argmax argmin prod var std var_mean std_mean logsumexp all any nansum median "
+    "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort argsort topk kthvalue "
+    "linalg_vector_norm norm flip roll flatten unflatten glu diagonal unfold tensor_split count_nonzero mode aminmax"
+)
+_DIM_NAMES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination", "start_dim", "end_dim", "dim2")
+_ALL_IF_MISSING = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "all", "any", "nansum", "logsumexp", "linalg_vector_norm", "count_nonzero"))
+
+
+@rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims)
+def by_dim(site: Site) -> Run:
+    """Dimensions count from the member's own first one; a reduction over everything spares the member axis."""
+    packet = site.name.split(".")[0]
+    names = [argument.name for argument in site.op._schema.arguments]
+    places = [i for i, name in enumerate(names) if name in _DIM_NAMES]
+    ndim = site.ndim(0)
+    if site.varies or ndim == 0 or (packet == "roll" and not site.args[2]) or (packet == "norm" and not places):
+        return general(site)
+    if not places:
+        return _over_everything(site, packet)
+    if packet in ("all", "any", "prod", "argmax", "argmin", "cumsum", "count_nonzero") and site.args[places[0]] is None:
+        return general(site)
+    args = list(site.args)
+    for place in places:
+        args[place] = _moved(args[place], site.op._schema.arguments[place], ndim, packet)
+        if args[place] is None:
+            return general(site)
+    rest = args[1:]
+    op = site.call
+    return lambda x, *_: op(x, *rest)
+
+
+def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
+    if value is None or (isinstance(value, list | tuple) and len(value) == 0):
+        return dims(None, ndim) if packet in _ALL_IF_MISSING else None
+    if isinstance(value, int):
+        return value % ndim + 1
+    moved = dims(value, ndim)
+    return [0, *moved] if packet == "permute" else moved
+
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "mean": torch.mean, "amax": torch.amax, "amin": torch.amin}
+
+
+def _over_everything(site: Site, packet: str) -> Run:
+    """sum(), mean(), max(): over all of a member's own elements."""
+    ndim, args = site.ndim(0), site.args
+    over = list(range(1, ndim + 1))
+    if packet in ("sum", "mean"):
+        dtype = args[1] if len(args) > 1 else None
+        reduce = _REDUCTIONS[packet]
+        return lambda x, *_: reduce(x, over, dtype=dtype)
+    if packet in ("max", "min"):
+        reduce = _REDUCTIONS["a" + packet]
+        if site.out.dtype.is_floating_point:
+            return general(site)  # ties share the gradient differently
+        return lambda x, *_: reduce(x, over)
+    return general(site)
+
+
+@rule(*_overloads("view reshape _unsafe_view expand view_as reshape_as expand_as broadcast_to repeat tile"))
+def reshaped(site: Site) -> Run:
+    """The result's own shape is known; put the members in front."""
+    packet = site.name.split(".")[0]
+    shape, members, ndim = tuple(site.out.shape), site.members, site.ndim(0)
+    if packet == "view" and site.op is not aten.view.default:
+        return general(site)  # view as another dtype
+    if not site.stacked(0):
+        return general(site)
+    if packet in ("expand", "expand_as", "broadcast_to"):
+        return lambda x, *_: pad_dims(x, ndim, len(shape)).expand(members, *shape)
+    if packet in ("repeat", "tile"):
+        if packet == "tile" or len(site.args[1]) < ndim:
+            return general(site)
+        return lambda x, repeats: pad_dims(x, ndim, len(repeats)).repeat(1, *repeats)
+    return lambda x, *_: x.reshape(members, *shape)
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(site: Site) -> Run:
+    dim = site.args[1] % (site.ndim(0) + 1) + 1
+    return lambda x, _: x.unsqueeze(dim)
+
+
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default)
+def transposed(site: Site) -> Run:
+    ndim = site.ndim(0)
+    if ndim < 2:
+        return lambda x: x
+    if ndim == 2 or site.op is aten.mT.default:
+        return lambda x: x.mT
+    return general(site)
+
+
+@rule(aten.squeeze.default)
+def squeeze(site: Site) -> Run:
+    shape, members = tuple(site.out.shape), site.members
+    return lambda x: x.reshape(members, *shape)
+
+
+@rule(aten.cat.default, aten.stack.default)
+def joined(site: Site) -> Run:
+    values, members = site.args[0], site.members
+    flags = [site.carries(value) for value in values]
+    ndim = site.out.dim()
+    dim = (site.args[1] if len(site.args) > 1 else 0) % ndim + 1
+    keep = [i for i, value in enumerate(values) if tuple(value.meta["val"].shape) != (0,)]
+    if site.op is aten.cat.default and len(keep) < len(values):
+        return once_per_member(site)
+    join = torch.cat if site.op is aten.cat.default else torch.stack
+    return lambda tensors, *_: join([widened(t, f, members) for t, f in zip(tensors, flags, strict=True)], dim)
+
+
+@rule(aten.pad.default, aten.constant_pad_nd.default)
+def padded(site: Site) -> Run:
+    """Padding counts from the last dimension; only modes that look at the number of dimensions need care."""
+    mode = site.args[2] if site.op is aten.pad.default and len(site.args) > 2 else "constant"
+    if site.varies or mode != "constant":
+        return general(site)
+    op = site.call
+    return lambda *args: op(*args)
+
+
+@rule(aten.gather.default, aten.index_select.default, aten.take_along_dim.default)
+def gathered(site: Site) -> Run:
+    if site.op is not aten.gather.default or site.ndim(0) == 0 or site.args[3]:
+        return general(site)
+    dim, members = site.args[1] % site.ndim(0) + 1, site.members
+    flags = (site.stacked(0), site.stacked(2))
+    return lambda x, _, index, *__: torch.gather(widened(x, flags[0], members), dim, widened(index, flags[1], members))
+
+
+@rule(aten.one_hot.default)
+def one_hot(site: Site) -> Run:
+    return lambda x, classes=-1: torch.nn.functional.one_hot(x, classes)
+
+
+@rule(aten.triu.default, aten.tril.default)
+def triangle(site: Site) -> Run:
+    op = site.call
+    return lambda x, *rest: op(x, *rest)

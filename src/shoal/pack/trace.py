@@ -1,0 +1,220 @@
+"""One training step of an ordinary module, written down as a graph.
+
+The step is run once on fake tensors (shapes without data) and every operator it calls is recorded *before* autograd and
+autocast take it apart: `aten.linear`, `aten.batch_norm`, `aten.dropout`, `aten.lstm`. Whatever Python did to get there
+(attributes, closures, hooks, globals, control flow on shapes) has become constants in the graph, so that two jobs can be
+compared by comparing their graphs. What a graph cannot carry is refused with a reason; such a job is not stacked.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from shoal.pack.fingerprint import fingerprint
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Call = Callable[[nn.Module, Any], Any]
+"""What is traced: `(model, batch) -> outputs`."""
+
+
+class Untraceable(Exception):
+    """The step cannot be written down as a graph; the message says why, in the user's words."""
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """A step as a graph: placeholders are the parameters, then the buffers, then the leaves of the batch."""
+
+    module: GraphModule
+    params: list[str]
+    buffers: list[str]
+    batch_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    """How the flat outputs fold back into `(what the call returned, {buffer: its value afterwards})`."""
+    nodes: list[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.module.graph.nodes)
+
+    def constant(self, node: Node) -> Tensor:
+        """The tensor behind a `get_attr` node: one the step reads that is neither parameter, buffer nor batch."""
+        value = getattr(self.module, str(node.target))
+        assert isinstance(value, Tensor)
+        return value
+
+
+def autocast(precision: str | None, device: torch.device) -> Any:
+    """The autocast region a step runs in; none unless a precision is asked for."""
+    if precision is None:
+        return nullcontext()
+    # Cached weight casts would tie one step's graph to the next; a fresh cast costs one pass over the weights.
+    return torch.autocast(device.type, PRECISIONS[precision], cache_enabled=False)
+
+
+def trace(model: nn.Module, call: Call, batch: Any, *, precision: str | None = None, training: bool = True) -> Trace:
+    """Record `call(model, batch)` as a graph.
+
+    Raises:
+        Untraceable: with the reason, when the graph would not be the whole truth.
+    """
+    _refuse_at_sight(model)
+    try:
+        twin = copy.deepcopy(model).train(training)
+    except Exception as error:
+        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+    before = fingerprint(twin, tensors=False)
+    first = _record(twin, call, batch, precision)
+    if fingerprint(twin, tensors=False) != before:
+        raise Untraceable("its forward changes python attributes of the model")
+    if not _same_graph(first, _record(twin, call, batch, precision)):
+        raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
+    _refuse_in_graph(first)
+    return first
+
+
+class _Recorded(nn.Module):
+    """The call as a module, so that `functional_call` can put traced tensors in place of the model's own."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        out = self.call(self.model, batch)
+        return out, dict(self.model.named_buffers())
+
+
+def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> Trace:
+    params = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    leaves, batch_spec = pytree.tree_flatten(batch)
+    wrapper = _Recorded(model, call)
+    out_spec: list[pytree.TreeSpec] = []
+
+    def flat(values: list[Tensor]) -> list[Any]:
+        names = [f"model.{name}" for name in (*params, *buffers)]
+        state = dict(zip(names, values, strict=False))
+        folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
+        out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
+        outputs, spec = pytree.tree_flatten(out)
+        out_spec.append(spec)
+        return list(outputs)
+
+    inputs = [*params.values(), *buffers.values(), *leaves]
+    device = inputs[0].device
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with _poisoned(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
+            warnings.simplefilter("ignore")
+            module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(_explain(error)) from error
+    numpy_after = np.random.get_state()
+    if random.getstate() != python_state or any(
+        not np.array_equal(a, b) for a, b in zip(numpy_state, numpy_after, strict=True)
+    ):
+        raise Untraceable("it draws from python's or numpy's random numbers inside the step")
+    return Trace(module, list(params), list(buffers), batch_spec, out_spec[-1])
+
+
+# What Python can do that a graph of operators would silently lose.
+_POISON: tuple[tuple[Any, str, str], ...] = (
+    (torch.autograd.Function, "apply", "a custom autograd.Function (its own backward is not in the graph)"),
+    (torch.autograd, "grad", "torch.autograd.grad inside the step"),
+    (torch.autograd, "backward", "a backward pass inside the step"),
+    (torch.Tensor, "backward", "a backward pass inside the step"),
+    (torch.Tensor, "register_hook", "a gradient hook on a tensor"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
+    (torch, "manual_seed", "torch.manual_seed inside the step"),
+)
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, reason in _POISON:
+
+            def refuse(*_: Any, reason: str = reason, **__: Any) -> None:
+                raise Untraceable(f"it uses {reason}")
+
+            stack.enter_context(mock.patch.object(owner, name, refuse))
+        yield
+
+
+def _refuse_at_sight(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Untraceable(f"{where} is a TorchScript module")
+        if getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None):
+            raise Untraceable(f"{where} has a backward hook")
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            raise Untraceable(f"{where} is already compiled; give Shoal the plain module")
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise Untraceable(f"{name} is built lazily, at the first batch")
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise Untraceable(f"parameter {name} has a gradient hook")
+        if param.layout != torch.strided or type(param) is not nn.Parameter:
+            raise Untraceable(f"parameter {name} is a {type(param).__name__} of layout {param.layout}")
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            raise Untraceable(f"buffer {name} has layout {buffer.layout}")
+    if not any(True for _ in model.parameters()):
+        raise Untraceable("it has no parameters")
+
+
+def _refuse_in_graph(recorded: Trace) -> None:
+    for node in recorded.nodes:
+        if node.op == "get_attr":
+            value = getattr(recorded.module, str(node.target), None)
+            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+                raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
+            if value.requires_grad:
+                raise Untraceable("it trains a tensor that is not a parameter of the model")
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise Untraceable(f"it reads a number out of a tensor ({node.target})")
+            if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise Untraceable(f"the shape of a result depends on the data ({node.target})")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Untraceable(f"it uses a higher-order operator ({node.target})")
+
+
+def _same_graph(a: Trace, b: Trace) -> bool:
+    if len(a.nodes) != len(b.nodes):
+        return False
+    return all(
+        x.op == y.op and x.target == y.target and str(x.args) == str(y.args) and str(x.kwargs) == str(y.kwargs)
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+    )
+
+
+def _explain(error: Exception) -> str:
+    name = type(error).__name__
+    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
+        return "control flow or a shape depends on the data"
+    return f"it cannot be traced ({name}: {_first_line(error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:160] if text else type(error).__name__

@@ -1,0 +1,138 @@
+"""Random numbers inside networks, one stream per member.
+
+On CPU a member draws from its own generator, in the order and layout of its solo run, so that its draws are those of the
+plain loop after `torch.manual_seed`. On a GPU a draw is a pure function of (seed, step, call site, element), computed
+by `counter_bits`, so that it fuses into compiled code, does not depend on the pack, and can be recomputed by anyone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One random call of a step: what is drawn and the layout it has in one member's solo run."""
+
+    kind: str
+    """bernoulli, dropout (a bernoulli of the kept share, divided by it), uniform, normal, exponential, integer, permutation."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+    numbers: tuple[tuple[float, ...], ...] = ((),)
+    """The distribution's numbers; one tuple for all members, or one each."""
+
+    def of(self, member: int) -> tuple[float, ...]:
+        return self.numbers[member if len(self.numbers) > 1 else 0]
+
+
+def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], device: torch.device) -> list[Tensor]:
+    """Every draw of one step on CPU, for every member, members first. Each member draws in its solo order."""
+    out = [torch.empty((len(generators), *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
+    for m, generator in enumerate(generators):
+        for value, draw in zip(out, draws, strict=True):
+            plain = draw.stride is None or value[m].stride() == draw.stride
+            target = value[m] if plain else torch.empty_strided(draw.shape, draw.stride or (), dtype=draw.dtype)
+            _fill(target, draw.kind, draw.of(m), generator)
+            if not plain:
+                value[m].copy_(target)
+    return out
+
+
+def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torch.Generator) -> None:
+    if kind == "dropout":
+        (p,) = numbers
+        if p in (0.0, 1.0):
+            target.fill_(1.0 - p)  # torch draws nothing then
+        else:
+            target.bernoulli_(1 - p, generator=generator).div_(1 - p)
+    elif kind == "bernoulli":
+        target.bernoulli_(numbers[0], generator=generator)
+    elif kind == "uniform":
+        target.uniform_(*numbers, generator=generator)
+    elif kind == "normal":
+        target.normal_(*numbers, generator=generator)
+    elif kind == "exponential":
+        target.exponential_(*numbers, generator=generator)
+    elif kind == "integer":
+        target.random_(int(numbers[0]), int(numbers[1]), generator=generator)
+    elif kind == "permutation":
+        target.copy_(torch.randperm(target.numel(), generator=generator))
+    else:
+        raise AssertionError(kind)
+
+
+# --- counter-based draws -------------------------------------------------------------------------------------------
+
+_WORD = 0xFFFFFFFF
+
+
+def counter_bits(seed: Tensor, step: Tensor, site: int, count: int) -> Tensor:
+    """[M, count] values in [0, 2**32), as int64: a hash of (seed, step, site, element) and nothing else.
+
+    `seed` and `step` are [M] int64. Three rounds of a 32-bit multiply-xorshift mixer (the finaliser of MurmurHash3) over
+    the key and the element: passes equidistribution and correlation tests at the sizes dropout needs, and is cheap.
+    """
+    key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
+    key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9))
+    key = _mix(key ^ _mix(torch.full_like(seed, site + 1) * 0x85EBCA6B & _WORD))
+    element = torch.arange(count, device=seed.device, dtype=torch.int64)
+    return _mix(_mix((element * 0x9E3779B1 & _WORD) ^ key.unsqueeze(1)) ^ (element & _WORD))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x & _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: int) -> Tensor:
+    """The value of one draw for members with these seeds at these steps, members first."""
+    count = math.prod(draw.shape)
+    shape = (seed.shape[0], *draw.shape)
+    column = [-1, *[1] * len(draw.shape)]
+    columns = [
+        torch.tensor(values, device=seed.device, dtype=torch.float64).view(column)
+        for values in zip(*(draw.of(m) for m in range(seed.shape[0])), strict=True)
+    ]
+    kind = draw.kind
+    if kind in ("dropout", "bernoulli"):
+        return _counter_bernoulli(draw, counter_bits(seed, step, site, count).view(shape), columns[0])
+    if kind == "permutation":
+        return counter_bits(seed, step, site, count).argsort(dim=1, stable=True).to(draw.dtype)
+    unit = ((counter_bits(seed, step, site, count).view(shape)).double() + 0.5) * 2.0**-32
+    if kind == "uniform":
+        value = columns[0] + unit * (columns[1] - columns[0])
+    elif kind == "exponential":
+        value = -torch.log(unit) / columns[0]
+    elif kind == "normal":
+        second = (counter_bits(seed, step, site + (1 << 20), count).view(shape).double() + 0.5) * 2.0**-32
+        value = columns[0] + columns[1] * torch.sqrt(-2 * torch.log(unit)) * torch.cos(2 * math.pi * second)
+    elif kind == "integer":
+        value = torch.floor(columns[0] + unit * (columns[1] - columns[0]))
+    else:
+        raise AssertionError(kind)
+    return value.to(draw.dtype)
+
+
+def _counter_bernoulli(draw: Draw, bits: Tensor, column: Tensor) -> Tensor:
+    p_keep = 1.0 - column if draw.kind == "dropout" else column
+    kept = bits < (p_keep * 2.0**32).to(torch.int64)
+    if draw.kind == "bernoulli":
+        return kept.to(draw.dtype)
+    scale = torch.where(p_keep > 0, 1.0 / p_keep, 0.0).to(draw.dtype)
+    return torch.where(kept, scale, torch.zeros_like(scale))
+
+
+def generator_at(state: Any) -> torch.Generator:
+    """A CPU generator continuing from a saved state."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
