@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shoal.data import Pool, View
 from shoal.data.source import TensorSource
 from shoal.dry import dry_run, likeness
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.job import RESERVED, Job
+from shoal.job import Job
 from shoal.monitor import watched
 from shoal.pack.members import (
     Member,
@@ -86,14 +86,12 @@ def field_problems(job: Job) -> list[str]:
     lines = []
     if job.val is None:
         if job.metrics:
-            lines.append(
-                f"metrics are set ({', '.join(job.metrics)}) but val is not; they are computed on it: set val=, or remove them"
-            )
+            lines.append(f"metrics are set ({', '.join(job.metrics)}) but val is not; set val=, or remove them")
         if job.val_every != 1:
             lines.append(f"val_every is {job.val_every} but there is no val; set val=, or leave val_every at 1")
         if job.keep == "best" and job.stop is None:
             lines.append(
-                "keep is 'best' but there is no val to judge by; set val=, or stop=EarlyStop('loss', ...), or keep='last'"
+                "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
             )
     if job.stop is not None and job.step is None:
         known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
@@ -167,9 +165,7 @@ def batch_problems(member: Member) -> list[str]:
     """Whether there is anything to train on."""
     job, n = member.job, len(member.data)
     if member.num_batches == 0:
-        return [
-            f"batch_size is {job.batch_size} and data has {n} rows, so drop_last leaves no batch; use a batch_size of at most {n}"
-        ]
+        return [f"batch_size is {job.batch_size} and data has {n} rows: drop_last leaves no batch; use at most {n}"]
     if job.loss is not None:
         return [line for which in ("data", "val") for line in _pair_problems(which, getattr(member, which))]
     if job.metrics and member.val is not None:
@@ -205,9 +201,7 @@ def optimizer_problems(member: Member) -> list[str]:
             if "lr" in group and not _good_rate(group["lr"])
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
-            lines.append(
-                f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1, and precision other than 'fp16'"
-            )
+            lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
         own = {id(p) for p in member.model.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             lines.append(
@@ -240,7 +234,3 @@ def warn_of_nan(members: list[Member]) -> None:
             count = view.source.num_nan()
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
-
-
-Check = Callable[[Member], list[str]]
-__all__ = ["RESERVED", "prepare"]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
 from shoal.errors import describe
-from shoal.job import Job
-from shoal.pack.members import Member, autocast, draws, evaluating, run_step
+from shoal.job import RESERVED, Job
+from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -56,39 +57,28 @@ def _code(function: Any) -> Any:
 
 
 def dry_run(member: Member) -> list[str]:
-    """The problems that a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
+    """What a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
     job, n = member.job, member.num_rows
-    state = member.rng.get_state(), member.device_rng
-    lines: list[str] = []
-    try:
-        with draws(member):
-            sizes = [min(job.batch_size, n)]
-            if n % job.batch_size == 1 and n > 1:
-                sizes.append(1)
-            for size in sizes:
-                lines = _step_problems(member, size, short=size != sizes[0])
-                if lines:
-                    break
-            if not lines and member.val is not None:
-                lines = _metric_problems(member)
-    finally:
-        member.rng.set_state(state[0])
-        member.device_rng = state[1]
-    return lines
+    sizes = [min(job.batch_size, n)]
+    if n % job.batch_size == 1 and n > 1 and job.batch_size > 1:
+        sizes.append(1)
+    with draws(member, keep=False):
+        for size in sizes:
+            lines = _step_problems(member, size, short=size != sizes[0])
+            if lines:
+                return lines
+        return _metric_problems(member) if member.val is not None else []
 
 
 def _step_problems(member: Member, size: int, short: bool) -> list[str]:
     job = member.job
-    try:
-        model = copy.deepcopy(member.model)
-    except Exception as error:
-        return [f"its model cannot be copied ({describe(error)}); every module must survive copy.deepcopy"]
+    model = _twin(member)
     try:
         batch = member.data.take(0, size)
     except Exception as error:
         return [f"reading the first {size} rows of data raised {describe(error)}"]
     if member.device.type == "cuda":
-        lines = _index_problems(member, model)
+        lines = _index_problems(member)
         if lines:
             return lines
     with torch.enable_grad(), autocast(job, member.device):
@@ -100,7 +90,7 @@ def _step_problems(member: Member, size: int, short: bool) -> list[str]:
         else:
             if not isinstance(batch, (tuple, list)) or len(batch) < 2:
                 return [
-                    f"a batch is a {type(batch).__name__}, but the loss takes model(*batch[:-1]) and batch[-1]; set step= or collate="
+                    f"a batch is a {type(batch).__name__}, but the loss takes (*inputs, targets); set step= or collate="
                 ]
             try:
                 outputs = model(*batch[:-1])
@@ -118,14 +108,21 @@ def _step_problems(member: Member, size: int, short: bool) -> list[str]:
     return loss_problems(job, loss, logs)
 
 
-def _index_problems(member: Member, model: nn.Module) -> list[str]:
-    """On a GPU an index out of range costs the whole context, so two rows go through a copy on the CPU first."""
-    from torch.utils import _pytree as pytree
+def _twin(member: Member) -> nn.Module:
+    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again."""
+    try:
+        return copy.deepcopy(member.model)
+    except Exception:
+        with seeded(member.job.seed, member.device):
+            return build_model(member.job).to(member.device)
 
+
+def _index_problems(member: Member) -> list[str]:
+    """On a GPU an index out of range costs the whole context, so two rows go through a copy on the CPU first."""
     job = member.job
     batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, min(2, len(member.data))))
     try:
-        twin = copy.deepcopy(model).cpu()
+        twin = _twin(member).cpu()
         if job.step is None:
             twin(*batch[:-1])
         else:
@@ -143,10 +140,13 @@ def _raised(member: Member, where: str, error: Exception, size: int, short: bool
         n = len(member.data)
         if short:
             return (
-                f"the last batch of an epoch has 1 row (data has {n}, batch_size is {job.batch_size}), and a batch norm cannot train on "
-                "one value per channel; set drop_last=True or another batch_size"
+                f"the last batch of an epoch has 1 row (data has {n}, batch_size is {job.batch_size}), and batch norm "
+                "cannot train on one value per channel; set drop_last=True or another batch_size"
             )
-        return f"batch_size is {job.batch_size} and data has {n} rows: a batch norm would see {size} row, one value per channel; use larger batches"
+        return (
+            f"batch_size is {job.batch_size} and data has {n} rows: a batch norm would see a batch of {size}, "
+            "one value per channel; use a larger batch_size"
+        )
     what = f"a batch of {size} rows" if not short else f"the short last batch of {size} row"
     return f"{where} raised {describe(error)} on {what}; run it on one batch by itself to see where"
 
@@ -160,16 +160,14 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
             + (", or (loss, logs)" if job.step else "")
         ]
     if loss.ndim != 0:
-        return [
-            f"{what} gave a tensor of shape {list(loss.shape)}; it must be one number: take its mean, as with reduction='mean'"
-        ]
+        return [f"{what} gave a tensor of shape {list(loss.shape)}; it must be one number: take its mean"]
     if not loss.requires_grad:
         return [
-            f"{what} gave a loss that does not depend on any trainable parameter; nothing would be learned: check requires_grad and detach()"
+            f"{what} gave a loss that depends on no trainable parameter; check requires_grad, detach() and no_grad()"
         ]
     lines = []
     for name, value in logs.items():
-        if name in ("epoch", "step", "loss", "val_loss", "lr", "seconds"):
+        if name in RESERVED:
             lines.append(f"step logs {name!r}, which is the name of a history column; call it something else")
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
@@ -200,8 +198,8 @@ def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
         targets = targets[targets != ignore]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
             lines.append(
-                f"{which} has labels from {int(targets.min())} to {int(targets.max())}, but the model gives {classes} classes; "
-                f"use labels 0 to {classes - 1}, or a wider last layer"
+                f"{which} has labels from {int(targets.min())} to {int(targets.max())}, but the model gives "
+                f"{classes} classes; use labels 0 to {classes - 1}, or a wider last layer"
             )
     return lines
 
@@ -223,7 +221,7 @@ def _metric_problems(member: Member) -> list[str]:
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))
-    model = copy.deepcopy(member.model)
+    model = _twin(member)
     try:
         batch = member.val.take(0, size)
         with evaluating(model), autocast(job, member.device):

@@ -35,6 +35,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         stamp |= {
             "device_name": torch.cuda.get_device_name(device),
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         }
     return stamp

@@ -61,7 +61,7 @@ class Job:
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    """A function that builds the network under the job's seed, or an nn.Module, which is copied and never trained in place."""
+    """A function that builds the network under the job's seed, or an nn.Module, which is copied first."""
     data: Any
     """Tensors or arrays in any tuple, dict or nesting with one first dimension, or a map-style Dataset."""
     val: Any = None
@@ -97,7 +97,7 @@ class Job:
     drop_last: bool = False
     """Leave out the short last batch of each epoch instead of training on it."""
     accumulate: int = 1
-    """Batches in one optimizer step, which follows the mean of their losses. Groups do not span epochs: the last may be smaller."""
+    """Batches in one optimizer step, which follows the mean of their losses. An epoch may end in a smaller group."""
     clip_norm: float | None = None
     """Scale gradients down to at most this norm over all of the model's parameters; None: leave them."""
     precision: Literal["bf16", "fp16"] | None = None
@@ -151,10 +151,9 @@ def _shape_problems(job: Job) -> list[str]:
         lines.append("it has both loss and step, and step would hide loss; remove one of them")
     for name in ("loss", "step", "collate", "params", "schedule", "optimizer"):
         value = getattr(job, name)
-        if value is not None and not callable(value):
-            lines.append(f"{name} is {_short(value)}; pass a function" + (" or class" if name == "optimizer" else ""))
-    if job.optimizer is None:
-        lines.append("optimizer is None; pass a torch.optim class such as torch.optim.AdamW")
+        if not callable(value) and (value is not None or name == "optimizer"):
+            wanted = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
+            lines.append(f"{name} is {_short(value)}; pass {wanted}")
     for name in ("hparams", "metrics"):
         if not isinstance(getattr(job, name), Mapping):
             lines.append(f"{name} is {_short(getattr(job, name))}; pass a dict")
@@ -203,7 +202,7 @@ def _training_problems(job: Job) -> list[str]:
             lines.append(f"{name} is {getattr(job, name)!r}; use True or False")
     if job.clip_norm is not None and not (isinstance(job.clip_norm, (int, float)) and job.clip_norm > 0):
         lines.append(f"clip_norm is {job.clip_norm!r}; use a number above 0, or None for no clipping")
-    if job.stop is not None and not isinstance(job.stop, EarlyStop):
+    if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # its type is only a promise
         lines.append(f"stop is {_short(job.stop)}; use shoal.EarlyStop(...)")
     for name in ("name", "owner"):
         if not isinstance(getattr(job, name), str):

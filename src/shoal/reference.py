@@ -2,16 +2,16 @@
 
 Points that a user may want to look up here:
 
-- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws at random in training continues from there.
+- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training goes on from there.
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is kept.
-- With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number of batches in its group.
+- With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
 - `clip_norm` is over all of the model's parameters, after accumulation, and (fp16) after unscaling.
 - A schedule `step -> factor` sets the learning rate of step t (the first is 0) to base * factor(t); with
-  `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every whole
-  epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 scaling skips counts.
-- Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the mean of
-  batch losses weighted by rows. A job with a `step` of its own is validated by that step.
+  `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
+  whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
+- Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
+  mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step.
 - A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
 """
 
@@ -164,7 +164,7 @@ def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) 
     job, n = state.job, len(data)
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
     state.records = []
-    batches = [b for b in rows.split(job.batch_size) if len(b) == job.batch_size or not job.drop_last]
+    batches = [b for b in torch.split(rows, job.batch_size) if len(b) == job.batch_size or not job.drop_last]
     for start in range(0, len(batches), job.accumulate):
         if job.steps is not None and state.step >= job.steps:
             return

@@ -93,7 +93,7 @@ class Results(Sequence[Result]):
         return list(dict.fromkeys(name for result in self for row in result.history for name in row))
 
     def best(self, metric: str = "val_loss", mode: Literal["min", "max"] = "min") -> Result:
-        """The result with the best value of `metric`: at its best epoch where it kept its best weights, else at its last."""
+        """The result with the best `metric`: of its best epoch where it kept its best weights, else of its last."""
         if mode not in ("min", "max"):
             raise ValueError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
         scores = [(self._score(result, metric, mode), result) for result in self]
@@ -135,7 +135,7 @@ class Results(Sequence[Result]):
         return _plain_table(head, rows)
 
     def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
-        """Draw each member's learning curve into a picture; without `metric`: the loss, and val_loss where there is one."""
+        """Draw all learning curves into a picture; without `metric`: the loss, and val_loss where there is one."""
         try:
             from matplotlib.figure import Figure
         except ImportError:

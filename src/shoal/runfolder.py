@@ -55,7 +55,8 @@ class RunFolder:
             if lines:
                 more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
                 raise OutError(
-                    f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; use another folder, or remove this one"
+                    f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
+                    "use another folder, or remove this one"
                 )
         elif self.path.exists() and any(self.path.iterdir()):
             raise OutError(

@@ -14,7 +14,6 @@ import torch
 
 from shoal.checks import prepare
 from shoal.environment import environment
-from shoal.errors import JobError
 from shoal.job import Job
 from shoal.pack.members import Member
 from shoal.pack.run import run
@@ -65,10 +64,10 @@ def train(
     """Train all jobs on one device, each exactly as if it were alone, and give their results in the same order.
 
     Args:
-        jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for the whole list.
+        jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
         device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
-        out: A folder for the results: jobs.json, results.json, history/*.jsonl, weights/*.safetensors. A folder that holds other jobs is
-            an error that says what differs; one that holds the same jobs is trained again and replaced.
+        out: A folder for the results: jobs.json, results.json, history/*.jsonl, weights/*.safetensors. A folder that
+            holds other jobs is an error that says what differs; the same jobs are trained again and replaced.
         progress: Show a bar in terminals and notebooks, plain lines elsewhere.
         memory: The most memory to use on the device, such as "8GB"; None: what is free.
         threads: Torch's intra-op threads during the run; None: as they are.
@@ -217,6 +216,3 @@ def applied(settings: Settings) -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
-
-
-__all__ = ["JobError", "Settings", "arrange", "train"]

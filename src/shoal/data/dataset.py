@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shoal.data.source import Source
+from shoal.data.source import Source, as_bytes
 from shoal.errors import JobError
 
 MAX_BYTES = 512 << 20
@@ -59,7 +59,7 @@ class DatasetSource(Source):
         known = self._shared.get(key)
         reading = known() if known is not None else None
         if reading is None or reading.started:
-            reading = _Reading(self._load([r.tolist() for r in rows.split(batch_size)], seed, epoch))
+            reading = _Reading(self._load([r.tolist() for r in torch.split(rows, batch_size)], seed, epoch))
             self._shared = {k: v for k, v in self._shared.items() if v() is not None}
             self._shared[key] = weakref.ref(reading)
         return _Reader(reading)
@@ -86,8 +86,7 @@ class DatasetSource(Source):
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__} {self.length}".encode())
         for row in (0, self.length // 2, self.length - 1):
             for leaf in pytree.tree_leaves(read_item(self.dataset, row, 0, 0)):
-                digest.update(leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(leaf, Tensor)
-                              else repr(leaf).encode())  # fmt: skip
+                digest.update(as_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
         return digest.hexdigest()[:16]
 
 
@@ -141,7 +140,7 @@ class _Seeded(Dataset[Any]):
 
 
 def read_item(dataset: Any, row: int, seed: int, epoch: int) -> Any:
-    """One item, read with torch's, numpy's and python's generators seeded by (seed, epoch, row), which are put back after."""
+    """One item, with torch's, numpy's and python's generators seeded by (seed, epoch, row), and put back after."""
     kept = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     word = int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {row}".encode(), digest_size=8).digest(), "little")
     try:

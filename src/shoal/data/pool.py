@@ -94,7 +94,7 @@ class Pool:
         return self._sources[key]
 
     def _move(self, leaf: Tensor) -> Tensor:
-        """The tensor on the device: the same one for every data set that has it. The original is kept, so that identities hold."""
+        """The tensor on the device, once for all who have it. The original is kept, so that its id stays its own."""
         key = _identity(leaf)
         if key not in self._moved:
             self._moved[key] = leaf, leaf.to(self.device)

@@ -28,7 +28,7 @@ class Rows:
             )
         if isinstance(data, Rows):
             data, index = data.data, data.index[index.to(torch.int64)]
-        self.data = data
+        self.data: Any = data
         self.index: Tensor = index.to(device="cpu", dtype=torch.int64)
 
     def __len__(self) -> int:

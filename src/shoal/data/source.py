@@ -54,14 +54,14 @@ class TensorSource(Source):
         self._fingerprint: str | None = None
 
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
-        """The batch of these rows: [B] gives leaves [B, ...]; [M, B] gives leaves with the member axis first, [M, B, ...]."""
+        """The batch of these rows: [B] gives leaves [B, ...]; [M, B], one row of rows per member, gives [M, B, ...]."""
         rows = rows.to(self.device)
         flat = rows.reshape(-1)
         taken = [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in self.leaves]
         return pytree.tree_unflatten(taken, self.spec)
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        return (self.take(chunk) for chunk in rows.to(self.device).split(batch_size))
+        return (self.take(chunk) for chunk in torch.split(rows.to(self.device), batch_size))
 
     def whole(self) -> Any:
         """All rows, without a copy."""
@@ -84,17 +84,17 @@ def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
     """The tensor's bytes, or those of rows spread evenly over it where it is large."""
     row = max(1, leaf[:1].numel())
     stride = max(1, -(-leaf.numel() // limit))
-    rows = leaf[::stride][: max(1, limit // row)].detach().to("cpu").contiguous()
-    return rows.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(leaf[::stride][: max(1, limit // row)])
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """A tensor's values as they lie in memory, in order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def is_tensors(data: Any) -> bool:
-    """Whether data is tensors or arrays in tuples and dicts, and not a Dataset. A list counts when all it holds is such leaves."""
-    if isinstance(data, (Tensor, np.ndarray)):
-        return True
-    if isinstance(data, dict):
-        return True
-    if isinstance(data, tuple):
+    """Whether data is tensors or arrays in tuples and dicts, not a Dataset. A list may hold nothing else."""
+    if isinstance(data, (Tensor, np.ndarray, dict, tuple)):
         return True
     return isinstance(data, list) and bool(data) and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
 

@@ -83,10 +83,10 @@ def names(jobs: Sequence[Job]) -> list[str]:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of the job's module, or what its factory builds.
+    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds.
 
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network that is
-    in eval mode as a whole, as one is after inference, is put in train mode.
+    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
+    that is in eval mode as a whole, as one is after inference, is put in train mode.
     """
     factory: Any = job.model
     model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
@@ -126,8 +126,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def draws(member: Member) -> Iterator[None]:
-    """Inside: the default generators continue this member's own stream, as in its solo loop. After: they are put back."""
+def draws(member: Member, keep: bool = True) -> Iterator[None]:
+    """Inside: the default generators go on in this member's own stream, as in its solo loop. After: they are put back.
+
+    With keep=False the member's stream stays where it was: evaluation takes nothing from training.
+    """
     cpu = torch.get_rng_state()
     torch.set_rng_state(member.rng.get_state())
     device = None
@@ -137,10 +140,12 @@ def draws(member: Member) -> Iterator[None]:
     try:
         yield
     finally:
-        member.rng.set_state(torch.get_rng_state())
+        if keep:
+            member.rng.set_state(torch.get_rng_state())
         torch.set_rng_state(cpu)
         if device is not None:
-            member.device_rng = torch.cuda.get_rng_state(member.device)
+            if keep:
+                member.device_rng = torch.cuda.get_rng_state(member.device)
             torch.cuda.set_rng_state(device, member.device)
 
 
@@ -159,7 +164,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
-    """The job's schedule on this optimizer. A function of the step is told from one of the optimizer by calling it with 0."""
+    """The job's schedule on this optimizer. A call with 0 tells a function of the step."""
     if job.schedule is None:
         return None
     try:

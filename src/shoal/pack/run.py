@@ -20,7 +20,7 @@ from shoal.pack.members import Member
 from shoal.pack.unit import Executor, Outcome, Unit
 
 STREAM_CHUNK = 8
-"""Batches a turn where data is streamed: readers in the same order stay this close, so that a batch is read once for all."""
+"""Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
 
 Watcher = Callable[[Member], None]
 """Called after each epoch of a member, and when it leaves."""
@@ -93,11 +93,10 @@ class Track:
         losses = self.unit.losses()
         self.done = losses.shape[1]
         ends: dict[int, str] = {}
-        if outcome.error is not None:
-            ends[outcome.error.slot] = self._fail(outcome.error)
         for slot, member in enumerate(self.unit.members):
-            if slot not in ends:
-                ends |= self._advance(slot, member, losses[slot])
+            ends |= self._advance(slot, member, losses[slot])
+        if outcome.error is not None:  # its batch is missing from the losses, or is NaN in them
+            ends[outcome.error.slot] = self._fail(outcome.error)
         at_end = [s for s in range(len(self.unit.members)) if s not in ends and self._limit(s) == self.done]
         if at_end:
             ends |= self._end_epoch(at_end)
@@ -116,7 +115,7 @@ class Track:
         member.step = self.first_step[slot] + -(-whole // k)
         if not len(bad):
             return {}
-        member.error = f"the loss became {float(losses[batches])} in epoch {member.epoch + 1}, batch {batches + 1}, after step {member.step}"
+        member.error = f"the loss became {float(losses[batches])} in epoch {member.epoch + 1} after step {member.step}"
         return {slot: "diverged"}
 
     def _fail(self, error: MemberError) -> str:

@@ -1,4 +1,4 @@
-"""The serial tier: a plain PyTorch loop, one member at a time. What always works, and never slower than a plain loop."""
+"""The serial tier: a plain PyTorch loop, one member at a time. It always works, and is no slower than a plain loop."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class SerialUnit(Unit):
         self._logs: list[dict[str, float]] = []
         self._rate = self._current_rate()
         self._stuck = False
+        self._holders: list[nn.Module] = []
+        """Modules that have buffers."""
 
     def begin_epoch(self, orders_MN: Tensor) -> None:
         member = self.member
@@ -83,7 +85,9 @@ class SerialUnit(Unit):
         if self._stuck:
             self._losses.append(float("nan"))
             return
-        buffers = _snapshot(self.model)
+        if len(self._losses) < 2:  # lazy layers make their buffers in the first forward pass
+            self._holders = [module for module in self.model.modules() if module._buffers]
+        buffers = _snapshot(self._holders)
         try:
             loss = self._step()
         except Exception as error:
@@ -96,7 +100,7 @@ class SerialUnit(Unit):
             _restore(buffers)
 
     def _step(self) -> float:
-        """One batch: forward and backward, and at the end of its group the optimizer's step. A non-finite loss goes no further."""
+        """One batch: forward, backward, and at the end of its group the optimizer. A non-finite loss stops here."""
         place, k = len(self._losses), self.job.accumulate
         group_start = place - place % k
         group = min(k, self.member.num_batches - group_start)
@@ -172,11 +176,11 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _snapshot(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+def _snapshot(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
     """Buffers as they are, since a forward pass may change them before its loss turns out to be non-finite."""
     return [
         (module, name, buffer, buffer.clone())
-        for module in model.modules()
+        for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None and not is_lazy(buffer)
     ]

@@ -19,9 +19,9 @@ from shoal.pack.members import Member, autocast, draws, evaluating, number, run_
 class Unit(ABC):
     """Members of one tier with the same number of rows, batch size, accumulate and drop_last.
 
-    A member whose loss turns non-finite keeps the weights, buffers and optimizer state from before that batch, and takes
-    no further step. An exception in one member's step is raised as MemberError(slot, cause), with all other members at
-    the same batch.
+    A member whose loss turns non-finite keeps the weights, buffers and optimizer state from before that batch, and
+    takes no further step. An exception in one member's step is raised as MemberError(slot, cause), with all other
+    members at the same batch.
     """
 
     tier: str
@@ -29,7 +29,7 @@ class Unit(ABC):
 
     @abstractmethod
     def begin_epoch(self, orders_MN: Tensor) -> None:
-        """Start an epoch with each member's rows of its source, in order: int64 on the CPU, cut already where drop_last is set.
+        """Start an epoch with each member's rows of its source, in order: int64 on the CPU, cut already for drop_last.
 
         Its first stride is 0 where all members have the same order.
         """
@@ -40,7 +40,7 @@ class Unit(ABC):
 
     @abstractmethod
     def losses(self) -> Tensor:
-        """CPU float64 [M, batches run since begin_epoch], not divided by accumulate; non-finite: diverged at that batch."""
+        """CPU float64 [M, batches since begin_epoch], not divided by accumulate; non-finite: diverged at that batch."""
 
     @abstractmethod
     def rates(self) -> list[float]:
@@ -63,7 +63,7 @@ class Unit(ABC):
         return [{} for _ in self.members]
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
-        """Eval-mode forward of these members over one shared batch of inputs: a pytree with the member axis first, [M, B, ...].
+        """Eval-mode forward of these members over one shared batch of inputs: a pytree of [M, B, ...].
 
         Where members disagree on shapes it is `Unlike`, a list with one output per member.
         This general way goes member by member, after `write_back`; tiers that know better replace it.
@@ -71,24 +71,20 @@ class Unit(ABC):
         outputs = []
         for slot in range(len(self.members)) if slots is None else slots:
             member = self.members[slot]
-            rng = member.rng.get_state()
-            with draws(member), evaluating(member.model), autocast(member.job, member.device):
+            with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
                 outputs.append(member.model(*inputs))
-            member.rng.set_state(rng)
         return stack_outputs(outputs)
 
     def evaluate(self, batch: Any, slots: list[int] | None = None) -> list[tuple[float, dict[str, float]]]:
-        """Eval-mode step of these members on one shared batch: loss and logs of each. For jobs with a `step` of their own."""
+        """Eval-mode step of these members on one shared batch: loss and logs of each. For jobs with a `step`."""
         found = []
         for slot in range(len(self.members)) if slots is None else slots:
             member = self.members[slot]
-            rng = member.rng.get_state()
             try:
-                with draws(member), evaluating(member.model), autocast(member.job, member.device):
+                with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
                     loss, logs = run_step(member.job, member.model, batch)
             except Exception as error:
                 raise MemberError(slot, error) from error
-            member.rng.set_state(rng)
             found.append((number(loss), {name: number(value) for name, value in logs.items()}))
         return found
 

@@ -1,0 +1,188 @@
+"""Bad input is found before the first step: one ValueError for the list, a line each, and nothing runs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import shoal
+
+X, Y = torch.randn(65, 4), torch.arange(65) % 3
+
+
+def job(**changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {
+        "model": lambda: nn.Linear(4, 3),
+        "data": (X, Y),
+        "loss": F.cross_entropy,
+        "name": "bad",
+    }
+    return shoal.Job(**(settings | {"hparams": {"lr": 0.1}, "epochs": 1, "batch_size": 16} | changes))
+
+
+class Raises(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        raise KeyError("missing part")
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no network today")
+
+
+class Vector:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "negative lr": ({"hparams": {"lr": -0.1}}, ["lr is -0.1", "hparams['lr']"]),
+    "negative lr in a group": ({"params": lambda m: [{"params": m.parameters(), "lr": -1.0}]}, ["lr -1.0"]),
+    "unknown hparam": ({"hparams": {"learning_rate": 0.1}}, ["learning_rate=0.1", "change hparams"]),
+    "bad hparam": ({"hparams": {"betas": (2.0, 0.9)}}, ["betas=(2.0, 0.9)"]),
+    "lengths": ({"data": (X, Y[:60])}, ["data has tensors of different length", "[65, 4], [60]"]),
+    "val lengths": ({"val": (X, Y[:60])}, ["val has tensors of different length"]),
+    "no rows": ({"data": (X[:0], Y[:0])}, ["data has no rows"]),
+    "vector loss": ({"loss": functools.partial(F.cross_entropy, reduction="none")}, ["shape [16]", "take its mean"]),
+    "vector loss object": ({"loss": Vector()}, ["shape [16]"]),
+    "loss of a float": ({"loss": lambda o, t: 0.5}, ["gave a float"]),
+    "detached loss": ({"loss": lambda o, t: F.cross_entropy(o, t).detach()}, ["depends on no trainable parameter"]),
+    "vector step": ({"loss": None, "step": lambda m, b: m(b[0])}, ["step gave a tensor of shape [16, 3]"]),
+    "bad logs": ({"loss": None, "step": lambda m, b: (m(b[0]).mean(), {"x": "y"})}, ["logs 'x' as a str"]),
+    "forward raises": ({"model": lambda: Raises(4, 3)}, ["forward raised KeyError: 'missing part'"]),
+    "wrong width": ({"model": lambda: nn.Linear(5, 3)}, ["forward raised RuntimeError", "batch of 16 rows"]),
+    "factory raises": ({"model": broken}, ["building the model raised RuntimeError: no network today"]),
+    "factory of no module": ({"model": lambda: 3}, ["model built a int"]),
+    "labels": ({"data": (X, Y + 1)}, ["labels from 1 to 3", "3 classes", "labels 0 to 2"]),
+    "late labels": ({"data": (X, torch.cat([Y[:-1], torch.tensor([7])]))}, ["labels from 0 to 7"]),
+    "labels, module loss": ({"data": (X, Y - 1), "loss": nn.CrossEntropyLoss()}, ["labels from -1 to 1"]),
+    "val labels": ({"val": (X, Y + 1)}, ["val has labels from 1 to 3"]),
+    "batch norm, short batch": (
+        {"model": with_batch_norm},
+        ["1 row", "data has 65", "batch_size is 16", "drop_last=True"],
+    ),
+    "batch norm, batch of one": (
+        {"model": with_batch_norm, "batch_size": 1},
+        ["batch_size is 1", "one value per channel"],
+    ),
+    "drop_last drops all": ({"batch_size": 100, "drop_last": True}, ["leaves no batch", "use at most 65"]),
+    "metrics without val": ({"metrics": {"m": F.mse_loss}}, ["metrics are set (m)"]),
+    "val_every without val": ({"val_every": 2}, ["val_every is 2"]),
+    "best without val": ({"keep": "best"}, ["keep is 'best'"]),
+    "stop on nothing": ({"stop": shoal.EarlyStop("accuracy")}, ["stop watches 'accuracy'", "use one of loss"]),
+    "schedule_every without schedule": ({"schedule_every": "epoch"}, ["schedule_every is 'epoch'"]),
+    "bad schedule": ({"schedule": lambda t: "fast"}, ["schedule gave a str"]),
+    "raising schedule": ({"schedule": lambda t: 1 / t}, ["schedule(0) raised ZeroDivisionError"]),
+    "plateau by step": ({"schedule": lambda o: ReduceLROnPlateau(o)}, ["set schedule_every='epoch'"]),
+    "collate for tensors": ({"collate": lambda items: items}, ["collate= would do nothing"]),
+    "no pair": ({"data": X}, ["data is a Tensor", "(inputs, targets)"]),
+    "iterable": ({"data": iter([1])}, ["map-style Dataset"]),
+    "rows out of range": ({"data": shoal.Rows((X, Y), [0, 65])}, ["rows 0 to 65 of 65"]),
+    "metric of no such call": ({"val": (X, Y), "metrics": {"m": lambda o: 1.0}}, ["metric 'm' raised TypeError"]),
+    "metric of a vector": ({"val": (X, Y), "metrics": {"m": lambda o, t: o}}, ["metric 'm' gave a tensor"]),
+    "no optimizer": ({"optimizer": dict}, ["building the optimizer"]),
+    "lbfgs accumulates": ({"optimizer": torch.optim.LBFGS, "accumulate": 2}, ["LBFGS evaluates the loss itself"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line_that_names_the_job_and_nothing_runs(case: str) -> None:
+    changes, words = CASES[case]
+    calls: list[int] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(outputs))
+        return F.cross_entropy(outputs, targets)
+
+    good = job(name="good", loss=loss, epochs=3)
+    with pytest.raises(ValueError) as caught:
+        shoal.train([good, job(**changes)], device="cpu")
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1, text
+    assert text.startswith("job 'bad': ")
+    for word in words:
+        assert word in text
+    assert len(calls) <= 2, "more than the dry step was run"
+
+
+def test_mistakes_of_all_jobs_are_told_at_once() -> None:
+    with pytest.raises(shoal.JobError) as caught:
+        shoal.train([job(name="a", hparams={"lr": -1.0}), job(name="b"), job(name="c", data=(X, Y + 1))], device="cpu")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["job 'a'", "job 'c'"]
+
+
+def test_the_list_itself() -> None:
+    for jobs, words in (([], "empty"), (job(), "single Job"), ([3], "jobs[0] is a int"), (3, "jobs is a int")):
+        with pytest.raises(ValueError) as caught:
+            shoal.train(jobs, device="cpu")  # type: ignore[arg-type]
+        assert words in str(caught.value)
+    with pytest.raises(ValueError, match=r"job 'bad': 2 jobs have this name \(at 0, 2\)"):
+        shoal.train([job(), job(name="b"), job()], device="cpu")
+
+
+def test_factories_that_give_out_one_network_twice() -> None:
+    shared = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="gave out the same weights twice"):
+        shoal.train([job(model=lambda: shared)], device="cpu")
+    with pytest.raises(ValueError, match="weights that job 'a' has too"):
+        shoal.train([job(model=lambda: nn.Sequential(shared), name=name) for name in "ab"], device="cpu")
+
+
+def test_ignored_labels_and_soft_targets_are_fine() -> None:
+    ignored = Y.clone()
+    ignored[::5] = -100
+    soft = F.one_hot(Y, 3).float()
+    jobs = [job(name="a", data=(X, ignored)), job(name="b", data=(X, soft))]
+    assert [r.status for r in shoal.train(jobs, device="cpu")] == ["done", "done"]
+    assert shoal.train([job(data=(X, Y.where(Y > 0, 9)), loss=nn.CrossEntropyLoss(ignore_index=9))], device="cpu")
+
+
+def test_batch_norm_over_images_may_see_one_row() -> None:
+    images = torch.randn(5, 2, 4, 4)
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))
+    assert shoal.train([job(model=model, data=(images, Y[:5]), batch_size=4)], device="cpu")[0].status == "done"
+
+
+def test_nan_in_the_data_is_a_warning_for_each_data_set() -> None:
+    x = X.clone()
+    x[3, 1] = float("nan")
+    step = lambda m, b: m(b[0].nan_to_num()).mean()  # noqa: E731
+    with pytest.warns(shoal.ShoalWarning, match="job 'a': data has 1 NaN") as caught:
+        shoal.train([job(name=name, data=(x, Y), loss=None, step=step) for name in "ab"], device="cpu")
+    assert len(caught) == 1
+
+
+def test_the_dry_step_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with warnings.catch_warnings(), pytest.raises(ValueError):
+        shoal.train([job(model=model, data=(X[:64], Y[:64] + 1))], device="cpu")
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "meta"}, "device is 'meta'"),
+        ({"threads": 0}, "threads is 0"),
+        ({"compile": "yes"}, "compile is 'yes'"),
+        ({"memory": "much"}, "memory is 'much'"),
+        ({"checkpoint_every": "soon"}, "checkpoint_every is 'soon'"),
+    ],
+)
+def test_settings_of_train(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        shoal.train([job()], **settings)

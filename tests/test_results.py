@@ -1,0 +1,184 @@
+"""What comes out: results, run folders, folds, and the switches of `train`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shoal
+from shoal.training import parse_bytes, parse_seconds
+
+X, Y = torch.randn(30, 4), torch.arange(30) % 3
+
+
+def job(**changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {"model": lambda: nn.Linear(4, 3), "data": (X, Y), "loss": F.cross_entropy}
+    return shoal.Job(**(settings | {"hparams": {"lr": 0.1}, "epochs": 2, "batch_size": 8} | changes))
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.argmax(1) == targets).float().mean())
+
+
+@pytest.fixture(scope="module")
+def results() -> shoal.Results:
+    jobs = [job(seed=s, name=f"seed={s}", val=(X, Y), metrics={"accuracy": accuracy}) for s in range(3)]
+    return shoal.train(jobs, device="cpu")
+
+
+def test_a_sequence_in_the_order_of_the_jobs(results: shoal.Results) -> None:
+    assert len(results) == 3 and [r.name for r in results] == ["seed=0", "seed=1", "seed=2"]
+    assert results[-1].name == "seed=2" and isinstance(results[:2], shoal.Results)
+    assert repr(results) == "Results(3: 3 done)"
+    assert results[0].environment["torch"] == torch.__version__
+
+
+def test_table_best_and_json(results: shoal.Results) -> None:
+    lines = results.table().splitlines()
+    assert len(lines) == 5 and lines[0].split()[:5] == ["name", "status", "tier", "epochs", "steps"]
+    assert "accuracy" in lines[0] and "serial" in lines[2]
+    scores = [r.history[-1]["accuracy"] for r in results]
+    assert results.best("accuracy", "max").history[-1]["accuracy"] == max(scores)
+    assert results.best().history[-1]["val_loss"] == min(r.history[-1]["val_loss"] for r in results)
+    with pytest.raises(ValueError, match="the histories have: epoch"):
+        results.best("f1")
+    assert json.loads(results.to_json())[1]["name"] == "seed=1"
+
+
+def test_predict(results: shoal.Results) -> None:
+    out = results.predict(X)
+    assert out.shape == (3, 30, 3)
+    assert torch.equal(out[1], results[1].model(X)) and not out.requires_grad
+    assert torch.equal(results.predict(X, batch_size=7), out)
+    unlike = shoal.train([job(name="a"), job(name="b", model=lambda: nn.Linear(4, 5))], device="cpu")
+    with pytest.raises(ValueError, match="outputs differ"):
+        unlike.predict(X)
+
+
+def test_plot(results: shoal.Results, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert results.plot(tmp_path / "curves.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="no history has 'f1'"):
+        results.plot(tmp_path / "x.png", metric="f1")
+
+
+def test_the_run_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    results = shoal.train([job(seed=s, name=f"s{s}") for s in range(2)], device="cpu", out=out)
+    state = load_file(out / "weights" / "0001.safetensors")
+    nn.Linear(4, 3).load_state_dict(state, strict=True)
+    assert torch.equal(state["weight"], results[1].model.state_dict()["weight"])
+    rows = [json.loads(line) for line in (out / "history" / "0001.jsonl").read_text().splitlines()]
+    assert rows == results[1].history
+    table = json.loads((out / "results.json").read_text())
+    assert [row["status"] for row in table["results"]] == ["done", "done"]
+    assert not list(out.rglob(".*")), "a temporary file was left"
+    shoal.train([job(seed=s, name=f"s{s}") for s in range(2)], device="cpu", out=out)
+
+
+def test_a_folder_of_other_jobs_is_refused_with_what_differs(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shoal.train([job(name="a")], device="cpu", out=out)
+    before = (out / "weights" / "0000.safetensors").read_bytes()
+    for other, words in (
+        (job(name="b"), "job 'b' is not in it; it has job 'a'"),
+        (job(name="a", hparams={"lr": 0.2}), "job 'a' has hparams {'lr': 0.1} there and {'lr': 0.2} here"),
+        (job(name="a", data=(X + 1, Y)), "job 'a' has data "),
+        (job(name="a", model=lambda: nn.Linear(4, 3, bias=False)), "job 'a' has shapes "),
+    ):
+        with pytest.raises(ValueError) as caught:
+            shoal.train([other], device="cpu", out=out)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert before == (out / "weights" / "0000.safetensors").read_bytes()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="no run of Shoal's"):
+        shoal.train([job()], device="cpu", out=tmp_path / "mine")
+
+
+def test_tied_weights_and_more_than_tensors_are_written(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == {"version": 3}
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.c(self.b(self.a(x)))
+            return out
+
+    shoal.train([job(name="a", model=Tied), job(name="b", model=lambda: Extra(4, 3))], device="cpu", out=tmp_path)
+    Tied().load_state_dict(load_file(tmp_path / "weights" / "0000.safetensors"), strict=True)
+    Extra(4, 3).load_state_dict(torch.load(tmp_path / "weights" / "0001.pt"), strict=True)
+
+
+def test_folds() -> None:
+    jobs = shoal.folds(job(name="a", metrics={"accuracy": accuracy}), k=4)
+    assert [j.name for j in jobs] == ["a fold=1/4", "a fold=2/4", "a fold=3/4", "a fold=4/4"]
+    assert torch.equal(torch.cat([j.val.index for j in jobs]).sort().values, torch.arange(30))
+    for this in jobs:
+        assert not set(this.data.index.tolist()) & set(this.val.index.tolist())
+        assert this.data.data is jobs[0].data.data
+    results = shoal.train(jobs, device="cpu")
+    assert all("accuracy" in r.history[-1] for r in results)
+    rows = jobs[1].val.index
+    assert results[1].history[-1]["accuracy"] == pytest.approx(accuracy(results[1].model(X[rows]), Y[rows]))
+    for wrong in (1, 31):
+        with pytest.raises(ValueError, match=f"k is {wrong}"):
+            shoal.folds(job(), k=wrong)
+    with pytest.raises(ValueError, match="val= already"):
+        shoal.folds(job(val=(X, Y)))
+
+
+def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    shoal.train([job(name="a"), job(name="b")], device="cpu", progress=True)
+    assert "100%, 2/2 ended, loss " in capsys.readouterr().err
+    shoal.train([job()], device="cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_threads_and_the_deterministic_switch_hold_for_the_run_alone() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    before = torch.get_num_threads()
+    shoal.train([job(loss=None, step=step)], device="cpu", threads=2, deterministic=True)
+    assert set(seen) == {(2, True)}
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (before, False)
+
+
+def test_sizes_and_times() -> None:
+    assert [parse_bytes(t) for t in ("8GB", "1 KiB", 5)] == [8 * 10**9, 1024, 5]
+    assert [parse_seconds(t) for t in ("60s", "1.5m", "1h", 2)] == [60.0, 90.0, 3600.0, 2.0]
+
+
+def test_importing_shoal_does_not_import_torch_and_all_names_are_there() -> None:
+    code = "import sys, shoal; assert 'torch' not in sys.modules; print([getattr(shoal, n) for n in shoal.__all__])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "function folds" in done.stdout
+    optional = {"rich", "matplotlib", "safetensors", "sklearn", "typer", "pydantic"}
+    code = (
+        f"import sys, shoal; shoal.train, shoal.solo, shoal.folds; print([m for m in {optional} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
