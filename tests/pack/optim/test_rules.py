@@ -222,6 +222,8 @@ def test_traces_without_reading_a_value(case: str) -> None:
         for _ in range(2):
             outcome, expected = graph(*arguments), update(*arguments)
             assert all(torch.equal(a, b) for a, b in zip(outcome, expected, strict=True))
+        fences = [node for node in graph.graph.nodes if node.target is torch.ops.shoal.hold.default]
+        assert len(fences) == 1
 
 
 def test_parameters_that_share_a_clock_tick_once() -> None:
@@ -273,3 +275,16 @@ def test_any_pack_of_hyper_parameters(pack: tuple[type[Optimizer], list[dict[str
         for member in members:
             member.step()
     assert_same(stacked, members, 1e-9)
+
+
+def test_momentum_that_begins_later() -> None:
+    """torch makes the buffer at the first step that has momentum: undamped, and from that step's gradient alone."""
+    stacked, members, _ = pair("sgd-momentum")
+    for step in range(12):
+        if step == 5:
+            stacked.columns.set(2, 0, "momentum", 0.9)
+            members[2].optimizer.param_groups[0]["momentum"] = 0.9
+        stacked.step([step] * len(members))
+        for member in members:
+            member.step()
+    assert_same(stacked, members, 1e-12)

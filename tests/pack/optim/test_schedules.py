@@ -157,6 +157,8 @@ def test_a_function_of_the_step_is_a_factor(factor: Callable[[int], float]) -> N
 def test_the_users_own_error_is_what_is_raised() -> None:
     with pytest.raises(TypeError, match="T_max"):
         ScheduleRunner([{"lr": 0.5}], torch.optim.Adam, lambda o: S.CosineAnnealingLR(o))  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="schedule gave a str"):
+        ScheduleRunner([{"lr": 0.5}], torch.optim.Adam, lambda step: "fast")
     with pytest.raises(ZeroDivisionError):
         ScheduleRunner([{"lr": 0.5}], torch.optim.Adam, lambda step: 1 / step if step == 0 else 1.0)
     with pytest.raises(ValueError, match="schedule_every is 'batch'"):

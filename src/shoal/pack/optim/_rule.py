@@ -3,8 +3,8 @@
 Why a split into `tick_` and `apply_`: what torch computes once a step in Python float64 (bias corrections, decayed
 learning rates) is a [M] column here, in float64 as well, and is computed once for all parameters that share a clock;
 only the finished coefficient is cast to the parameter's dtype. `apply_` is then a few passes over memory, in place.
-A compiled step may run `tick_` as a graph of its own, so that the compiler never inlines a float64 power into the
-loop over the elements.
+A traced step fences them (see `_hold`), so that the compiler never inlines a float64 power into the loop over the
+elements.
 
 M is the pack axis, always first; a column is [M] and broadcasts as [M, 1, ...].
 """
@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from shoal.pack.optim._hold import hold, is_traced
 
 PIECE = 2**18
 """Elements a CPU works on at a time, in whole members: the temporaries of a large stack would leave the cache and cost
@@ -167,7 +169,7 @@ class Rule(ABC):
             key = (id(state["step"]), dtype)
             if key not in ticked:
                 assert all(other[0] != key[0] for other in ticked), "one clock serves parameters of one dtype"
-                ticked[key] = self.tick_(state, h, dtype)
+                ticked[key] = hold(self.tick_(state, h, dtype), dtype)
             self.apply_shaped_(param, grad, state, ticked[key])
         for tensor, copy in before:
             assert active is not None
@@ -182,7 +184,7 @@ class Rule(ABC):
         c = {name: value.view(-1, *ones) for name, value in c.items()}
         size = param.shape[0]
         at_once = max(1, PIECE * size // max(1, param.numel()))
-        if at_once >= size or param.device.type != "cpu" or type(param) is not Tensor or torch.compiler.is_compiling():
+        if at_once >= size or param.device.type != "cpu" or is_traced():
             self.apply_(param, grad, state, c)
             return
         for start in range(0, size, at_once):

@@ -40,23 +40,25 @@ LR_AND_MOMENTUM = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
 def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
     """The scheduler that `schedule` means on this optimizer; a function of the step becomes a LambdaLR.
 
-    What the callable returns for the optimizer decides: something with a `step` is a scheduler. Anything else, an
-    error included, and it is tried as a function of the step; if that fails too, the first error is the user's.
+    A call with 0 tells the two apart: a function of the step returns a number, a maker of schedulers does not.
     """
-    problem: Exception | None = None
+    refused: Exception | None = None
+    try:
+        factor = schedule(0)
+    except Exception as error:  # a maker of schedulers fails on a number in any way it likes
+        refused = error
+    else:
+        if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
+            return lr_scheduler.LambdaLR(optimizer, lambda step: float(schedule(step)))
     try:
         made = schedule(optimizer)
-    except Exception as error:  # a function of the step fails on an optimizer in any way it likes
-        problem = error
-    else:
-        if hasattr(made, "step") and hasattr(made, "state_dict"):
-            return made
-    try:
-        factor = float(schedule(0))
     except Exception as error:
-        raise problem or error from error
-    del factor
-    return lr_scheduler.LambdaLR(optimizer, schedule)
+        raise error from refused
+    if not (hasattr(made, "step") and hasattr(made, "state_dict")):
+        kind = type(made).__name__
+        message = f"schedule gave a {kind}; pass step -> factor or optimizer -> torch lr_scheduler"
+        raise refused or ValueError(message)
+    return made
 
 
 def needs_metric(scheduler: Any) -> bool:

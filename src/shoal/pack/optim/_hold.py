@@ -1,0 +1,38 @@
+"""A fence for the compiler: what goes through `hold` is computed once and stored, not recomputed where it is used.
+
+Inductor fuses a [M] column into the loops that read it. For a learning rate that is right; for a bias correction it
+puts a float64 power into the innermost loop, once an element instead of once a member. It cannot look into a custom
+operator, so a step's coefficients pass through one, all together: two tiny kernels a step. Eager code needs no fence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+
+@torch.library.custom_op("shoal::hold", mutates_args=())
+def _hold(columns: Tensor) -> Tensor:
+    return columns.clone()
+
+
+@_hold.register_fake
+def _(columns: Tensor) -> Tensor:
+    return torch.empty_like(columns)
+
+
+def is_traced() -> bool:
+    """Whether the code that runs now is being recorded: by torch.compile or by make_fx."""
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+
+
+def hold(columns: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same [M] columns (numbers in `dtype`, or booleans), fenced when traced."""
+    if not columns or not is_traced():
+        return columns
+    held = _hold(torch.stack([column.to(dtype) for column in columns.values()])).unbind(0)
+    return {
+        name: values != 0 if columns[name].dtype == torch.bool else values
+        for name, values in zip(columns, held, strict=True)
+    }
