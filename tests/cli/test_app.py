@@ -148,7 +148,7 @@ def test_train_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == ["lr=0.01", "lr=0.1"]
     assert {row["status"] for row in rows} == {"done"}
-    assert all(row["loss"] > 0 for row in rows)
+    assert all(row["history"][-1]["loss"] > 0 for row in rows)
 
 
 def test_train_says_it_for_people_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from shoal.demo.compare import Comparison
 
+ROUNDING = 1e-3
+"""Largest relative difference of a weight, in float32 after some hundred steps, that is still rounding."""
+
 
 def demo(
     picture: Annotated[Path, typer.Option(help="Where to write the learning curves.")] = Path("demo.png"),
@@ -50,10 +53,10 @@ def demo(
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
         _report(console, found)
-    if found.same_accuracy != found.alone_trained:
-        raise ValueError(
-            f"{found.alone_trained - found.same_accuracy} networks reached another accuracy packed than alone "
-            f"(largest relative difference of a weight {found.largest_difference:.1e})"
+    if found.largest_difference > ROUNDING:
+        raise RuntimeError(
+            f"a packed network differs from the same network alone by {found.largest_difference:.1e}, "
+            "which is more than rounding: please report it"
         )
 
 

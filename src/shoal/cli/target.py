@@ -60,10 +60,11 @@ def check_jobs(made: object, target: str) -> "list[Job]":
     """The jobs as a list, or an error that says what came instead."""
     from shoal import Job
 
-    jobs = list(made) if isinstance(made, Iterable) else [made]
-    for i, job in enumerate(jobs):
+    jobs: list[Job] = []
+    for i, job in enumerate(made if isinstance(made, Iterable) else [made]):
         if not isinstance(job, Job):
             raise ValueError(f"{target} gave {type(job).__name__} at position {i}; it must return a list of shoal.Job")
+        jobs.append(job)
     if not jobs:
         raise ValueError(f"{target} gave no jobs; it must return a list of shoal.Job with at least one")
     return jobs

@@ -1,28 +1,21 @@
 """`shoal train TARGET`: train a list of jobs together."""
 
-import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shoal.cli.target import TARGET_HELP, load_jobs
 
-if TYPE_CHECKING:
-    from shoal.results import Results
-
 
 def train(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for weights and histories; unfinished jobs in it are resumed.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for weights and histories.")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; by default where it pays.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default Shoal measures.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default as torch has them.")] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Only kernels that give the same bits every time.")
     ] = False,
@@ -44,25 +37,6 @@ def train(
         compile="auto" if compiled is None else compiled,
         deterministic=deterministic,
     )
-    typer.echo(json.dumps(rows(results), indent=2) if as_json else str(results.table()))
+    typer.echo(results.to_json() if as_json else results.table())
     if any(result.status in ("failed", "diverged") for result in results):
         raise typer.Exit(1)
-
-
-def rows(results: "Results") -> list[dict[str, Any]]:
-    """One plain row for each job: how it ended, on which tier, and the last line of its history."""
-    return [
-        {
-            "name": result.name,
-            "status": result.status,
-            "tier": result.tier,
-            "error": result.error,
-            **{key: _plain(value) for key, value in (result.history[-1] if result.history else {}).items()},
-        }
-        for result in results
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: a loss that is not finite becomes null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -91,7 +91,7 @@ def train_alone(s: Setting, digits: Digits) -> tuple[nn.Module, list[dict[str, f
     history = []
     for epoch in range(EPOCHS):
         model.train()
-        for rows in torch.randperm(len(digits.x), generator=order).split(BATCH_SIZE):
+        for rows in torch.split(torch.randperm(len(digits.x), generator=order), BATCH_SIZE):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(digits.x[rows]), digits.y[rows])
             loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,103 @@
+"""Documentation that cannot go stale: its code runs, and nothing public is without a line in it."""
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.cli.app import COMMANDS, load
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def python_of(page: Path) -> str:
+    """The page's Python blocks as one script; everything else is blank, so that line numbers are the page's own."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            inside = line == "```python"
+            lines.append("")
+        else:
+            lines.append(line if inside else "")
+    assert not inside, f"{page.name}: a block is not closed"
+    return "\n".join(lines) + "\n"
+
+
+def run(script: Path, folder: Path) -> str:
+    """Run a script as a user would, in a folder of its own, with warnings as errors."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.name}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", [p for p in PAGES if python_of(p).strip()], ids=lambda p: p.name)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}_md.py"
+    script.write_text(python_of(page))
+    run(script, tmp_path)
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    assert run(example, tmp_path).strip()
+
+
+def rows_of(page: str) -> set[str]:
+    """First cells of the page's tables."""
+    return set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE))
+
+
+def test_every_field_of_a_job_is_documented() -> None:
+    fields = {f.name for kind in (shoal.Job, shoal.EarlyStop) for f in dataclasses.fields(kind)}
+    assert rows_of("jobs.md") == fields
+
+
+def test_every_argument_of_train_is_documented() -> None:
+    assert set(inspect.signature(shoal.train).parameters) - rows_of("training.md") == set()
+
+
+def test_every_public_name_is_documented() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [name for name in shoal.__all__ if not re.search(rf"\bshoal\.{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_documented(name: str) -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert f"`shoal {name}" in text
+
+
+@pytest.mark.parametrize("name", ["demo", "explain", "train"])
+def test_every_option_is_documented(name: str) -> None:
+    (line,) = [t for t in (ROOT / "docs" / "cli.md").read_text().splitlines() if t.startswith(f"| `shoal {name}")]
+    options = [
+        o for p in load(name).params for o in (*p.opts, *p.secondary_opts) if o.startswith("--") and o != "--help"
+    ]
+    assert options
+    assert [option for option in options if option not in line] == []
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
