@@ -1,0 +1,114 @@
+"""The measuring itself: ratios, failures, limits, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.bench.floor import Ceilings, count
+from shoal.bench.memory import Memory
+from shoal.bench.report import _plain, peak, size
+from shoal.bench.run import Outcome, Settings, set_ratios
+from shoal.bench.workloads import Spec, workload
+from shoal.cli.app import main
+
+
+def outcome(way: str, times: list[float]) -> Outcome:
+    return Outcome(network="tiny", way=way, members=2, times_ms=times)
+
+
+def test_on_a_cpu_the_ratio_is_taken_within_rounds() -> None:
+    eager, fast = outcome("eager", [10, 100, 10]), outcome("shoal", [5, 50, 1])
+    set_ratios([eager, fast], paired=True)
+    assert fast.ratio == 2
+    assert eager.ratio == 1
+    set_ratios([eager, fast], paired=False)
+    assert fast.ratio == 2  # 10 / 5: the medians
+
+
+def test_no_ratio_without_a_baseline_or_a_time() -> None:
+    failed, alone = outcome("vmap", []), outcome("shoal", [1])
+    set_ratios([failed, alone], paired=True)
+    assert failed.ratio is alone.ratio is None
+
+
+@pytest.mark.parametrize("wrong", [{"ways": ("magic",)}, {"rounds": 0}, {"limit": 0.0}], ids=["way", "rounds", "limit"])
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"magic|rounds is 0|limit is 0"):
+        Settings(**wrong)
+
+
+def test_floor_counts_what_a_step_must_do() -> None:
+    kind = workload(Spec(network="tiny", members=1, batches=1)).tasks[0].kind
+    cost = count(kind, None)
+    forward = 2 * 32 * (64 * 32 + 32 * 10)
+    assert cost.flops == 3 * forward - 2 * 32 * 64 * 32  # the data need no gradient
+    assert cost.state_bytes == 2410 * (28 + 4 + 8)
+    assert cost.batch_bytes == 2 * 32 * (64 * 4 + 8)
+    assert (cost + cost).bytes == 2 * cost.bytes
+    assert count(kind, "bf16").bytes < cost.bytes
+    assert Ceilings(bandwidth=1e9, rate=1e30).floor_ms(cost) == pytest.approx(cost.bytes / 1e6)
+
+
+def test_a_depthwise_convolution_is_not_counted_as_a_dense_one() -> None:
+    kind = workload(Spec(network="mobilenetv2", members=1, batches=1, batch_size=1)).tasks[0].kind
+    assert 1.6e9 < count(kind, None).flops < 2.0e9  # 0.3 billion multiplications forward, three times that in all
+
+
+def test_memory_of_several_processes_adds_up() -> None:
+    two = Memory(resident=3, growth=1).plus(Memory(resident=4, growth=None))
+    assert (two.resident, two.growth, two.allocated) == (7, None, None)
+    assert two.times(2).resident == 14
+    assert peak({"reserved": None, "growth": 5}) == 5
+    assert peak({"reserved": 6, "growth": None}) == 6
+    assert size(2**31) == "2.00 GiB"
+    assert _plain("a [red] b") == "a (red) b"
+
+
+def test_quick_bench_writes_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of unlike networks, so that one way fails: it leaves its reason, and the other its times."""
+    args = [
+        "bench",
+        "mixed",
+        "--members",
+        "2",
+        "--batch-size",
+        "2",
+        "--ways",
+        "vmap,eager",
+        "--quick",
+        "--device",
+        "cpu",
+    ]
+    files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    assert main([*args, "--threads", "1", *files]) == 0
+    shown = capsys.readouterr().out
+    for text in ("sequential, eager", "Floor:", "vmap needs networks of one architecture"):
+        assert text in shown
+    result = json.loads((tmp_path / "b.json").read_text())
+    eager, vmap = result["results"]
+    assert (eager["way"], eager["error"], eager["ratio"]) == ("eager", None, 1.0)
+    assert len(eager["times_ms"]) == 2
+    assert eager["floor_ms"] > 0
+    assert eager["memory"]["growth"] is None or eager["memory"]["growth"] > 0
+    assert vmap["ms"] is None
+    assert "here are cnn, mlp" in vmap["error"]
+    assert {"commit", "source", "processor", "torch"} <= set(result["stamp"])
+    assert (tmp_path / "b.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["vgg"], "no network 'vgg'"),
+        (["tiny", "--ways", "magic"], "no way 'magic'"),
+        (["tiny", "--device", "tpu"], "device is 'tpu'"),
+        (["tiny", "--precision", "fp8"], "precision is 'fp8'"),
+    ],
+)
+def test_mistakes_get_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args, "--quick"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,103 @@
+"""Every way trains the same networks to the same losses: else its time means nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.bench.memory import Meter
+from shoal.bench.ways import Eager, Vmap, Way, open_way
+from shoal.bench.workloads import Kind, Spec, Task, Workload, workload
+
+CPU = torch.device("cpu")
+TINY = Spec(network="tiny", members=3, batches=2)
+
+
+@contextmanager
+def opened(name: str, work: Workload) -> Iterator[Way]:
+    way = open_way(name, work, CPU)
+    try:
+        yield way
+    finally:
+        way.close()
+
+
+def losses(way: Way, steps: int) -> torch.Tensor:
+    found = []
+    for _ in range(steps):
+        way.step(1)
+        found.append(way.losses())
+    return torch.tensor(found)
+
+
+def test_vmap_trains_as_the_loop_does_over_the_end_of_an_epoch() -> None:
+    work = workload(TINY)
+    with opened("eager", work) as eager, opened("vmap", work) as vmap:
+        torch.testing.assert_close(losses(vmap, 5), losses(eager, 5), rtol=1e-4, atol=1e-5)
+
+
+def test_processes_train_as_the_loop_does_and_each_takes_memory() -> None:
+    work = workload(Spec(network="tiny", members=2, batches=2))
+    with opened("eager", work) as eager, opened("processes", work) as processes:
+        torch.testing.assert_close(losses(processes, 3), losses(eager, 3), rtol=1e-5, atol=1e-6)
+        meter = Meter("cpu")
+        together, alone = processes.memory(meter), meter.read()
+    if alone.resident is not None:  # Linux
+        assert together.resident is not None
+        assert together.resident > 50 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["captured", "vmap-captured"])
+def test_compiled_ways_train_as_the_loop_does(name: str) -> None:
+    work = workload(TINY)
+    with opened("eager", work) as eager, opened(name, work) as compiled:
+        torch.testing.assert_close(losses(compiled, 3), losses(eager, 3), rtol=1e-4, atol=1e-5)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias before the norm: its exact gradient is zero, and Adam would blow up the rounding.
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        return out
+
+
+def test_vmap_keeps_running_statistics_as_the_loop_does() -> None:
+    def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(0)
+        return torch.randn(rows, 3, 6, 6, generator=g), torch.randint(5, (rows,), generator=g)
+
+    kind = Kind(name="normed", make=Normed, data=data, batch_size=4)
+    tasks = [Task(kind=kind, seed=i, lr=1e-3) for i in range(2)]
+    work = Workload(name="normed", tasks=tasks, precision=None, batches=3, tensors={"normed": data(12)})
+    eager, vmap = Eager(work, CPU), Vmap(work, CPU)
+    eager.step(3)
+    vmap.step(3)
+    for i, solo in enumerate(eager.solos):
+        for name, buffer in solo.model.named_buffers():
+            torch.testing.assert_close(vmap.buffers[name][i], buffer, rtol=1e-4, atol=1e-5)
+    assert int(vmap.buffers["norm.num_batches_tracked"][0]) == 3
+
+
+def test_vmap_says_that_it_cannot_mix_architectures() -> None:
+    work = workload(Spec(network="mixed", members=2, batches=1, batch_size=2))
+    with pytest.raises(ValueError, match="one architecture; here are cnn, mlp"):
+        open_way("vmap", work, CPU)
+
+
+def test_bf16_is_applied() -> None:
+    full, half = (workload(Spec(network="tiny", members=1, batches=2, precision=p)) for p in (None, "bf16"))
+    a, b = losses(Eager(full, CPU), 1), losses(Eager(half, CPU), 1)
+    assert not torch.equal(a, b)
+    torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_an_unknown_way_is_named() -> None:
+    with pytest.raises(ValueError, match="no way 'magic'"):
+        open_way("magic", workload(TINY), CPU)
