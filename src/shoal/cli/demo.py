@@ -98,6 +98,7 @@ def _run(way: str, folder: Path, longest: float, progress: "Progress") -> dict[s
     if status != 0 or result is None:
         raise RuntimeError(f"training {way} ended with status {status}: {last[0]}")
     progress.update(bar, completed=result["trained"], total=len(result["names"]))
+    progress.stop_task(bar)
     return result
 
 
@@ -128,8 +129,9 @@ def _report(console: "Console", found: "Comparison") -> None:
     )
     console.print(f"Gain: [bold]{found.gain:.1f} times faster[/bold]")
     console.print(f"Best network: {found.best_name}, validation accuracy {found.best_accuracy:.2%}")
+    rounding = f"{found.largest_difference:.1e} (float32 rounding)" if found.largest_difference else "0, bit for bit"
     console.print(
-        f"Packed equals alone: {found.same_accuracy} of {found.alone_trained} networks with the same accuracy, "
-        f"largest relative difference of any weight {found.largest_difference:.1e} (float32 rounding)"
+        f"Packed against alone: {found.same_accuracy} of {found.alone_trained} networks with the same accuracy, "
+        f"largest relative difference of any weight {rounding}"
     )
     console.print(f"Learning curves: {found.picture}")
