@@ -21,6 +21,7 @@ from shoal.pack.members import (
     Member,
     build_member,
     build_model,
+    draws,
     make_optimizer,
     make_schedule,
     names,
@@ -189,7 +190,7 @@ def _pair_problems(
 def optimizer_problems(member: Member) -> list[str]:
     """Build the job's optimizer and schedule, to see that they can be."""
     job = member.job
-    with seeded(job.seed, member.device):
+    with draws(member, keep=False):
         try:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:

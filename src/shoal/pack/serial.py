@@ -33,10 +33,13 @@ class SerialUnit(Unit):
         self._feed: Iterator[Any] = iter(())
         self._losses: list[float] = []
         self._logs: list[dict[str, float]] = []
-        self._rate = self._current_rate()
+        self._rate: float | None = None
+        """The learning rate of the last step, where the schedule has moved on since."""
         self._stuck = False
-        self._holders: list[nn.Module] = []
-        """Modules that have buffers."""
+        self._buffers = Buffers(self.model)
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._others = [p for p in self.model.parameters() if id(p) not in own]
+        """Parameters that the optimizer does not have: it does not clear their gradients, which clipping sees."""
 
     def begin_epoch(self, orders_MN: Tensor) -> None:
         member = self.member
@@ -63,7 +66,7 @@ class SerialUnit(Unit):
         ]
 
     def rates(self) -> list[float]:
-        return [self._rate]
+        return [self._current_rate() if self._rate is None else self._rate]
 
     def end_epoch(self, values: list[float | None]) -> None:
         if self.schedule is None or self.job.schedule_every != "epoch":
@@ -85,19 +88,17 @@ class SerialUnit(Unit):
         if self._stuck:
             self._losses.append(float("nan"))
             return
-        if len(self._losses) < 2:  # lazy layers make their buffers in the first forward pass
-            self._holders = [module for module in self.model.modules() if module._buffers]
-        buffers = _snapshot(self._holders)
+        self._buffers.save()
         try:
             loss = self._step()
         except Exception as error:
             self._stuck = True
-            _restore(buffers)
+            self._buffers.restore()
             raise MemberError(0, error) from error
         self._losses.append(loss)
         if not _finite(loss):
             self._stuck = True
-            _restore(buffers)
+            self._buffers.restore()
 
     def _step(self) -> float:
         """One batch: forward, backward, and at the end of its group the optimizer. A non-finite loss stops here."""
@@ -106,8 +107,7 @@ class SerialUnit(Unit):
         group = min(k, self.member.num_batches - group_start)
         batch = next(self._feed)
         if place == group_start:
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
+            self._clear()
         value, loss = self._forward(batch)
         if not _finite(value):
             return value
@@ -119,8 +119,8 @@ class SerialUnit(Unit):
             if place + 1 < group_start + group:
                 return value
             self._apply()
-        self._rate = self._current_rate()
         if self.schedule is not None and self.job.schedule_every == "step":
+            self._rate = self._current_rate()
             self.schedule.step()
         return value
 
@@ -128,7 +128,7 @@ class SerialUnit(Unit):
         with autocast(self.job, self.member.device):
             loss, logs = run_step(self.job, self.model, batch)
         self._logs.append({name: number(x) for name, x in logs.items()})
-        return number(loss), loss
+        return loss.item(), loss
 
     def _apply(self) -> None:
         if self.scaler is None:
@@ -146,8 +146,7 @@ class SerialUnit(Unit):
         ready: list[Tensor] = [first]
 
         def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
+            self._clear()
             if ready:
                 loss = ready.pop()
             else:
@@ -158,6 +157,11 @@ class SerialUnit(Unit):
             return loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _clear(self) -> None:
+        self.optimizer.zero_grad()
+        for parameter in self._others:
+            parameter.grad = None
 
     def _clip(self) -> None:
         if self.job.clip_norm is not None:
@@ -176,18 +180,39 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _snapshot(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-    """Buffers as they are, since a forward pass may change them before its loss turns out to be non-finite."""
-    return [
-        (module, name, buffer, buffer.clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not is_lazy(buffer)
-    ]
+class Buffers:
+    """A model's buffers as they were: a forward pass may change them before its loss turns out to be non-finite."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
+        self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self.found: list[Tensor | None] = []
+        self.now: list[Tensor] = []
+        self.saved: list[Tensor] = []
+        self.calls = 0
 
-def _restore(buffers: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for module, name, buffer, saved in buffers:
-            buffer.copy_(saved)
-            module._buffers[name] = buffer
+    def save(self) -> None:
+        """Note the buffers and copy their values, into the same memory each time."""
+        self.calls += 1
+        if self.calls <= 2:  # lazy layers make their buffers in the first forward pass
+            self.places = [(m._buffers, name) for m in self.model.modules() for name in m._buffers]
+            self.saved = []
+        if not self.places:
+            return
+        found = [buffers.get(name) for buffers, name in self.places]
+        if self.saved and all(a is b for a, b in zip(found, self.found, strict=False)):  # by far the most common case
+            torch._foreach_copy_(self.saved, self.now)
+            return
+        self.found = found
+        held = zip(self.places, found, strict=True)
+        self.held = [(*place, b) for place, b in held if b is not None and not is_lazy(b)]
+        self.now = [buffer for _, _, buffer in self.held]
+        self.saved = [b.detach().clone() for b in self.now]
+
+    def restore(self) -> None:
+        """Put back the buffers that were there, with the values they had."""
+        with torch.no_grad():
+            for (buffers, name, buffer), saved in zip(self.held, self.saved, strict=True):
+                buffer.copy_(saved)
+                buffers[name] = buffer
