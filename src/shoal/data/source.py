@@ -61,7 +61,8 @@ class TensorSource(Source):
         return pytree.tree_unflatten(taken, self.spec)
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        return (self.take(chunk) for chunk in torch.split(rows.to(self.device), batch_size))
+        for chunk in torch.split(rows.to(self.device), batch_size):
+            yield self.take(chunk)
 
     def whole(self) -> Any:
         """All rows, without a copy."""

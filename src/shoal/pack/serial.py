@@ -52,6 +52,8 @@ class SerialUnit(Unit):
         with draws(self.member):
             for _ in range(batches):
                 self._batch()
+        if len(self._losses) == self.member.num_batches:
+            self._feed = iter(())  # the epoch's order need not stay on the device while others have their turn
 
     def losses(self) -> Tensor:
         return torch.tensor([self._losses], dtype=torch.float64)

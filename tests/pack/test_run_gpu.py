@@ -1,0 +1,80 @@
+"""The serial tier on a GPU, against the reference loop there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+X = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(2))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3))
+
+
+def job(**changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {"model": net, "data": (X, Y), "val": (X, Y), "loss": F.cross_entropy, "batch_size": 8}
+    return shoal.Job(**(settings | {"hparams": {"lr": 0.01}, "epochs": 2, "seed": 3} | changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16"}, {"precision": "fp16", "clip_norm": 1.0}, {"accumulate": 2}]
+)
+def test_serial_equals_the_reference_loop(changes: dict[str, Any]) -> None:
+    jobs = [job(name="other", seed=9), job(name="this", **changes)]
+    result = shoal.train(jobs, device="cuda")[1]
+    alone = shoal.solo(jobs[1], device="cuda")
+    assert result.status == alone.status == "done"
+    assert result.environment["device_name"] == torch.cuda.get_device_name()
+    for name, value in alone.model.state_dict().items():
+        assert result.model.state_dict()[name].device.type == "cpu"
+        torch.testing.assert_close(result.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_an_index_out_of_range_is_found_on_the_cpu_and_the_device_lives_on() -> None:
+    model = lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))  # noqa: E731
+    bad = job(model=model, data=(torch.full((37,), 5), Y), val=None, name="bad")
+    with pytest.raises(ValueError, match="job 'bad': forward raised IndexError"):
+        shoal.train([bad], device="cuda")
+    with pytest.raises(ValueError, match="labels from 1 to 3"):
+        shoal.train([job(data=(X, Y + 1), name="labels")], device="cuda")
+    assert float(torch.ones(3, device="cuda").sum()) == 3
+
+
+def test_the_deterministic_switch() -> None:
+    a, b = (shoal.train([job()], device="cuda", deterministic=True)[0].model.state_dict() for _ in range(2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_data_is_on_the_device_once() -> None:
+    x, y = torch.randn(1 << 16, 64), torch.zeros(1 << 16, dtype=torch.int64)
+    before = torch.cuda.memory_allocated()
+    seen: list[int] = []
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(torch.cuda.memory_allocated())
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    common: dict[str, Any] = {
+        "data": (x, y),
+        "val": None,
+        "loss": None,
+        "step": step,
+        "epochs": 1,
+        "batch_size": 1 << 14,
+    }
+    shoal.train([job(model=lambda: nn.Linear(64, 3), name=str(s), seed=s, **common) for s in range(8)], device="cuda")
+    batch = x.nbytes // 4
+    assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batch
