@@ -95,7 +95,8 @@ def test_a_random_item_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.M
     assert torch.equal(alone, fed)
 
 
-def test_readers_in_the_same_order_share_one_reading() -> None:
+def test_readers_in_the_same_order_share_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "SLOW_BATCH", float("inf"))  # no workers, whose reads could not be counted here
     data = Items(noise=True)
     source = Pool(CPU).open(data).source
     data.reads = 0
@@ -108,7 +109,8 @@ def test_readers_in_the_same_order_share_one_reading() -> None:
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_training_on_a_dataset(noise: bool) -> None:
+def test_training_on_a_dataset(noise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "SLOW_BATCH", float("inf"))
     data = Items(noise=noise)
     settings: dict[str, Any] = {
         "model": lambda: nn.Linear(4, 3),
