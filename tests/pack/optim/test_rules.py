@@ -288,3 +288,22 @@ def test_momentum_that_begins_later() -> None:
         for member in members:
             member.step()
     assert_same(stacked, members, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_learning_rate_is_held_in_float32(dtype: torch.dtype) -> None:
+    """From zero weights the step is the learning rate times the gradient, rounded once: bit for bit torch's."""
+    rates = [0.3, 0.07, 0.011]
+    grad = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    split = split_hparams(torch.optim.SGD, {"lr": 1.0})
+    assert split is not None
+    rule = rule_for(torch.optim.SGD, split[0])
+    h = {name: torch.full((3,), value, dtype=torch.float64) for name, value in split[1].items()}
+    h["lr"] = torch.tensor(rates, dtype=torch.float64)
+    stacked = torch.zeros_like(grad)
+    rule.update_(stacked, grad, rule.init(stacked), h)
+    for slot, lr in enumerate(rates):
+        param = torch.zeros(500, dtype=dtype, requires_grad=True)
+        param.grad = grad[slot].clone()
+        torch.optim.SGD([param], lr=lr, foreach=False).step()
+        assert torch.equal(stacked[slot], param.detach())
