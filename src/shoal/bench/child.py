@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -55,7 +57,7 @@ def prepare(device: str, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(torch.device(device).index or 0)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
@@ -139,6 +141,7 @@ def _serve(order: Order, pipe: Connection) -> None:
     from shoal.errors import describe
 
     warnings.simplefilter("ignore")  # vmap's remarks about speed are what the table shows
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave through `finally`: a service it started must end too
     way = None
     try:
         way, meter, ready = _open(order)
@@ -210,6 +213,9 @@ class Child:
     def close(self, patience: float = 15.0) -> None:
         self.pipe.close()
         self.process.join(patience)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(30)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

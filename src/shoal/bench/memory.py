@@ -106,7 +106,7 @@ class Meter:
 def _driver_process(device: str, pipe: Connection) -> None:
     import torch
 
-    torch.cuda.set_device(torch.device(device))
+    torch.cuda.set_device(torch.device(device).index or 0)
     torch.zeros(1, device=device)
     while True:
         try:

@@ -24,7 +24,7 @@ from shoal.bench.ways import Eager, Way
 from shoal.bench.workloads import Workload
 
 CONTROL = "nvidia-cuda-mps-control"
-START_SECONDS = 300.0  # torch and a context, in many processes on few cores
+START_SECONDS = 180.0  # torch and a context, in many processes on few cores
 
 
 class Mps:
@@ -34,7 +34,10 @@ class Mps:
         self.folder: str | None = None
 
     def start(self) -> bool:
-        if shutil.which(CONTROL) is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        """Whether processes started from now on share the GPU through a service."""
+        if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+            return True  # somebody else's: ours to use, not to stop
+        if shutil.which(CONTROL) is None:
             return False
         self.folder = tempfile.mkdtemp(prefix="shoal-mps-")
         done = subprocess.run([CONTROL, "-d"], env=self.environment(), capture_output=True, timeout=60, check=False)
@@ -73,8 +76,10 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 def _one(work: Workload, device: str, threads: int, pipe: Connection) -> None:
     """A process with one network: answers each command on its pipe until the other end is gone."""
-    torch.set_num_threads(threads)
+    from shoal.bench.child import prepare
+
     try:
+        prepare(device, threads)
         meter = Meter(device)
         kinds = {task.kind.name: task.kind for task in work.tasks}
         data = {name: kind.data(work.batches * kind.batch_size) for name, kind in kinds.items()}

@@ -72,7 +72,7 @@ class _Solo:
         self.criterion = task.kind.loss
         self.inputs, self.targets = work.data(task)
         self.orders = work.orders(task)
-        self.autocast = work.autocast(device)
+        self.bf16 = work.precision == "bf16"
         self.device = device
         self.batches: list[Tensor] = []
         self.loss = torch.tensor(torch.nan)
@@ -84,7 +84,7 @@ class _Solo:
             rows = self.batches.pop()
             x, y = self.inputs[rows], self.targets[rows]
             self.optimizer.zero_grad(set_to_none=True)
-            with self.autocast:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                 loss = self.criterion(self.model(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
@@ -122,7 +122,8 @@ class _CapturedSolo:
         self.criterion = task.kind.loss
         self.forward = forward
         self.inputs, self.targets = work.data(task)
-        self.autocast = work.autocast(device)
+        self.device = device
+        self.bf16 = work.precision == "bf16"
         self.loss = torch.zeros((), device=device)
         orders = work.orders(task)
         self.feed = Feed(orders.epoch, self._one, device, pool=pool)
@@ -130,7 +131,7 @@ class _CapturedSolo:
     def _one(self, rows: Tensor) -> None:
         x, y = self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.forward(self.model, self.criterion, x, y)
         loss.backward()
         self.optimizer.step()
@@ -202,7 +203,8 @@ class Vmap(Way):
         self.last_M = torch.zeros(len(work.tasks), device=device)
         self.criterion = work.tasks[0].kind.loss
         self.inputs, self.targets = self.work.data(work.tasks[0])
-        self.autocast = work.autocast(device)
+        self.device = device
+        self.bf16 = work.precision == "bf16"
         self.each = vmap(grad_and_value(self._loss, has_aux=True), randomness="different")
         self.update = torch.compile(self._update, dynamic=False) if compiled else self._update
         feeds = [work.orders(task) for task in work.tasks]
@@ -224,7 +226,7 @@ class Vmap(Way):
 
     def _update(self, rows_MB: Tensor) -> Tensor:
         x, y = self.inputs[rows_MB], self.targets[rows_MB]
-        with self.autocast:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             grads, (loss_M, buffers) = self.each(self.params, self.buffers, x, y)
         with torch.no_grad():
             for name, value in buffers.items():

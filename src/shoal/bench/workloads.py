@@ -112,9 +112,6 @@ class Workload:
         kinds = {t.kind.name for t in tasks}
         return replace(self, tasks=tasks, tensors={k: v for k, v in self.tensors.items() if k in kinds})
 
-    def autocast(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
     def jobs(self, *, epochs: int = 1000) -> list[Job]:
         """The same work as Shoal's users write it."""
         from shoal.job import Job

@@ -93,7 +93,7 @@ def pick_device(device: str) -> str:
     import torch
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(device).type
     except RuntimeError:
@@ -102,7 +102,7 @@ def pick_device(device: str) -> str:
         raise ValueError(f"device is {device!r}; use cpu, cuda or auto")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, and torch sees no GPU here; use cpu or auto")
-    return device
+    return "cuda:0" if device == "cuda" else device
 
 
 def pick_precision(precision: str, device: str) -> str | None:
