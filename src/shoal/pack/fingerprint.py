@@ -23,14 +23,21 @@ _MAX_DEPTH = 12
 
 
 def fingerprint(value: Any, *, tensors: bool = True) -> Hashable:
-    """A hashable stand-in for `value`; with `tensors=False` tensors count by shape only, not by content."""
-    return _Walker(tensors).visit(value, 0)
+    """A hashable stand-in for `value`; with `tensors=False` tensors count by shape only, not by content.
+
+    A module's own parameters and buffers never count by content: they are what is trained.
+    """
+    walker = _Walker(tensors)
+    if isinstance(value, nn.Module):
+        walker.trained = {id(t) for t in (*value.parameters(), *value.buffers())}
+    return walker.visit(value, 0)
 
 
 class _Walker:
     def __init__(self, tensors: bool) -> None:
         self.tensors = tensors
         self.seen: dict[int, int] = {}
+        self.trained: set[int] = set()
 
     def visit(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, _PLAIN):
@@ -68,7 +75,7 @@ class _Walker:
 
     def _module(self, module: nn.Module, depth: int) -> Hashable:
         tensors = tuple(
-            (name, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad, t.stride()), self._tie(t))
+            (name, self._state(t))
             for group in (module._parameters, module._buffers)
             for name, t in group.items()
             if not isinstance(t, nn.parameter.UninitializedTensorMixin)
@@ -77,9 +84,13 @@ class _Walker:
         children = tuple((k, self.visit(v, depth - 1)) for k, v in module._modules.items())
         return (type(module), tensors, plain, children)
 
-    def _tie(self, tensor: Tensor | None) -> int:
-        """Which earlier parameter this one is (tied weights)."""
-        return -1 if tensor is None else self.seen.setdefault(id(tensor), len(self.seen))
+    def _state(self, tensor: Tensor | None) -> Hashable:
+        """A parameter or buffer, and which earlier one it is (tied weights)."""
+        if tensor is None:
+            return None
+        tie = self.seen.setdefault(id(tensor), len(self.seen))
+        content = None if id(tensor) in self.trained else self._tensor(tensor)
+        return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride(), tie, content)
 
     def _tensor(self, value: Any) -> Hashable:
         shape = (tuple(value.shape), str(value.dtype))

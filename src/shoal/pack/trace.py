@@ -43,6 +43,8 @@ class Trace:
     module: GraphModule
     params: list[str]
     buffers: list[str]
+    trainable: list[bool]
+    """For every parameter, whether it requires a gradient."""
     batch_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     """How the flat outputs fold back into `(what the call returned, {buffer: its value afterwards})`."""
@@ -66,15 +68,16 @@ def autocast(precision: str | None, device: torch.device) -> Any:
     return torch.autocast(device.type, PRECISIONS[precision], cache_enabled=False)
 
 
-def trace(model: nn.Module, call: Call, batch: Any, *, precision: str | None = None, training: bool = True) -> Trace:
-    """Record `call(model, batch)` as a graph.
+def trace(model: nn.Module, call: Call, batch: Any, *, precision: str | None = None, evaluating: bool = False) -> Trace:
+    """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
 
     Raises:
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
     _refuse_at_sight(model)
     try:
-        twin = copy.deepcopy(model).train(training)
+        twin = copy.deepcopy(model)
+        twin = twin.eval() if evaluating else twin
     except Exception as error:
         raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
     before = fingerprint(twin, tensors=False)
@@ -132,7 +135,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
         not np.array_equal(a, b) for a, b in zip(numpy_state, numpy_after, strict=True)
     ):
         raise Untraceable("it draws from python's or numpy's random numbers inside the step")
-    return Trace(module, list(params), list(buffers), batch_spec, out_spec[-1])
+    trainable = [param.requires_grad for param in params.values()]
+    return Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1])
 
 
 # What Python can do that a graph of operators would silently lose.
@@ -218,3 +222,19 @@ def _explain(error: Exception) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:160] if text else type(error).__name__
+
+
+def used_params(recorded: Trace) -> list[bool]:
+    """Which parameters the first output (the loss) gives a gradient to: those are the ones an optimizer touches."""
+    mode = next(value.fake_mode for node in recorded.nodes for value in pytree.tree_leaves(node.meta.get("val")) if hasattr(value, "fake_mode"))
+    inputs = [node for node in recorded.nodes if node.op == "placeholder"]
+    count = len(recorded.params)
+    with mode, torch.enable_grad():
+        values = [node.meta["val"] for node in inputs[:count]]
+        leaves = [torch.empty_like(v, requires_grad=t) for v, t in zip(values, recorded.trainable, strict=True)]
+        rest = [torch.empty_like(node.meta["val"]) for node in inputs[count:]]
+        loss = recorded.module([*leaves, *rest])[0]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad and wanted else ()
+    found = dict(zip(map(id, wanted), grads, strict=False))
+    return [found.get(id(leaf)) is not None for leaf in leaves]

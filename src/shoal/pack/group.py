@@ -1,0 +1,76 @@
+"""Which members can be one stack, and for those that cannot, why."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from shoal.pack.members import Member
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.signature import difference
+from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.site import NotStackable
+from shoal.pack.trace import Untraceable
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Members that are one computation: they can be stacked exactly, or `reason` says why not."""
+
+    members: list[Member]
+    recipes: list[Recipe] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def stackable(self) -> bool:
+        return not self.reason
+
+
+def group(members: list[Member], kitchen: Kitchen) -> list[Group]:
+    """Members by what they compute, in the order of the first of each group."""
+    groups: list[Group] = []
+    by_key: dict[Hashable, Group] = {}
+    for member in members:
+        try:
+            recipe = kitchen.recipe(member)
+        except Untraceable as refusal:
+            groups.append(Group([member], reason=str(refusal)))
+            continue
+        if recipe.key not in by_key:
+            by_key[recipe.key] = Group([])
+            groups.append(by_key[recipe.key])
+        by_key[recipe.key].members.append(member)
+        by_key[recipe.key].recipes.append(recipe)
+    for found in groups:
+        if found.stackable:
+            found.reason = _refusal(found)
+    return groups
+
+
+def _refusal(found: Group) -> str:
+    """Try every step of the group with a member axis, on two members, before any training."""
+    recipes = (found.recipes * 2)[: max(2, len(found.recipes))]
+    for rows, graph in recipes[0].steps.items():
+        leaves = graph.batch_spec.num_leaves
+        try:
+            Program([recipe.steps[rows] for recipe in recipes], device=found.members[0].device, stacked_batch=[True] * leaves)
+        except NotStackable as refusal:
+            return str(refusal)
+    return ""
+
+
+def why_apart(a: Group, b: Group) -> str:
+    """Why two stackable groups are not one."""
+    x, y = a.recipes[0], b.recipes[0]
+    job, other = x.member.job, y.member.job
+    for name in ("batch_size", "accumulate", "precision"):
+        if getattr(job, name) != getattr(other, name):
+            return f"{name} is {getattr(job, name)} against {getattr(other, name)}"
+    if x.member.num_rows != y.member.num_rows:
+        return f"{x.member.num_rows} rows an epoch against {y.member.num_rows}"
+    if x.optimizer.kind is not y.optimizer.kind:
+        return f"{x.optimizer.kind.__name__} against {y.optimizer.kind.__name__}"
+    if x.optimizer.key != y.optimizer.key:
+        return "the optimizers' settings or parameter groups differ in structure"
+    rows = next(iter(x.steps))
+    return difference(x.steps[rows], y.steps[rows]) if rows in y.steps else "other batch shapes"

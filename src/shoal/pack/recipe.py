@@ -1,0 +1,152 @@
+"""What members must have in common to be one stack, worked out once for all of them.
+
+A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see, and its
+optimizer as a rule. Members with equal recipe keys are one stack; the reason why a member has no recipe is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shoal.pack.fingerprint import fingerprint
+from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
+from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
+from shoal.pack.signature import skeleton
+from shoal.pack.trace import Trace, Untraceable, trace
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerPlan:
+    """A member's optimizer, taken apart: which parameters are in which group, and the numbers of each group."""
+
+    kind: type[Optimizer]
+    groups: list[list[int]]
+    """Positions of the parameters, in the trace's order."""
+    settings: list[dict[str, Any]]
+    flags: list[Flags] | None
+    """Structural settings per group; None: no rule, the real class runs a member at a time."""
+    runner: ScheduleRunner | None = None
+
+    @property
+    def key(self) -> Hashable:
+        structure = None if self.flags is None else tuple(tuple(sorted(f.items())) for f in self._structural())
+        return (self.kind, tuple(map(tuple, self.groups)), structure)
+
+    def _structural(self) -> list[dict[str, bool]]:
+        assert self.flags is not None
+        names = RULES[self.kind].structural
+        return [{name: flags[name] for name in names} for flags in self.flags]
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """One member's training as a stack sees it."""
+
+    member: Member
+    steps: dict[int, Trace]
+    """Rows in a batch -> the step as a graph."""
+    optimizer: OptimizerPlan
+    key: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        job, member = self.member.job, self.member
+        frozen = tuple(p.requires_grad for _, p in member.model.named_parameters())
+        self.key = (
+            tuple((rows, skeleton(graph)) for rows, graph in self.steps.items()),
+            self.optimizer.key, frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
+            job.step is None, member.data.source.streamed, member.device,
+        )  # fmt: skip
+
+
+class Kitchen:
+    """Makes recipes, tracing each distinct step once."""
+
+    def __init__(self) -> None:
+        self._traces: dict[Hashable, Trace | Untraceable] = {}
+        self._prints: dict[int, Hashable] = {}
+
+    def recipe(self, member: Member) -> Recipe:
+        """The member's recipe.
+
+        Raises:
+            Untraceable: with the reason why it cannot be stacked.
+        """
+        steps = {rows: self.step(member, rows) for rows in batch_sizes(member)}
+        return Recipe(member, steps, plan_optimizer(member))
+
+    def step(self, member: Member, rows: int) -> Trace:
+        """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
+        job = member.job
+        batch = sample(member, rows)
+        return self._traced(member, (job.step, job.loss), lambda model, batch: run_step(job, model, batch), batch, False)
+
+    def forward(self, member: Member, inputs: Any) -> Trace:
+        """The eval-mode forward pass on these inputs."""
+        return self._traced(member, "forward", lambda model, batch: model(*batch), inputs, True)
+
+    def _traced(self, member: Member, function: Any, call: Any, batch: Any, evaluating: bool) -> Trace:
+        leaves, spec = pytree.tree_flatten(batch)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise Untraceable("its batches hold something that is not a tensor")
+        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        model = self._prints.setdefault(member.index, fingerprint(member.model))
+        key = (model, fingerprint(function), repr(spec), shapes, member.job.precision, evaluating)
+        if key not in self._traces:
+            try:
+                self._traces[key] = trace(member.model, call, batch, precision=member.job.precision, evaluating=evaluating)
+            except Untraceable as refusal:
+                self._traces[key] = refusal
+        found = self._traces[key]
+        if isinstance(found, Untraceable):
+            raise found
+        return found
+
+
+def batch_sizes(member: Member) -> list[int]:
+    """The sizes of the batches a member will see: the full one, and the short last one."""
+    size, n = member.job.batch_size, member.num_rows
+    return sorted({min(size, n), n % size or min(size, n)}, reverse=True)
+
+
+def sample(member: Member, rows: int) -> Any:
+    """A batch of so many rows, for its shapes."""
+    return member.data.take(0, rows)
+
+
+def plan_optimizer(member: Member) -> OptimizerPlan:
+    """Take the member's own optimizer apart.
+
+    Raises:
+        Untraceable: when only the real loop can drive it.
+    """
+    job, model = member.job, member.model
+    with draws(member, keep=False):
+        optimizer = make_optimizer(job, model)
+        make_schedule(job, optimizer)
+    if needs_closure(optimizer):
+        raise Untraceable(f"{type(optimizer).__name__} evaluates the loss itself")
+    position = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in position for p in group["params"]):
+            raise Untraceable("its optimizer has parameters that are not the model's")
+        groups.append([position[id(p)] for p in group["params"]])
+    kind = type(optimizer)
+    with draws(member, keep=False):
+        fresh = make_optimizer(job, model)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    splits = [None if hooked else split_hparams(kind, group) for group in settings]
+    if any(split is None for split in splits):
+        return OptimizerPlan(kind, groups, settings, None)
+    runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
+    return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)
+
+

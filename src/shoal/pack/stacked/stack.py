@@ -1,0 +1,237 @@
+"""The state of a pack on its device: parameters, buffers, optimizer state and numbers, members first.
+
+Rows beyond the members are padding: copies of the first member that train along and are never looked at. A pack of one
+takes other kernels than a pack of two or more, so a member alone is padded to two, and its bits are those it has in
+any company.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.members import Member, make_optimizer, make_schedule
+from shoal.pack.optim import (
+    Columns,
+    MemberScaler,
+    Rule,
+    clip_,
+    merge_flags,
+    optimizer_state_dict,
+    rule_for,
+    to_torch_state,
+)
+from shoal.pack.recipe import Recipe
+from shoal.pack.trace import used_params
+
+Grads = list[Tensor | None]
+
+
+class Stack:
+    """Members' training state with a member axis, and what one optimizer step does to it."""
+
+    def __init__(self, recipes: Sequence[Recipe], *, size: int) -> None:
+        self.recipes = list(recipes)
+        first = recipes[0]
+        self.device = first.member.device
+        self.rows = [*range(len(recipes)), *[0] * (size - len(recipes))]
+        graph = next(iter(first.steps.values()))
+        models = [recipe.member.model for recipe in recipes]
+        named = [dict(model.named_parameters()) for model in models]
+        buffered = [dict(model.named_buffers()) for model in models]
+        self.param_names, self.buffer_names = graph.params, graph.buffers
+        self.params = [torch.stack([named[r][name].detach() for r in self.rows]) for name in self.param_names]
+        self.buffers = [torch.stack([buffered[r][name].detach() for r in self.rows]) for name in self.buffer_names]
+        trained = [named[0][name].requires_grad for name in self.param_names]
+        used = used_params(graph)
+        self.trained = [i for i, (wanted, touched) in enumerate(zip(trained, used, strict=True)) if wanted and touched]
+        for index in self.trained:
+            self.params[index].requires_grad_()
+        self.active = torch.ones(size, dtype=torch.bool, device=self.device)
+        job = first.member.job
+        self.scaler = MemberScaler(size, device=self.device) if job.precision == "fp16" else None
+        norms = [r.member.job.clip_norm for r in recipes]
+        self.max_norm = None
+        if any(norm is not None for norm in norms):
+            limits = [float("inf") if norms[r] is None else float(norms[r] or 0.0) for r in self.rows]
+            self.max_norm = torch.tensor(limits, dtype=torch.float64, device=self.device)
+        self.optimizer: StackedOptimizer | OwnOptimizers
+        if first.optimizer.flags is None:
+            self.optimizer = OwnOptimizers(self)
+        else:
+            self.optimizer = StackedOptimizer(self)
+
+    @property
+    def members(self) -> list[Member]:
+        return [recipe.member for recipe in self.recipes]
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Parameters and buffers, in the order programs take them."""
+        return [*self.params, *self.buffers]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that are trained."""
+        return [self.params[index] for index in self.trained]
+
+    @torch.no_grad()
+    def apply(self, grads: Grads, active: Tensor | None) -> None:
+        """One optimizer step from these gradients (one per trained parameter); members outside `active` sit out."""
+        present = [grad for grad in grads if grad is not None]
+        found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
+        if self.max_norm is not None:
+            clip_(present, self.max_norm)
+        if found_inf is not None:
+            active = ~found_inf if active is None else active & ~found_inf
+        self.optimizer.update(grads, active)
+        if self.scaler is not None and found_inf is not None:
+            self.scaler.update_(found_inf)
+
+    @torch.no_grad()
+    def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
+        """Take over the buffers a step left; members outside `ok` get back what they had before it."""
+        for index, name in enumerate(self.buffer_names):
+            value, own = after[name], self.buffers[index]
+            if ok is not None:
+                value = torch.where(ok.view(-1, *[1] * (value.dim() - 1)), value, before[index])
+            if value is not own:
+                own.copy_(value.detach())
+
+    @torch.no_grad()
+    def write_back(self, slot: int) -> None:
+        """One member's weights, buffers and optimizer state, as its own."""
+        member = self.members[slot]
+        params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
+        for stacked, name in zip(self.params, self.param_names, strict=True):
+            params[name].copy_(stacked[slot])
+        for stacked, name in zip(self.buffers, self.buffer_names, strict=True):
+            buffers[name].copy_(stacked[slot])
+        member.optimizer_state = self.optimizer.state_dict(slot)
+
+    def keep(self, slots: Sequence[int], size: int) -> Stack:
+        """The same training with only these members."""
+        rows = [*slots, *[slots[0]] * (size - len(slots))]
+        kept = object.__new__(Stack)
+        kept.recipes = [self.recipes[slot] for slot in slots]
+        kept.device, kept.trained = self.device, self.trained
+        kept.param_names, kept.buffer_names = self.param_names, self.buffer_names
+        kept.rows = [*range(len(slots)), *[0] * (size - len(slots))]
+        kept.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
+        kept.buffers = [b[rows] for b in self.buffers]
+        kept.active = self.active[rows]
+        kept.scaler = None if self.scaler is None else self.scaler.keep(rows)
+        kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
+        kept.optimizer = self.optimizer.keep(kept, rows)
+        return kept
+
+
+class StackedOptimizer:
+    """One optimizer class for all members: a rule per parameter group and a column per number."""
+
+    def __init__(self, stack: Stack) -> None:
+        plans = [recipe.optimizer for recipe in stack.recipes]
+        self.stack = stack
+        self.plans = plans
+        values = [plan.runner.values() for plan in plans if plan.runner is not None]
+        self.columns = Columns([values[r] for r in stack.rows], device=stack.device)
+        place = {index: i for i, index in enumerate(stack.trained)}
+        self.groups: list[tuple[Rule, list[int]]] = []
+        self.states: list[list[dict[str, Tensor]]] = []
+        for g, positions in enumerate(plans[0].groups):
+            flags = merge_flags(plans[0].kind, [plan.flags[g] for plan in plans if plan.flags is not None])
+            assert flags is not None, "members of one recipe key have one structure"
+            rule = rule_for(plans[0].kind, flags)
+            held = [place[p] for p in positions if p in place]
+            self.groups.append((rule, held))
+            self.states.append(rule.init_all([stack.leaves[i].detach() for i in held], self.columns.groups[g]))
+
+    def tensors(self) -> list[Tensor]:
+        """All optimizer state, each tensor once: parameters of a group share a clock."""
+        found = {id(t): t for states in self.states for state in states for t in state.values()}
+        return list(found.values())
+
+    def update(self, grads: Grads, active: Tensor | None) -> None:
+        leaves = self.stack.leaves
+        for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            if held:
+                params = [leaves[i].detach() for i in held]
+                wanted = [grads[i] for i in held]
+                assert all(grad is not None for grad in wanted)
+                rule.update_all_(params, wanted, states, self.columns.groups[g], active)  # type: ignore[arg-type]
+
+    def state_dict(self, slot: int) -> dict[str, Any]:
+        plan, member = self.plans[slot], self.stack.members[slot]
+        assert plan.runner is not None
+        numbers = self.columns.row(slot)
+        entries: dict[int, dict[str, Tensor]] = {}
+        for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            for i, state in zip(held, states, strict=True):
+                entries[self.stack.trained[i]] = to_torch_state(rule, state, slot, numbers[g])
+        order = [position for group in plan.groups for position in group]
+        skeleton = make_optimizer(member.job, member.model)
+        return optimizer_state_dict(skeleton, [entries.get(p, {}) for p in order], plan.runner.groups())
+
+    def keep(self, stack: Stack, rows: Sequence[int]) -> StackedOptimizer:
+        kept = object.__new__(StackedOptimizer)
+        kept.stack, kept.groups = stack, self.groups
+        kept.plans = [recipe.optimizer for recipe in stack.recipes]
+        kept.columns = self.columns.keep(rows)
+        index = list(rows)
+        moved: dict[int, Tensor] = {}
+        for t in self.tensors():
+            moved[id(t)] = t[index]
+        kept.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in self.states]
+        return kept
+
+
+class OwnOptimizers:
+    """Any other optimizer class: the real object of each member, on a twin of its model whose parameters are its slices."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.twins = [copy.deepcopy(member.model) for member in stack.members]
+        self._point()
+        self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(stack.members, self.twins, strict=True)]
+        self.schedules = [make_schedule(m.job, opt) for m, opt in zip(stack.members, self.optimizers, strict=True)]
+
+    def _point(self) -> None:
+        """Make the twins' parameters views of the stack."""
+        self._params = []
+        for slot, twin in enumerate(self.twins):
+            params = dict(twin.named_parameters())
+            for stacked, name in zip(self.stack.params, self.stack.param_names, strict=True):
+                params[name].data = stacked.detach()[slot]
+            self._params.append([params[self.stack.param_names[i]] for i in self.stack.trained])
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def update(self, grads: Grads, active: Tensor | None) -> None:
+        moving = [True] * len(self.optimizers) if active is None else active.tolist()
+        for slot, optimizer in enumerate(self.optimizers):
+            if not moving[slot]:
+                continue
+            for param, grad in zip(self._params[slot], grads, strict=True):
+                param.grad = None if grad is None else grad[slot]
+            optimizer.step()
+            for param in self._params[slot]:
+                param.grad = None
+
+    def state_dict(self, slot: int) -> dict[str, Any]:
+        return copy.deepcopy(self.optimizers[slot].state_dict())
+
+    def keep(self, stack: Stack, rows: Sequence[int]) -> OwnOptimizers:
+        """The same optimizer objects, on the members' new slices."""
+        kept = object.__new__(OwnOptimizers)
+        slots = list(rows)[: len(stack.recipes)]
+        kept.stack = stack
+        kept.twins = [self.twins[slot] for slot in slots]
+        kept.optimizers = [self.optimizers[slot] for slot in slots]
+        kept.schedules = [self.schedules[slot] for slot in slots]
+        kept._point()
+        return kept

@@ -1,0 +1,216 @@
+"""The stacked tier, step by step in eager mode: what runs on a CPU, and the readable form of what a GPU captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.errors import MemberError
+from shoal.pack.members import Member, draws, run_step
+from shoal.pack.recipe import Kitchen, Recipe, Untraceable
+from shoal.pack.stacked.feed import Feed
+from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.rates import Rates
+from shoal.pack.stacked.site import NotStackable
+from shoal.pack.stacked.stack import Stack
+from shoal.pack.trace import autocast
+from shoal.pack.unit import Unit
+from shoal.randomness import draw_members, generator_at
+
+LEAST = 2
+"""Rows of the smallest stack; see `stack`."""
+
+
+class StackedUnit(Unit):
+    """Members of one recipe as one network with a member axis."""
+
+    tier = "stacked"
+
+    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen) -> None:
+        self.kitchen = kitchen
+        self.stack = Stack(recipes, size=max(len(recipes), LEAST))
+        self._set_up()
+        for rows in recipes[0].steps:
+            self.program(rows, [True] * recipes[0].steps[rows].batch_spec.num_leaves)  # NotStackable shows here, before any step
+
+    def _set_up(self) -> None:
+        self.members: list[Member] = self.stack.members
+        self.rates_of = Rates(self.stack)
+        self._programs: dict[Any, Program] = {}
+        self._forwards: dict[Any, Program | None] = {}
+        self._losses: list[Tensor] = []
+        self._logs: list[dict[str, Any]] = []
+        self._grads: list[Tensor | None] = []
+        self._noise: list[Tensor] | None = None
+        self._feed: Feed | None = None
+        self._generators = [
+            member.rng if i < len(self.members) else generator_at(member.rng.get_state())
+            for i, member in enumerate(self.members[row] for row in self.stack.rows)
+        ]
+
+    # --- the epoch --------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, orders_MN: Tensor) -> None:
+        self._feed = Feed(self.members, self.stack.rows, orders_MN)
+        self._losses, self._logs = [], []
+        self.rates_of.settle()
+        batches, k = self.members[0].num_batches, self.members[0].job.accumulate
+        self.rates_of.begin(-(-batches // k))
+
+    def run(self, batches: int) -> None:
+        for _ in range(batches):
+            self._batch()
+        self.rates_of.settle_rates()
+
+    def losses(self) -> Tensor:
+        if not self._losses:
+            return torch.empty(len(self.members), 0, dtype=torch.float64)
+        return torch.stack(self._losses, 1)[: len(self.members)].double().cpu()
+
+    def logs(self) -> list[dict[str, Tensor]]:
+        names = sorted({name for row in self._logs for name in row})
+        nan = torch.full((len(self.stack.rows),), float("nan"))
+        wide = {
+            name: torch.stack([_as_column(row.get(name, nan), len(nan)) for row in self._logs], 1).double().cpu()
+            for name in names
+        }
+        return [{name: values[slot] for name, values in wide.items()} for slot in range(len(self.members))]
+
+    def rates(self) -> list[float]:
+        return list(self.rates_of.last)
+
+    def end_epoch(self, values: list[float | None]) -> None:
+        self.rates_of.settle()
+        self.rates_of.epoch(values)
+
+    # --- one batch --------------------------------------------------------------------------------------------------
+
+    def program(self, rows: int, stacked_batch: list[bool]) -> Program:
+        key = (rows, tuple(stacked_batch))
+        if key not in self._programs:
+            traces = [self.stack.recipes[row].steps[rows] for row in self.stack.rows]
+            self._programs[key] = Program(traces, device=self.stack.device, stacked_batch=stacked_batch)
+        return self._programs[key]
+
+    def _batch(self) -> None:
+        feed, stack, job = self._feed, self.stack, self.members[0].job
+        assert feed is not None
+        index, k = len(self._losses), job.accumulate
+        first = index - index % k
+        group = min(k, self.members[0].num_batches - first)
+        batch = feed.batch(index)
+        size = batch[0].shape[0 if feed.shared else 1]
+        program = self.program(size, [not feed.shared] * len(batch))
+        if self._noise is None:
+            self._noise = draw_members(program.draws, self._generators, stack.device)
+        before = [buffer.clone() for buffer in stack.buffers]
+        try:
+            with autocast(job.precision, stack.device):
+                (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
+        except Exception as error:
+            stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            raise self._blame(index, error) from error
+        self._noise = None
+        fine = torch.isfinite(losses.detach())
+        everybody = bool(fine.all()) and bool(stack.active.all())
+        stack.active &= fine
+        ok = None if everybody else stack.active
+        self._backward(losses, group, first == index)
+        stack.set_buffers(after, ok, before)
+        self._losses.append(torch.where(stack.active, losses.detach(), torch.where(fine, float("nan"), losses.detach())))
+        self._logs.append(logs)
+        if index + 1 == first + group:
+            stack.apply(self._grads, ok)
+            self._grads = []
+            self.rates_of.step()
+
+    def _backward(self, losses: Tensor, group: int, first: bool) -> None:
+        total = losses / group if group > 1 else losses
+        if self.stack.scaler is not None:
+            total = self.stack.scaler.scale(total)
+        grads = torch.autograd.grad(total.sum(), self.stack.leaves, allow_unused=True)
+        if first:
+            self._grads = list(grads)
+        else:
+            self._grads = [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
+
+    def _blame(self, index: int, error: Exception) -> Exception:
+        """Find the member whose own step raises on this batch; the others lose nothing."""
+        assert self._feed is not None
+        for slot, member in enumerate(self.members):
+            self.stack.write_back(slot)
+            batch = member.data.source.take(self._feed.orders[slot][index * self._feed.size : (index + 1) * self._feed.size])
+            model = member.model.to(member.device)
+            try:
+                with draws(member, keep=False), torch.no_grad(), autocast(member.job.precision, member.device):
+                    run_step(member.job, model, batch)
+            except Exception as own:
+                return MemberError(slot, own)
+        return error
+
+    # --- in and out -------------------------------------------------------------------------------------------------
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        self.rates_of.settle()
+        for slot in range(len(self.members)) if slots is None else slots:
+            self.stack.write_back(slot)
+
+    def keep(self, slots: list[int]) -> Unit:
+        kept = object.__new__(type(self))
+        kept.kitchen = self.kitchen
+        self.rates_of.settle()
+        kept.stack = self.stack.keep(slots, max(len(slots), LEAST))
+        kept._set_up()
+        rows = [slots[own] for own in kept.stack.rows]
+        kept._losses = [value[rows] for value in self._losses]
+        kept._logs = [{k: _as_column(v, len(self.stack.rows))[rows] for k, v in row.items()} for row in self._logs]
+        kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
+        kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        kept.rates_of.last = [self.rates_of.last[slot] for slot in slots]
+        if self._feed is not None:
+            kept._feed = self._feed.keep(kept.members, slots, kept.stack.rows)
+            k = self.members[0].job.accumulate
+            kept.rates_of.begin(-(-(self.members[0].num_batches - len(self._losses)) // k))
+        return kept
+
+    def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
+        program = self._forward(tuple(inputs))
+        if program is None:
+            self.write_back(slots)
+            return super().outputs(inputs, slots)
+        noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], self.stack.device)
+        with torch.no_grad(), autocast(self.members[0].job.precision, self.stack.device):
+            saved = [buffer.clone() for buffer in self.stack.buffers]
+            out, after = program(self.stack.state, pytree.tree_leaves(inputs), noise.__getitem__)
+            self.stack.set_buffers(dict(zip(self.stack.buffer_names, saved, strict=True)), None, saved)
+        chosen = list(range(len(self.members))) if slots is None else slots
+        return pytree.tree_map(lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach(), out)
+
+    def _forward(self, inputs: tuple[Any, ...]) -> Program | None:
+        """The eval-mode forward pass as a program; None where it cannot be stacked."""
+        leaves, spec = pytree.tree_flatten(inputs)
+        key = (repr(spec), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves))
+        if key not in self._forwards:
+            try:
+                traces = [self.kitchen.forward(self.members[row], inputs) for row in self.stack.rows]
+                self._forwards[key] = Program(traces, device=self.stack.device, stacked_batch=[False] * len(leaves))
+            except (Untraceable, NotStackable):
+                self._forwards[key] = None
+        return self._forwards[key]
+
+
+def _as_column(value: Any, rows: int) -> Tensor:
+    """A step's log as one number per row of the stack."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
+    return torch.full((rows,), float(value), dtype=torch.float64)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
