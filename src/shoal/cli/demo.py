@@ -127,7 +127,7 @@ def _report(console: "Console", found: "Comparison") -> None:
     console.print(
         f"Of each peak, {_megabytes(found.import_bytes)} are PyTorch, Shoal and the data before any training."
     )
-    console.print(f"Gain: [bold]{found.gain:.1f} times faster[/bold]")
+    console.print(f"Gain: [bold]{found.verdict}[/bold]")
     console.print(f"Best network: {found.best_name}, validation accuracy {found.best_accuracy:.2%}")
     rounding = f"{found.largest_difference:.1e} (float32 rounding)" if found.largest_difference else "0, bit for bit"
     console.print(

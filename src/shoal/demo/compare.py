@@ -38,6 +38,11 @@ class Comparison:
     def alone_total(self) -> float:
         return self.alone_seconds if self.alone_seconds_estimated is None else self.alone_seconds_estimated
 
+    @property
+    def verdict(self) -> str:
+        """The gain in words, also where there is none."""
+        return f"{self.gain:.1f} times faster" if self.gain >= 1 else f"{1 / self.gain:.1f} times slower"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -102,6 +107,6 @@ def draw(path: Path, found: Comparison, histories: list[list[dict[str, float]]],
     alone = "alone" if found.alone_seconds_estimated is None else "alone\n(estimated)"
     drawn = bars.bar([alone, "packed"], [found.alone_total, found.packed_seconds], color=["#b0b0b0", "#2a788e"])
     bars.bar_label(drawn, fmt="%.1f s")
-    bars.set(ylabel="seconds for all networks", title=f"{found.gain:.1f} times faster")
+    bars.set(ylabel="seconds for all networks", title=found.verdict)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,0 +1,38 @@
+"""`import shoal`, and training, need torch and numpy alone."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+
+class Absent:
+    names = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "pytest"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"{name} is made absent", name=name)
+
+sys.meta_path.insert(0, Absent())
+
+import shoal
+assert "torch" not in sys.modules, "the names of shoal load torch when they are used"
+for name in shoal.__all__:
+    getattr(shoal, name)
+
+import torch
+x, y = torch.randn(16, 2), torch.randn(16, 1)
+jobs = [
+    shoal.Job(model=lambda: torch.nn.Linear(2, 1), data=(x, y), loss=torch.nn.functional.mse_loss,
+              hparams={"lr": lr}, epochs=1, name=f"{lr}")
+    for lr in (0.1, 0.2)
+]
+results = shoal.train(jobs, device="cpu", progress=True)
+assert [r.status for r in results] == ["done", "done"]
+print(results.table())
+"""
+
+
+def test_core_runs_with_torch_and_numpy_alone() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
