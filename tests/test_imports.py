@@ -5,15 +5,16 @@ import sys
 
 SCRIPT = """
 import sys
+from importlib.machinery import PathFinder
 
-class Absent:
-    names = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "pytest"}
+ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "pytest"}
 
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"{name} is made absent", name=name)
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
 import shoal
 assert "torch" not in sys.modules, "the names of shoal load torch when they are used"
