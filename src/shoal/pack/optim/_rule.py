@@ -25,6 +25,8 @@ PIECE = 2**18
 """Elements a CPU works on at a time, in whole members: the temporaries of a large stack would leave the cache and cost
 fresh pages from the system, several times the arithmetic itself. Each element's bits are the same in any piece."""
 
+HALF = (torch.float16, torch.bfloat16)
+
 State = dict[str, Tensor]
 Column = Mapping[str, Tensor]
 
@@ -69,7 +71,7 @@ def coefficient_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype torch's kernels hold a Python number in: the parameter's own, float32 for half precision."""
     if dtype.is_complex:
         dtype = dtype.to_real()
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def lerp_(start: Tensor, end: Tensor, weight: Tensor) -> None:
@@ -98,6 +100,9 @@ class Rule(ABC):
     """State entries that are [M]: the same for all parameters of a group that step together."""
     per_element: ClassVar[tuple[str, ...]] = ()
     """State entries shaped like the parameter, by torch's names (those of an optional term come by `buffers`)."""
+
+    added: ClassVar[tuple[str, ...]] = ("weight_decay", "eps")
+    """Coefficients that torch hands to `add`: the one kernel that, on a CPU, rounds its number to half precision."""
 
     def __init__(self, flags: Mapping[str, bool]) -> None:
         unknown = sorted(set(flags) - set(self.structural) - set(self.optional))
@@ -128,7 +133,7 @@ class Rule(ABC):
         clocks: dict[tuple[torch.device, torch.dtype], State] = {}
         states: list[State] = []
         for param in params:
-            key = (param.device, coefficient_dtype(param.dtype))
+            key = (param.device, param.dtype)
             if key not in clocks:
                 clocks[key] = self.init_clock(param.shape[0], param.device)
             states.append(self.init(param, h, clock=clocks[key]))
@@ -165,15 +170,22 @@ class Rule(ABC):
         before = [] if active is None else self._copies(params, states)
         ticked: dict[tuple[int, torch.dtype], State] = {}
         for param, grad, state in zip(params, grads, states, strict=True):
-            dtype = coefficient_dtype(param.dtype)
-            key = (id(state["step"]), dtype)
+            key = (id(state["step"]), param.dtype)
             if key not in ticked:
                 assert all(other[0] != key[0] for other in ticked), "one clock serves parameters of one dtype"
-                ticked[key] = hold(self.tick_(state, h, dtype), dtype)
+                ticked[key] = self.coefficients_(param, state, h)
             self.apply_shaped_(param, grad, state, ticked[key])
         for tensor, copy in before:
             assert active is not None
             tensor.copy_(torch.where(active.view(-1, *[1] * (tensor.ndim - 1)), tensor, copy))
+
+    def coefficients_(self, param: Tensor, state: Mapping[str, Tensor], h: Column) -> State:
+        """`tick_` for parameters like this one: rounded where torch rounds, and fenced from the compiler."""
+        dtype = coefficient_dtype(param.dtype)
+        c = self.tick_(state, h, dtype)
+        if param.dtype in HALF and param.device.type == "cpu":
+            c |= {name: c[name].to(param.dtype).to(dtype) for name in self.added if name in c}
+        return hold(c, dtype)
 
     def apply_shaped_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
         """`apply_` with the coefficients as [M]; complex parameters as pairs of real numbers, as torch does."""
@@ -207,7 +219,7 @@ class Rule(ABC):
         """The gradient to descend along, with the L2 term when some member has one."""
         grad = self.signed(grad)
         if self.flags["weight_decay"]:
-            return torch.addcmul(grad, param, c["weight_decay"])
+            return torch.addcmul(grad, param, c["weight_decay"]).to(grad.dtype)
         return grad
 
     def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:

@@ -96,6 +96,7 @@ class Adadelta(Rule):
     columns = ("lr", "rho", "eps", "weight_decay")
     optional = ("weight_decay",)
     per_element = ("square_avg", "acc_delta")
+    added = ("weight_decay", "eps", "neg_lr")
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         clock["step"].add_(1)

@@ -21,6 +21,7 @@ class ASGD(Rule):
     optional = ("weight_decay",)
     clock = ("step", "eta", "mu")
     per_element = ("ax",)
+    added = ("weight_decay", "neg_eta")
 
     def init_clock(self, size: int, device: torch.device) -> State:
         ones = torch.ones(size, dtype=scalar_dtype(), device=device)

@@ -25,6 +25,7 @@ class SGD(Rule):
     structural = ("maximize", "nesterov")
     optional = ("momentum", "weight_decay")
     clock = ("step", "started")
+    added = ("weight_decay", "take", "momentum", "neg_lr")
 
     def buffers(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.flags["momentum"] else ()
@@ -51,7 +52,8 @@ class SGD(Rule):
         if self.flags["momentum"]:
             buffer = state["momentum_buffer"]
             buffer.mul_(c["keep"]).addcmul_(grad, c["take"])
-            grad = torch.addcmul(grad, buffer, c["momentum"]) if self.flags["nesterov"] else buffer
+            ahead = self.flags["nesterov"]
+            grad = torch.addcmul(grad, buffer, c["momentum"]).to(grad.dtype) if ahead else buffer
         param.addcmul_(grad, c["neg_lr"])
 
     def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:
