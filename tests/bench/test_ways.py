@@ -1,7 +1,9 @@
 """Every way trains the same networks to the same losses: else its time means nothing."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,3 +103,30 @@ def test_bf16_is_applied() -> None:
 def test_an_unknown_way_is_named() -> None:
     with pytest.raises(ValueError, match="no way 'magic'"):
         open_way("magic", workload(TINY), CPU)
+
+
+def test_shoal_is_opened_on_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this benchmark asks of the engine, kept by a stand-in."""
+    seen: dict[str, object] = {}
+
+    class Stand:
+        tier, predicted_ms = "stacked", 1.5
+
+        def step(self, n: int) -> None:
+            seen["steps"] = n
+
+        def losses(self) -> torch.Tensor:
+            return torch.tensor([1.0, 2.0])
+
+    def open_pack(jobs: list[object], device: torch.device, compile: object) -> Stand:
+        seen.update(jobs=len(jobs), device=device, compile=compile)
+        return Stand()
+
+    engine = ModuleType("shoal.pack.timing")
+    engine.open_pack = open_pack  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shoal.pack.timing", engine)
+    with opened("shoal", workload(TINY)) as way:
+        way.step(7)
+        assert way.losses() == [1.0, 2.0]
+        assert (way.note, way.predicted_ms, way.predicted_bytes) == ("stacked", 1.5, None)
+    assert seen == {"jobs": 3, "device": CPU, "compile": "auto", "steps": 7}
