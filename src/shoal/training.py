@@ -15,9 +15,9 @@ import torch
 from shoal.checks import prepare
 from shoal.environment import environment
 from shoal.job import Job
+from shoal.pack import plan
 from shoal.pack.members import Member
 from shoal.pack.run import run
-from shoal.pack.serial import serial_units
 from shoal.pack.unit import Executor, Unit
 from shoal.progress import progress_for
 from shoal.results import Result, Results
@@ -39,15 +39,9 @@ class Settings:
 
 
 def arrange(members: list[Member], settings: Settings) -> tuple[list[Unit], Executor]:
-    """The one place where the plan enters: which members run together, and how units share the device.
-
-    Only the serial tier is here so far, so what it cannot honour is refused.
-    """
-    if settings.memory is not None:
-        raise ValueError("memory is set, but nothing packs members into it yet; leave it at None")
-    if settings.compile is True:
-        raise ValueError("compile is True, but the serial tier does not compile; leave it at 'auto'")
-    return serial_units(members), Executor()
+    """The one place where the plan enters: which members run together, and how units share the device."""
+    _, units = plan.arrange(members)
+    return units, Executor()
 
 
 def train(

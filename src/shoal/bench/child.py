@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -158,10 +159,11 @@ def _serve(order: Order, pipe: Connection) -> None:
                 pipe.send(way.memory(meter))
             elif command == "losses":
                 pipe.send(way.losses())
-    except (EOFError, KeyboardInterrupt):
-        pass
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        pass  # the other end has no more questions
     except Exception as error:
-        pipe.send(ChildError(describe(error)))
+        with suppress(ConnectionError):
+            pipe.send(ChildError(describe(error)))
     finally:
         if way is not None:
             way.close()
@@ -215,7 +217,7 @@ class Child:
         self.process.join(patience)
         if self.process.is_alive():
             self.process.terminate()
-            self.process.join(30)
+            self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

@@ -99,7 +99,8 @@ def _one(work: Workload, device: str, threads: int, pipe: Connection) -> None:
     except (EOFError, OSError, KeyboardInterrupt):
         return
     except Exception as error:  # told to the parent, who puts it in the table
-        pipe.send(error if isinstance(error, (RuntimeError, ValueError)) else RuntimeError(repr(error)))
+        with suppress(OSError):
+            pipe.send(error if isinstance(error, (RuntimeError, ValueError)) else RuntimeError(repr(error)))
 
 
 class Processes(Way):

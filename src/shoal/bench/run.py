@@ -136,12 +136,18 @@ class _Row:
             self.child = None
 
 
+def _share(end: float, left: int) -> float:
+    """When the first of `left` must be done, so that the others have as long: one slow compile starves nobody."""
+    now = time.monotonic()
+    return now + (end - now) / left
+
+
 def _interleaved(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
     setup_end = time.monotonic() + SETUP_SHARE * (deadline - time.monotonic())
-    for row in rows:
+    for i, row in enumerate(rows):
         tell(f"{spec.network}: setting up {TITLES[row.outcome.way]}")
         try:
-            row.start(spec, setup_end)
+            row.start(spec, _share(setup_end, len(rows) - i))
         except (ChildError, OSError) as error:
             row.fail(error)
     longest = 0.0
@@ -164,14 +170,15 @@ def _interleaved(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, 
 
 
 def _one_at_a_time(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
-    for row in rows:
+    for i, row in enumerate(rows):
         tell(f"{spec.network}: {TITLES[row.outcome.way]}")
         before = driver.used()
+        end = _share(deadline, len(rows) - i)
         try:
-            row.start(spec, deadline)
+            row.start(spec, end)
             longest = 0.0
             for number in range(row.settings.rounds):
-                if number > 0 and time.monotonic() + longest > deadline:
+                if number > 0 and time.monotonic() + longest > end:
                     break
                 longest = max(longest, row.round(deadline))
         except (ChildError, OSError) as error:
@@ -240,16 +247,15 @@ def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) ->
 
     Each network may use an equal share of the time that is left.
     """
-    end = time.monotonic() + settings.limit
+    end = time.monotonic() + settings.limit - min(5.0, settings.limit / 10)  # the rest is for ending processes
     outcomes: list[Outcome] = []
     floors: dict[str, Any] = {}
     with Driver(settings.device) as driver:
         tell("measuring the device")
         best = measure_ceilings(specs[0], settings, end)
         for i, spec in enumerate(specs):
-            share = (end - time.monotonic()) / (len(specs) - i)
             cost: Cost = count_all(workload(spec))
-            found = compare(spec, settings, time.monotonic() + share, driver, tell)
+            found = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
             floor = None if best is None else best.floor_ms(cost)
             for outcome in found:
                 outcome.floor_ms = floor

@@ -21,7 +21,6 @@ def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | Membe
     val_loss is the mean of the batch losses weighted by their rows, over batches of the job's batch size; metrics see
     all outputs and targets at once.
     """
-    unit.write_back()
     found: dict[int, dict[str, float] | MemberError] = {}
     waiting = list(slots)
     while waiting:

@@ -151,7 +151,7 @@ class Track:
         member = self.unit.members[slot]
         best, stop = member.monitor.see(member.history[-1])
         if best and member.job.keep == "best":
-            self.unit.write_back()
+            self.unit.write_back([slot])
             member.best = weights(member.model)
         self.watch(member)
         if member.finished():
@@ -162,7 +162,7 @@ class Track:
         """Let members go, each with its weights and the way it ended, and go on with the others."""
         if not ends:
             return
-        self.unit.write_back()
+        self.unit.write_back(list(ends))
         for slot, status in ends.items():
             member = self.unit.members[slot]
             member.status = status

@@ -79,7 +79,7 @@ class SerialUnit(Unit):
         else:
             self.schedule.step()
 
-    def write_back(self) -> None:
+    def write_back(self, slots: list[int] | None = None) -> None:
         self.member.optimizer_state = self.optimizer.state_dict()
 
     def keep(self, slots: list[int]) -> Unit:

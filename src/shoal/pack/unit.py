@@ -51,8 +51,8 @@ class Unit(ABC):
         """Move epoch schedules on; the watched value of each member, where measured, is for ReduceLROnPlateau."""
 
     @abstractmethod
-    def write_back(self) -> None:
-        """Weights and buffers into member.model, optimizer state into member.optimizer_state."""
+    def write_back(self, slots: list[int] | None = None) -> None:
+        """Weights and buffers into member.model, optimizer state into member.optimizer_state; None: all members'."""
 
     @abstractmethod
     def keep(self, slots: list[int]) -> Unit:
@@ -69,6 +69,7 @@ class Unit(ABC):
         This general way goes member by member, after `write_back`; tiers that know better replace it.
         """
         outputs = []
+        self.write_back(slots)
         for slot in range(len(self.members)) if slots is None else slots:
             member = self.members[slot]
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
@@ -78,6 +79,7 @@ class Unit(ABC):
     def evaluate(self, batch: Any, slots: list[int] | None = None) -> list[tuple[float, dict[str, float]]]:
         """Eval-mode step of these members on one shared batch: loss and logs of each. For jobs with a `step`."""
         found = []
+        self.write_back(slots)
         for slot in range(len(self.members)) if slots is None else slots:
             member = self.members[slot]
             try:

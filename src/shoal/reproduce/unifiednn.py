@@ -9,6 +9,7 @@ set size of all processes, when all have trained and are still there.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -68,10 +69,11 @@ def _process(way: str, of: list[User], device: str, threads: int | None, pipe: C
         x, y, xt, yt = load()
         pipe.send([(accuracy(m, x, y), accuracy(m, xt, yt)) for m in models])
         pipe.recv()
-    except (EOFError, KeyboardInterrupt):
-        pass
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        pass  # the other end has no more questions
     except Exception as error:
-        pipe.send(ChildError(describe(error)))
+        with suppress(ConnectionError):
+            pipe.send(ChildError(describe(error)))
 
 
 class _Watch:

@@ -180,7 +180,6 @@ class StackedUnit(Unit):
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         program = self._forward(tuple(inputs))
         if program is None:
-            self.write_back(slots)
             return super().outputs(inputs, slots)
         noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], self.stack.device)
         with torch.no_grad(), autocast(self.members[0].job.precision, self.stack.device):
