@@ -52,6 +52,7 @@ def test_processes_train_as_the_loop_does_and_each_takes_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, while it loads its compiler
 @pytest.mark.parametrize("name", ["captured", "vmap-captured"])
 def test_compiled_ways_train_as_the_loop_does(name: str) -> None:
     work = workload(TINY)
