@@ -97,7 +97,7 @@ class StackedUnit(Unit):
         return self._programs[key]
 
     def _batch(self) -> None:
-        feed, stack, job = self._feed, self.stack, self.members[0].job
+        feed, job = self._feed, self.members[0].job
         assert feed is not None
         index, k = len(self._losses), job.accumulate
         first = index - index % k
@@ -105,25 +105,36 @@ class StackedUnit(Unit):
         batch = feed.batch(index)
         size = batch[0].shape[0 if feed.shared else 1]
         program = self.program(size, [not feed.shared] * len(batch))
+        try:
+            self.advance(program, batch, group, first == index, index + 1 == first + group)
+        except Exception as error:
+            raise self._blame(index, error) from error
+
+    def advance(self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True) -> None:
+        """One batch of every member, the first or last of a group of so many that make one optimizer step.
+
+        When it raises, nothing has changed: the same batch can be tried again.
+        """
+        stack = self.stack
         if self._noise is None:
             self._noise = draw_members(program.draws, self._generators, stack.device)
         before = [buffer.clone() for buffer in stack.buffers]
         try:
-            with autocast(job.precision, stack.device):
+            with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
-        except Exception as error:
+        except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
-            raise self._blame(index, error) from error
+            raise
         self._noise = None
         fine = torch.isfinite(losses.detach())
         everybody = bool(fine.all()) and bool(stack.active.all())
         stack.active &= fine
         ok = None if everybody else stack.active
-        self._backward(losses, group, first == index)
+        self._backward(losses, group, first)
         stack.set_buffers(after, ok, before)
         self._losses.append(torch.where(stack.active, losses.detach(), torch.where(fine, float("nan"), losses.detach())))
         self._logs.append(logs)
-        if index + 1 == first + group:
+        if last:
             stack.apply(self._grads, ok)
             self._grads = []
             self.rates_of.step()
