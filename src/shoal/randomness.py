@@ -73,15 +73,16 @@ def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torc
 _WORD = 0xFFFFFFFF
 
 
-def counter_bits(seed: Tensor, step: Tensor, site: int, count: int) -> Tensor:
+def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor:
     """[M, count] values in [0, 2**32), as int64: a hash of (seed, step, site, element) and nothing else.
 
-    `seed` and `step` are [M] int64. Three rounds of a 32-bit multiply-xorshift mixer (the finaliser of MurmurHash3) over
+    `seed`, `step` and `site` are [M] int64; `step` counts the batches a member has had, `site` the random calls within
+    one. Three rounds of a 32-bit multiply-xorshift mixer (the finaliser of MurmurHash3) over
     the key and the element: passes equidistribution and correlation tests at the sizes dropout needs, and is cheap.
     """
     key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
     key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9))
-    key = _mix(key ^ _mix(torch.full_like(seed, site + 1) * 0x85EBCA6B & _WORD))
+    key = _mix(key ^ _mix((site + 1) * 0x85EBCA6B & _WORD))
     element = torch.arange(count, device=seed.device, dtype=torch.int64)
     return _mix(_mix((element * 0x9E3779B1 & _WORD) ^ key.unsqueeze(1)) ^ (element & _WORD))
 
@@ -93,15 +94,21 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: int) -> Tensor:
+def site_numbers(draws: Sequence[Draw], members: int) -> list[list[int]]:
+    """For every draw, each member's number of it: a dropout of rate 0 or 1 draws nothing and is not counted."""
+    counts = [0] * members
+    numbers = []
+    for draw in draws:
+        numbers.append(list(counts))
+        counts = [n + (draw.kind != "dropout" or draw.of(m)[0] not in (0.0, 1.0)) for m, n in enumerate(counts)]
+    return numbers
+
+
+def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor) -> Tensor:
     """The value of one draw for members with these seeds at these steps, members first."""
-    count = math.prod(draw.shape)
-    shape = (seed.shape[0], *draw.shape)
-    column = [-1, *[1] * len(draw.shape)]
-    columns = [
-        torch.tensor(values, device=seed.device, dtype=torch.float64).view(column)
-        for values in zip(*(draw.of(m) for m in range(seed.shape[0])), strict=True)
-    ]
+    count, members = math.prod(draw.shape), seed.shape[0]
+    shape = (members, *draw.shape)
+    columns = [_column([draw.of(m)[i] for m in range(members)], len(draw.shape), seed.device) for i in range(len(draw.of(0)))]
     kind = draw.kind
     if kind in ("dropout", "bernoulli"):
         return _counter_bernoulli(draw, counter_bits(seed, step, site, count).view(shape), columns[0])
@@ -122,12 +129,23 @@ def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: int) -> Tensor:
     return value.to(draw.dtype)
 
 
-def _counter_bernoulli(draw: Draw, bits: Tensor, column: Tensor) -> Tensor:
+def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
+    """Numbers per member as [M, 1, ...]; one number where all agree, so that it stays a constant in compiled code."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return torch.tensor(values, device=device, dtype=torch.float64).view(-1, *[1] * ndim)
+
+
+def _counter_bernoulli(draw: Draw, bits: Tensor, column: Any) -> Tensor:
     p_keep = 1.0 - column if draw.kind == "dropout" else column
-    kept = bits < (p_keep * 2.0**32).to(torch.int64)
+    if isinstance(p_keep, Tensor):
+        kept = bits < (p_keep * 2.0**32).to(torch.int64)
+        scale = torch.where(p_keep > 0, 1.0 / p_keep, 0.0).to(draw.dtype)
+    else:
+        kept = bits < int(p_keep * 2.0**32)
+        scale = torch.full((), 1.0 / p_keep if p_keep > 0 else 0.0, dtype=draw.dtype, device=bits.device)
     if draw.kind == "bernoulli":
         return kept.to(draw.dtype)
-    scale = torch.where(p_keep > 0, 1.0 / p_keep, 0.0).to(draw.dtype)
     return torch.where(kept, scale, torch.zeros_like(scale))
 
 

@@ -1,0 +1,1 @@
+"""Steps compiled whole and captured: the fast form of the stacked and streams tiers."""

@@ -1,0 +1,153 @@
+"""A whole training step as one function of tensors: gather, forward, backward, clip, optimizer, NaN guard.
+
+It reads and writes only tensors it is given, never asks Python for a value, and so can be traced into one graph, compiled
+whole (forward, backward and update fuse across their borders) and captured. It is the same arithmetic as
+`stacked.unit`, with the host's decisions (did the loss stay finite?) turned into masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.pack.optim import Columns, MemberScaler
+from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.stack import Stack, StackedOptimizer
+from shoal.pack.trace import autocast
+from shoal.randomness import counter_draw, site_numbers
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a step needs beside the stack: where the data is, and how far every member is."""
+
+    data: list[Tensor]
+    """The whole data set's leaves, once; or a batch, where it is streamed."""
+    orders: Tensor | None
+    """Rows for this epoch, [M, n] or [n] where all members read the same; None: `data` is the batch itself."""
+    place: Tensor
+    """The batch within the epoch, [] int64."""
+    count: Tensor
+    """Batches each member has had, [M] int64: the clock of its random draws."""
+    seeds: Tensor
+    """[M] int64."""
+    losses: Tensor
+    """[batches, M]: the loss of every batch of this epoch is written here."""
+    table: Tensor | None = None
+    """Scheduled numbers of every step of this epoch, [steps + 1, G, names, M]; None: they do not change."""
+
+    def tensors(self) -> list[Tensor]:
+        found = [*self.data, self.place, self.count, self.seeds, self.losses]
+        return found + [t for t in (self.orders, self.table) if t is not None]
+
+    def bind(self, tensors: list[Tensor]) -> Inputs:
+        rest = list(tensors)
+        data = [rest.pop(0) for _ in self.data]
+        place, count, seeds, losses = (rest.pop(0) for _ in range(4))
+        orders = rest.pop(0) if self.orders is not None else None
+        return Inputs(data, orders, place, count, seeds, losses, rest.pop(0) if self.table is not None else None)
+
+
+def stack_tensors(stack: Stack) -> list[Tensor]:
+    """Every tensor of a stack that a step reads or writes."""
+    assert isinstance(stack.optimizer, StackedOptimizer)
+    scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
+    norm = [] if stack.max_norm is None else [stack.max_norm]
+    return [*stack.params, *stack.buffers, *stack.optimizer.tensors(), stack.optimizer.columns.packed, stack.active, *scaler, *norm]
+
+
+def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
+    """The same stack on other tensors, those a trace hands in."""
+    rest = list(tensors)
+    bound = object.__new__(Stack)
+    bound.__dict__.update(stack.__dict__)
+    bound.params = [rest.pop(0).detach().requires_grad_(p.requires_grad) for p in stack.params]
+    bound.buffers = [rest.pop(0) for _ in stack.buffers]
+    own = stack.optimizer
+    assert isinstance(own, StackedOptimizer)
+    moved = {id(t): rest.pop(0) for t in own.tensors()}
+    optimizer = object.__new__(StackedOptimizer)
+    optimizer.__dict__.update(own.__dict__)
+    optimizer.stack = bound
+    optimizer.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in own.states]
+    optimizer.columns = object.__new__(Columns)
+    optimizer.columns.names = own.columns.names
+    optimizer.columns._view(rest.pop(0))
+    bound.optimizer = optimizer
+    bound.active = rest.pop(0)
+    if stack.scaler is not None:
+        scaler = object.__new__(MemberScaler)
+        scaler.__dict__.update(stack.scaler.__dict__)
+        scaler.scale_M, scaler.growth_tracker_M = rest.pop(0), rest.pop(0)
+        bound.scaler = scaler
+    bound.max_norm = rest.pop(0) if stack.max_norm is not None else None
+    return bound
+
+
+class Step:
+    """One batch of a fixed shape for a stack, with an optimizer step after it."""
+
+    def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
+        self.stack, self.program = stack, program
+        self.rows, self.batch_size = rows, batch_size
+        self.sites = torch.tensor(site_numbers(program.draws, len(stack.rows)), dtype=torch.int64, device=stack.device)
+
+    def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
+        """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
+        count = len(stack_tensors(self.stack))
+        self.run(bind_stack(self.stack, tensors[:count]), inputs.bind(tensors[count:]))
+
+    def run(self, stack: Stack, inputs: Inputs) -> None:
+        """The step itself."""
+        batch = self._gather(inputs)
+        optimizer = stack.optimizer
+        assert isinstance(optimizer, StackedOptimizer)
+        if inputs.table is not None:
+            optimizer.columns.packed.copy_(inputs.table.index_select(0, inputs.place.view(1)).squeeze(0))
+        before = [buffer.clone() for buffer in stack.buffers]
+        losses, after = self._forward(stack, batch, inputs)
+        total = losses if stack.scaler is None else stack.scaler.scale(losses)
+        grads = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
+        with torch.no_grad():
+            losses = losses.detach()
+            stack.active.copy_(stack.active & torch.isfinite(losses))
+            stack.set_buffers({k: v.detach() for k, v in after.items()}, stack.active, before)
+            stack.apply(grads, stack.active)
+            seen = torch.where(stack.active | ~torch.isfinite(losses), losses, float("nan"))
+            inputs.losses.index_copy_(0, inputs.place.view(1), seen.to(inputs.losses.dtype).unsqueeze(0))
+            inputs.place.add_(1)
+            inputs.count.add_(1)
+
+    def _gather(self, inputs: Inputs) -> list[Tensor]:
+        if inputs.orders is None:
+            return inputs.data
+        at = inputs.place * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
+        rows = inputs.orders.index_select(inputs.orders.dim() - 1, at)
+        flat = rows.reshape(-1)
+        return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
+
+    def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        draws, solo = self.program.draws, not self.program.members
+
+        def noise(index: int) -> Tensor:
+            value = counter_draw(draws[index], inputs.seeds, inputs.count, self.sites[index])
+            return value[0] if solo else value
+
+        state = stack.state
+        if solo:
+            state = [t[0] for t in state]
+            batch = [b[0] for b in batch] if inputs.orders is not None and inputs.orders.dim() == 2 else batch
+        with autocast(stack.members[0].job.precision, stack.device):
+            (losses, _), after = self.program(state, batch, noise)
+        if solo:
+            losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
+        return losses, after
+
+
+def inputs_like(inputs: Inputs) -> Inputs:
+    """The same inputs with everything a step writes copied."""
+    copied: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "seeds", "table")}
+    return Inputs(**copied, place=inputs.place.clone(), count=inputs.count.clone(), losses=inputs.losses.clone())
