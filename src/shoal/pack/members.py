@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.data import Pool, View
 from shoal.errors import JobError, describe
 from shoal.job import Job
 from shoal.monitor import Monitor
+from shoal.pack.optim import make_scheduler
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -164,29 +165,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
-    """The job's schedule on this optimizer. A call with 0 tells a function of the step."""
+    """The job's schedule on this optimizer; JobError, in words, where there can be none."""
     if job.schedule is None:
         return None
     try:
-        factor = job.schedule(0)
+        scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
+    except JobError:
+        raise
     except Exception as error:
-        refused: Exception | None = error
-    else:
-        if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
-            schedule = job.schedule
-            return LambdaLR(optimizer, lambda step: float(schedule(step)))
-        refused = None
-    try:
-        scheduler = job.schedule(optimizer)
-    except Exception as error:
-        first = f"; schedule(0) raised {describe(refused)}" if refused is not None else ""
+        first = f"; schedule(0) raised {describe(error.__cause__)}" if error.__cause__ is not None else ""
         raise JobError(
             f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"
         ) from error
-    if not isinstance(scheduler, LRScheduler):
-        raise JobError(
-            f"schedule gave a {type(scheduler).__name__}; pass step -> factor or optimizer -> torch lr_scheduler"
-        )
     return scheduler
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from shoal.errors import JobError
 from shoal.pack.optim.hparams import RULES, numbers, with_defaults
 
 Schedule = Callable[[Any], Any]
@@ -57,7 +58,7 @@ def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
     if not (hasattr(made, "step") and hasattr(made, "state_dict")):
         kind = type(made).__name__
         message = f"schedule gave a {kind}; pass step -> factor or optimizer -> torch lr_scheduler"
-        raise refused or ValueError(message)
+        raise refused or JobError(message)
     return made
 
 
