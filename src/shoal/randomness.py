@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,18 @@ def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], d
     out = [torch.empty((len(generators), *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
     for m, generator in enumerate(generators):
         for value, draw in zip(out, draws, strict=True):
-            plain = draw.stride is None or value[m].stride() == draw.stride
-            target = value[m] if plain else torch.empty_strided(draw.shape, draw.stride or (), dtype=draw.dtype)
+            plain = value.device.type == "cpu" and (draw.stride is None or value[m].stride() == draw.stride)
+            target = value[m] if plain else _laid_out(draw)
             _fill(target, draw.kind, draw.of(m), generator)
             if not plain:
                 value[m].copy_(target)
     return out
+
+
+def _laid_out(draw: Draw) -> Tensor:
+    if draw.stride is None:
+        return torch.empty(draw.shape, dtype=draw.dtype)
+    return torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype)
 
 
 def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torch.Generator) -> None:
@@ -147,6 +154,67 @@ def _counter_bernoulli(draw: Draw, bits: Tensor, column: Any) -> Tensor:
     if draw.kind == "bernoulli":
         return kept.to(draw.dtype)
     return torch.where(kept, scale, torch.zeros_like(scale))
+
+
+class CounterMode(TorchDispatchMode):
+    """Inside, operators on a GPU draw what the engine draws there: for networks that run operator by operator.
+
+    `begin(count)` says how many batches the member has had; random calls within a batch are then numbered as they come.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self._seed = torch.tensor([signed(seed)], device=device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._site = 0
+
+    def begin(self, count: int) -> None:
+        """A new batch."""
+        self._count.fill_(count)
+        self._site = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name == "aten.native_dropout.default" and args[2] is not False and 0.0 < args[1] < 1.0:
+            kept = self._value("bernoulli", args[0], (1.0 - args[1],)).bool()
+            return args[0] * (kept.to(args[0].dtype) * (1.0 / (1.0 - args[1]))), kept
+        kind = _IN_PLACE.get(name)
+        if kind is not None and kwargs.get("generator") is None:
+            numbers = tuple(args[1:]) or {"uniform": (0.0, 1.0), "normal": (0.0, 1.0), "exponential": (1.0,), "bernoulli": (0.5,)}[kind]
+            if kind in ("uniform", "normal") and len(numbers) == 1:
+                numbers = (*numbers, 1.0)
+            return args[0].copy_(self._value(kind, args[0], numbers))
+        made = _MADE.get(name)
+        if made is not None and kwargs.get("generator") is None:
+            like = func(*args, **kwargs)
+            return self._value(made, like, (0.0, 1.0))
+        return func(*args, **kwargs)
+
+    def _value(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
+        draw = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,))
+        site = torch.tensor([self._site], device=self._seed.device)
+        self._site += 1
+        return counter_draw(draw, self._seed, self._count, site)[0]
+
+
+_IN_PLACE = {
+    "aten.bernoulli_.float": "bernoulli",
+    "aten.uniform_.default": "uniform",
+    "aten.normal_.default": "normal",
+    "aten.exponential_.default": "exponential",
+}
+_MADE = {
+    "aten.rand.default": "uniform",
+    "aten.rand_like.default": "uniform",
+    "aten.randn.default": "normal",
+    "aten.randn_like.default": "normal",
+}
+
+
+def signed(seed: int) -> int:
+    """A seed of 64 bits as the int64 that a tensor can hold."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def generator_at(state: Any) -> torch.Generator:

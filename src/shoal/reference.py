@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ from shoal.pack.evaluate import Sheet
 from shoal.pack.members import (
     autocast,
     build_model,
+    counted,
     evaluating,
     make_optimizer,
     make_schedule,
@@ -185,7 +187,7 @@ def _step(state: _Solo, group: list[Any]) -> None:
     for batch in group:
         before = {name: buffer.clone() for name, buffer in _buffers(model)}
         try:
-            with autocast(job, state.device):
+            with _drawing(state), autocast(job, state.device):
                 loss, logs = run_step(job, model, batch)
             if not torch.isfinite(loss):
                 state.status, state.error = "diverged", f"the loss became {number(loss)} after step {state.step}"
@@ -208,6 +210,17 @@ def _step(state: _Solo, group: list[Any]) -> None:
     state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
     if state.schedule is not None and job.schedule_every == "step":
         state.schedule.step()
+
+
+@contextmanager
+def _drawing(state: _Solo) -> Iterator[None]:
+    """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
+    if state.device.type == "cpu":
+        yield
+        return
+    with counted(state.job.seed, state.device) as mode:
+        mode.begin(len(state.losses))
+        yield
 
 
 def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:

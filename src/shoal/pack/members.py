@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,6 +20,7 @@ from shoal.errors import JobError, describe
 from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
+from shoal.randomness import CounterMode
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,8 +55,8 @@ class Member:
     monitor: Monitor = field(init=False)
     best: dict[str, Any] | None = None
     """The best weights so far, on the CPU, where keep="best"."""
-    device_rng: Tensor | None = None
-    """State of the device's generator, where it is not the CPU."""
+    batches: int = 0
+    """Batches it has had: with the seed, what its draws on a GPU are a function of."""
 
     def __post_init__(self) -> None:
         self.monitor = Monitor.of(self.job)
@@ -102,11 +104,10 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     with seeded(job.seed, pool.device):
         model = build_model(job)
         rng.set_state(torch.get_rng_state())
-        device_rng = torch.cuda.get_rng_state(pool.device) if pool.device.type == "cuda" else None
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
-    return Member(job, index, name, pool.device, model.to(pool.device), rng, orders, data, val, device_rng=device_rng)
+    return Member(job, index, name, pool.device, model.to(pool.device), rng, orders, data, val)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:
@@ -127,27 +128,31 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def draws(member: Member, keep: bool = True) -> Iterator[None]:
-    """Inside: the default generators go on in this member's own stream, as in its solo loop. After: they are put back.
+def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
+    """Inside: random calls draw from this member's own stream, as in its solo loop. After: all is as it was.
 
-    With keep=False the member's stream stays where it was: evaluation takes nothing from training.
+    Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
+    stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
     """
     cpu = torch.get_rng_state()
     torch.set_rng_state(member.rng.get_state())
-    device = None
-    if member.device_rng is not None:
-        device = torch.cuda.get_rng_state(member.device)
-        torch.cuda.set_rng_state(member.device_rng, member.device)
     try:
-        yield
+        if member.device.type == "cpu":
+            yield lambda: None
+        else:
+            with counted(member.job.seed, member.device) as mode:
+                yield lambda: mode.begin(member.batches)
     finally:
         if keep:
             member.rng.set_state(torch.get_rng_state())
         torch.set_rng_state(cpu)
-        if device is not None:
-            if keep:
-                member.device_rng = torch.cuda.get_rng_state(member.device)
-            torch.cuda.set_rng_state(device, member.device)
+
+
+@contextmanager
+def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
+    """Counter-based draws on a GPU; attention is computed in the open, since fused kernels draw inside themselves."""
+    with sdpa_kernel(SDPBackend.MATH), CounterMode(seed, device) as mode:
+        yield mode
 
 
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:

@@ -49,9 +49,11 @@ class SerialUnit(Unit):
 
     def run(self, batches: int) -> None:
         """Batches in the member's own random stream, which is swapped in once for all of them."""
-        with draws(self.member):
+        with draws(self.member) as begin:
             for _ in range(batches):
+                begin()
                 self._batch()
+                self.member.batches += 1
         if len(self._losses) == self.member.num_batches:
             self._feed = iter(())  # the epoch's order need not stay on the device while others have their turn
 

@@ -19,7 +19,7 @@ from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.trace import autocast
 from shoal.pack.unit import Unit
-from shoal.randomness import draw_members, generator_at
+from shoal.randomness import counter_draw, draw_members, generator_at, signed, site_numbers
 
 LEAST = 2
 """Rows of the smallest stack; see `stack`."""
@@ -117,7 +117,7 @@ class StackedUnit(Unit):
         """
         stack = self.stack
         if self._noise is None:
-            self._noise = draw_members(program.draws, self._generators, stack.device)
+            self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
         try:
             with autocast(self.members[0].job.precision, stack.device):
@@ -126,6 +126,8 @@ class StackedUnit(Unit):
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
             raise
         self._noise = None
+        for member in self.members:
+            member.batches += 1
         fine = torch.isfinite(losses.detach())
         everybody = bool(fine.all()) and bool(stack.active.all())
         stack.active &= fine
@@ -138,6 +140,17 @@ class StackedUnit(Unit):
             stack.apply(self._grads, ok)
             self._grads = []
             self.rates_of.step()
+
+    def _draw(self, program: Program) -> list[Tensor]:
+        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
+        draws, device = program.draws, self.stack.device
+        if device.type == "cpu" or not draws:
+            return draw_members(draws, self._generators, device)
+        members = [self.members[row] for row in self.stack.rows]
+        seeds = torch.tensor([signed(m.job.seed) for m in members], device=device)
+        counts = torch.tensor([m.batches for m in members], device=device)
+        sites = torch.tensor(site_numbers(draws, len(members)), device=device)
+        return [counter_draw(draw, seeds, counts, site) for draw, site in zip(draws, sites, strict=True)]
 
     def _backward(self, losses: Tensor, group: int, first: bool) -> None:
         total = losses / group if group > 1 else losses
