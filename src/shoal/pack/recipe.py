@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -18,7 +19,7 @@ from shoal.pack.fingerprint import fingerprint
 from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
 from shoal.pack.signature import skeleton
-from shoal.pack.trace import Trace, Untraceable, trace
+from shoal.pack.trace import Call, Trace, Untraceable, trace
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ class Kitchen:
 
     def __init__(self) -> None:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
-        self._prints: dict[int, Hashable] = {}
+        self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
 
     def recipe(self, member: Member) -> Recipe:
         """The member's recipe.
@@ -82,24 +83,52 @@ class Kitchen:
 
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
+        return self.step_on(member, sample(member, rows))
+
+    def step_on(self, member: Member, batch: Any) -> Trace:
+        """The training step on a batch like this one."""
         job = member.job
-        batch = sample(member, rows)
-        return self._traced(member, (job.step, job.loss), lambda model, batch: run_step(job, model, batch), batch, False)
+        call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
+        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision)
+
+    def validation(self, member: Member, batch: Any) -> Trace:
+        """The eval-mode step on a validation batch: `(((loss, logs), outputs), buffers)`; outputs only for metrics."""
+        job = member.job
+        wanted = bool(job.metrics)
+
+        def call(model: nn.Module, batch: Any) -> Any:
+            if job.step is not None:
+                return run_step(job, model, batch), model(*batch[:-1]) if wanted else None
+            assert job.loss is not None
+            outputs = model(*batch[:-1])
+            return (job.loss(outputs, batch[-1]), {}), outputs if wanted else None
+
+        function = ("validation", job.step, job.loss, wanted)
+        return self.graph(member.model, function, call, batch, precision=job.precision, evaluating=True)
 
     def forward(self, member: Member, inputs: Any) -> Trace:
         """The eval-mode forward pass on these inputs."""
-        return self._traced(member, "forward", lambda model, batch: model(*batch), inputs, True)
+        return self.forward_of(member.model, inputs, member.job.precision)
 
-    def _traced(self, member: Member, function: Any, call: Any, batch: Any, evaluating: bool) -> Trace:
+    def forward_of(self, model: nn.Module, inputs: Any, precision: str | None = None) -> Trace:
+        """The eval-mode forward pass of any model."""
+        call = lambda model, batch: model(*batch)  # noqa: E731
+        return self.graph(model, "forward", call, inputs, precision=precision, evaluating=True)
+
+    def graph(
+        self, model: nn.Module, function: Any, call: Call, batch: Any, *, precision: str | None, evaluating: bool = False
+    ) -> Trace:
+        """`call(model, batch)` as a graph, traced once for all models, functions and batches that look the same."""
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
-        model = self._prints.setdefault(member.index, fingerprint(member.model))
-        key = (model, fingerprint(function), repr(spec), shapes, member.job.precision, evaluating)
+        if model not in self._prints:
+            self._prints[model] = fingerprint(model)
+        key = (self._prints[model], fingerprint(function), repr(spec), shapes, precision, evaluating)
         if key not in self._traces:
             try:
-                self._traces[key] = trace(member.model, call, batch, precision=member.job.precision, evaluating=evaluating)
+                self._traces[key] = trace(model, call, batch, precision=precision, evaluating=evaluating)
             except Untraceable as refusal:
                 self._traces[key] = refusal
         found = self._traces[key]
@@ -148,5 +177,3 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
     moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
     return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)
-
-

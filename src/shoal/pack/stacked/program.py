@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shoal.pack.signature import Path, PerMember, lift
+from shoal.pack.signature import Path, PerMember, difference, lift, skeleton
 from shoal.pack.stacked import rules
 from shoal.pack.stacked.site import NotStackable, Site
 from shoal.pack.trace import Trace
@@ -47,6 +47,7 @@ class Program:
     """
 
     def __init__(self, traces: Sequence[Trace], *, device: torch.device, stacked_batch: Sequence[bool], solo: bool = False) -> None:
+        _check_alike(traces)
         self.trace = traces[0]
         self.members = 0 if solo else len(traces)
         self.device = device
@@ -126,7 +127,10 @@ class Program:
 
     def _build(self) -> list[_Instruction]:
         owned = len(self.trace.params) + len(self.trace.buffers)
-        self._outputs = list(self.trace.nodes[-1].args[0])  # type: ignore[arg-type]
+        self._outputs: list[Any] = list(self.trace.nodes[-1].args[0])  # type: ignore[arg-type]
+        for (node_index, _, path), number in self._scalars.items():
+            if node_index == len(self.trace.nodes) - 1:  # a plain number that the step returns, such as a log
+                self._outputs[path[0].idx] = torch.tensor(number.values, dtype=torch.float64, device=self.device)
         instructions = []
         last_use = self._last_use()
         self._copied_inputs: list[int] = []
@@ -253,6 +257,15 @@ def _draws(node: Node, arguments: tuple[Any, ...]) -> bool:
     if training_at is not None and not arguments[training_at]:
         return False
     return isinstance(arguments[rate_at], PerMember) or arguments[rate_at] != 0
+
+
+def _check_alike(traces: Sequence[Trace]) -> None:
+    """Graphs of one training step may still differ in eval mode, or on batches of another shape."""
+    distinct = list({id(other): other for other in traces}.values())
+    first = skeleton(distinct[0]) if len(distinct) > 1 else None
+    for other in distinct[1:]:
+        if skeleton(other) != first:
+            raise NotStackable(f"members do different things here: {difference(distinct[0], other)}")
 
 
 def _mutates(node: Node) -> bool:
