@@ -45,8 +45,8 @@ class Rates:
             return
         if not self._stepped():
             return
-        self._ahead += 1
         if self._table is not None:
+            self._ahead += 1
             optimizer.columns.packed.copy_(self._table[..., self._ahead])
             return
         self.last = self._current()
@@ -54,6 +54,18 @@ class Rates:
             assert plan.runner is not None
             plan.runner.step()
             self._put(optimizer, slot)
+
+    def skip(self, steps: int) -> None:
+        """So many steps were taken where Python did not see them, with numbers from a table."""
+        optimizer = self.stack.optimizer
+        if self._table is not None or not isinstance(optimizer, StackedOptimizer):
+            self._ahead += steps
+            return
+        for slot, plan in enumerate(optimizer.plans):
+            assert plan.runner is not None
+            plan.runner.step(steps - 1)
+            self.last[slot] = plan.runner.values()[0].get("lr", float("nan"))
+            plan.runner.step()
 
     def settle_rates(self) -> None:
         """Note the learning rates of the last step taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,14 @@ class StackedUnit(Unit):
         for rows in recipes[0].steps:
             self.program(rows, [True] * recipes[0].steps[rows].batch_spec.num_leaves)  # NotStackable shows here, before any step
 
+    @classmethod
+    def around(cls, stack: Stack, kitchen: Kitchen) -> StackedUnit:
+        """The unit of a stack that exists already."""
+        unit = object.__new__(cls)
+        unit.kitchen, unit.stack = kitchen, stack
+        unit._set_up()
+        return unit
+
     def _set_up(self) -> None:
         self.members: list[Member] = self.stack.members
         self.rates_of = Rates(self.stack)
@@ -47,6 +56,8 @@ class StackedUnit(Unit):
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._feed: Feed | None = None
+        self._everybody = bool(self.stack.active.all())
+        """Whether all rows still train."""
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
             for i, member in enumerate(self.members[row] for row in self.stack.rows)
@@ -120,43 +131,42 @@ class StackedUnit(Unit):
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
         try:
-            with autocast(self.members[0].job.precision, stack.device):
+            with autocast(job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
-        except Exception:
+        except Exception as error:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
-            raise
+            raise self._blame(index, error) from error
         self._noise = None
-        for member in self.members:
-            member.batches += 1
-        fine = torch.isfinite(losses.detach())
-        everybody = bool(fine.all()) and bool(stack.active.all())
-        stack.active &= fine
-        ok = None if everybody else stack.active
-        self._backward(losses, group, first)
-        stack.set_buffers(after, ok, before)
-        self._losses.append(torch.where(stack.active, losses.detach(), torch.where(fine, float("nan"), losses.detach())))
+        total = losses.sum()
+        ok = self._look(losses.detach(), total)
+        self._backward(losses, total, group, first == index)
+        if before:
+            stack.set_buffers(after, ok, before)
         self._logs.append(logs)
-        if last:
+        if index + 1 == first + group:
             stack.apply(self._grads, ok)
             self._grads = []
             self.rates_of.step()
 
-    def _draw(self, program: Program) -> list[Tensor]:
-        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
-        draws, device = program.draws, self.stack.device
-        if device.type == "cpu" or not draws:
-            return draw_members(draws, self._generators, device)
-        members = [self.members[row] for row in self.stack.rows]
-        seeds = torch.tensor([signed(m.job.seed) for m in members], device=device)
-        counts = torch.tensor([m.batches for m in members], device=device)
-        sites = torch.tensor(site_numbers(draws, len(members)), device=device)
-        return [counter_draw(draw, seeds, counts, site) for draw, site in zip(draws, sites, strict=True)]
+    def _look(self, losses: Tensor, total: Tensor) -> Tensor | None:
+        """Note the losses; members whose loss is not finite leave the step. None: everybody is in it."""
+        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
+            self._losses.append(losses)
+            return None
+        fine, active = torch.isfinite(losses), self.stack.active
+        active &= fine
+        self._everybody = bool(active.all())
+        self._losses.append(torch.where(active, losses, torch.where(fine, float("nan"), losses)))
+        return None if self._everybody else active
 
-    def _backward(self, losses: Tensor, group: int, first: bool) -> None:
-        total = losses / group if group > 1 else losses
+    def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> None:
+        if group > 1:
+            losses = losses / group
         if self.stack.scaler is not None:
-            total = self.stack.scaler.scale(total)
-        grads = torch.autograd.grad(total.sum(), self.stack.leaves, allow_unused=True)
+            losses = self.stack.scaler.scale(losses)
+        if group > 1 or self.stack.scaler is not None:
+            total = losses.sum()
+        grads = torch.autograd.grad(total, self.stack.leaves, allow_unused=True)
         if first:
             self._grads = list(grads)
         else:

@@ -1,0 +1,84 @@
+"""Captured steps of several units, replayed as one CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from time import perf_counter
+
+import torch
+
+from shoal.pack.captured.unit import CapturedUnit
+from shoal.pack.unit import Executor, Outcome, Unit
+
+STREAMS = 16
+"""Branches of a captured graph at the most; see benchmarks for where more stops helping."""
+
+
+class CapturedExecutor(Executor):
+    """Units that can be captured share one graph a step; the others run one after another."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[tuple[int, int], ...], torch.cuda.CUDAGraph] = {}
+        self._pool: object | None = None
+        self._streams: list[torch.cuda.Stream] = []
+
+    def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
+        captured = [(unit, batches) for unit, batches in work if isinstance(unit, CapturedUnit)]
+        start = perf_counter()
+        if captured:
+            self._run_captured(captured)
+        seconds = perf_counter() - start
+        share = seconds / max(1, sum(len(unit.members) for unit, _ in captured))
+        return [
+            Outcome(share * len(unit.members)) if isinstance(unit, CapturedUnit) else self._turn(unit, batches)
+            for unit, batches in work
+        ]
+
+    def _run_captured(self, work: list[tuple[CapturedUnit, int]]) -> None:
+        left = {id(unit): unit.full_batches(batches) for unit, batches in work}
+        short = {id(unit): batches - left[id(unit)] for unit, batches in work}
+        while active := [unit for unit, _ in work if left[id(unit)]]:
+            count = min(left[id(unit)] for unit in active)
+            graph = self.graph(active)
+            for _ in range(count):
+                graph.replay()
+            for unit in active:
+                unit.advanced(count)
+                left[id(unit)] -= count
+        for unit, _ in work:
+            unit.run(short[id(unit)])
+        torch.cuda.synchronize()
+
+    def graph(self, units: list[CapturedUnit]) -> torch.cuda.CUDAGraph:
+        """One step of all these units, captured once."""
+        key = tuple((id(unit), unit.version) for unit in units)
+        if key not in self._graphs:
+            live = {id(unit): unit.version for unit in units}
+            self._graphs = {k: g for k, g in self._graphs.items() if all(live.get(i, v) == v for i, v in k)}
+            for unit in units:
+                unit.prepare()
+            self._graphs[key] = self._capture(units)
+        return self._graphs[key]
+
+    def _capture(self, units: list[CapturedUnit]) -> torch.cuda.CUDAGraph:
+        branches = sum(len(unit.chunks) for unit in units)
+        while len(self._streams) < min(branches, STREAMS):
+            self._streams.append(torch.cuda.Stream())
+        streams = self._streams[: min(branches, STREAMS)]
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            main = torch.cuda.current_stream()
+            for stream in streams:
+                stream.wait_stream(main)
+            offset = 0
+            for unit in units:
+                unit.enqueue(streams, offset)
+                offset += len(unit.chunks)
+            for stream in streams:
+                main.wait_stream(stream)
+        return graph
