@@ -74,3 +74,11 @@ def why_apart(a: Group, b: Group) -> str:
         return "the optimizers' settings or parameter groups differ in structure"
     rows = next(iter(x.steps))
     return difference(x.steps[rows], y.steps[rows]) if rows in y.steps else "other batch shapes"
+
+
+def told(found: Group, groups: list[Group]) -> str:
+    """Why a group is run as it is, in one line."""
+    others = [other for other in groups if other is not found and other.stackable]
+    if not found.stackable:
+        return found.reason
+    return "one computation" if not others else f"one computation; apart from others: {why_apart(found, others[0])}"

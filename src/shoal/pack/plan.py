@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.pack.group import Group, group, why_apart
+from shoal.pack.group import Group, group, told
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
@@ -42,14 +42,10 @@ class Plan:
 
 def decide(groups: list[Group], device: str) -> Plan:
     """A tier for every group: stacked where that is exact, serial otherwise."""
-    stackable = [found for found in groups if found.stackable]
     parts = []
     for found in groups:
         tier = "stacked" if found.stackable else "serial"
-        others = [other for other in stackable if other is not found]
-        reason = found.reason
-        if found.stackable:
-            reason = "one computation" if not others else f"one computation; apart from others: {why_apart(found, others[0])}"
+        reason = told(found, groups)
         names, places = [m.name for m in found.members], [m.index for m in found.members]
         if tier == "serial":
             parts += [Part(tier, [i], [n], reason) for i, n in zip(places, names, strict=True)]

@@ -113,6 +113,20 @@ class Stack:
             buffers[name].copy_(stacked[slot])
         member.optimizer_state = self.optimizer.state_dict(slot)
 
+    @torch.no_grad()
+    def adopt(self, other: Stack) -> None:
+        """Go on where another stack is, whose members are this one's first: their optimizers, scales and standing.
+
+        Weights and buffers came with the members themselves, which were written back before this stack was made.
+        """
+        known = len(other.recipes)
+        for row, own in enumerate(self.rows):
+            if own < known:
+                self.active[row] = other.active[own]
+                if self.scaler is not None and other.scaler is not None:
+                    self.scaler.load_state_dict(row, other.scaler.state_dict(own))
+        self.optimizer.adopt(other.optimizer, known)
+
     def keep(self, slots: Sequence[int], size: int) -> Stack:
         """The same training with only these members."""
         rows = [*slots, *[slots[0]] * (size - len(slots))]
@@ -176,6 +190,16 @@ class StackedOptimizer:
         skeleton = make_optimizer(member.job, member.model)
         return optimizer_state_dict(skeleton, [entries.get(p, {}) for p in order], plan.runner.groups())
 
+    def adopt(self, other: StackedOptimizer | OwnOptimizers, known: int) -> None:
+        """The first members' state; a term that only a newcomer has begins at zero for the others."""
+        assert isinstance(other, StackedOptimizer)
+        for states, theirs in zip(self.states, other.states, strict=True):
+            for state, their in zip(states, theirs, strict=True):
+                for row, own in enumerate(self.stack.rows):
+                    if own < known:
+                        for name in state.keys() & their.keys():
+                            state[name][row] = their[name][own]
+
     def keep(self, stack: Stack, rows: Sequence[int]) -> StackedOptimizer:
         kept = object.__new__(StackedOptimizer)
         kept.stack, kept.groups = stack, self.groups
@@ -224,6 +248,13 @@ class OwnOptimizers:
 
     def state_dict(self, slot: int) -> dict[str, Any]:
         return copy.deepcopy(self.optimizers[slot].state_dict())
+
+    def adopt(self, other: StackedOptimizer | OwnOptimizers, known: int) -> None:
+        """The first members' optimizer and scheduler objects themselves."""
+        assert isinstance(other, OwnOptimizers)
+        for name in ("twins", "optimizers", "schedules"):
+            getattr(self, name)[:known] = getattr(other, name)
+        self._point()
 
     def keep(self, stack: Stack, rows: Sequence[int]) -> OwnOptimizers:
         """The same optimizer objects, on the members' new slices."""
