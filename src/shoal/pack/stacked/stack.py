@@ -26,6 +26,7 @@ from shoal.pack.optim import (
     to_torch_state,
 )
 from shoal.pack.recipe import Recipe
+from shoal.pack.stacked.fused import FusedAdam, suits
 from shoal.pack.trace import used_params
 
 Grads = list[Tensor | None]
@@ -163,6 +164,17 @@ class StackedOptimizer:
             held = [place[p] for p in positions if p in place]
             self.groups.append((rule, held))
             self.states.append(rule.init_all([stack.leaves[i].detach() for i in held], self.columns.groups[g]))
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What refers to the stack's tensors, as they are now."""
+        leaves, kind = [leaf.detach() for leaf in self.stack.leaves], self.plans[0].kind
+        self._fused_for = self.stack
+        self._fused = [
+            FusedAdam(rule, params, states) if suits(kind, params) else None
+            for (rule, held), states in zip(self.groups, self.states, strict=True)
+            for params in [[leaves[i] for i in held]]
+        ]
 
     def tensors(self) -> list[Tensor]:
         """All optimizer state, each tensor once: parameters of a group share a clock."""
@@ -172,11 +184,14 @@ class StackedOptimizer:
     def update(self, grads: Grads, active: Tensor | None) -> None:
         leaves = self.stack.leaves
         for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            if held:
-                params = [leaves[i].detach() for i in held]
-                wanted = [grads[i] for i in held]
-                assert all(grad is not None for grad in wanted)
-                rule.update_all_(params, wanted, states, self.columns.groups[g], active)  # type: ignore[arg-type]
+            if not held:
+                continue
+            wanted: list[Tensor] = [grads[i] for i in held]  # type: ignore[misc]
+            fused = self._fused[g]
+            if fused is not None and self._fused_for is self.stack:
+                fused.update(wanted, self.columns.groups[g], active)
+            else:
+                rule.update_all_([leaves[i].detach() for i in held], wanted, states, self.columns.groups[g], active)
 
     def state_dict(self, slot: int) -> dict[str, Any]:
         plan, member = self.plans[slot], self.stack.members[slot]
@@ -210,6 +225,7 @@ class StackedOptimizer:
         for t in self.tensors():
             moved[id(t)] = t[index]
         kept.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in self.states]
+        kept._set_up()
         return kept
 
 

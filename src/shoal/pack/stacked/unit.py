@@ -131,22 +131,35 @@ class StackedUnit(Unit):
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
         try:
-            with autocast(job.precision, stack.device):
+            with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
-        except Exception as error:
+        except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
-            raise self._blame(index, error) from error
+            raise
         self._noise = None
+        for member in self.members:
+            member.batches += 1
         total = losses.sum()
         ok = self._look(losses.detach(), total)
-        self._backward(losses, total, group, first == index)
+        self._backward(losses, total, group, first)
         if before:
             stack.set_buffers(after, ok, before)
         self._logs.append(logs)
-        if index + 1 == first + group:
+        if last:
             stack.apply(self._grads, ok)
             self._grads = []
             self.rates_of.step()
+
+    def _draw(self, program: Program) -> list[Tensor]:
+        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
+        draws, device = program.draws, self.stack.device
+        if device.type == "cpu" or not draws:
+            return draw_members(draws, self._generators, device)
+        members = [self.members[row] for row in self.stack.rows]
+        seeds = torch.tensor([signed(m.job.seed) for m in members], device=device)
+        counts = torch.tensor([m.batches for m in members], device=device)
+        sites = torch.tensor(site_numbers(draws, len(members)), device=device)
+        return [counter_draw(draw, seeds, counts, site) for draw, site in zip(draws, sites, strict=True)]
 
     def _look(self, losses: Tensor, total: Tensor) -> Tensor | None:
         """Note the losses; members whose loss is not finite leave the step. None: everybody is in it."""
