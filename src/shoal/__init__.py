@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.job import EarlyStop as EarlyStop
     from shoal.job import Job as Job
     from shoal.kfold import folds as folds
+    from shoal.pack.own import Pack as Pack
     from shoal.reference import replay as replay
     from shoal.reference import solo as solo
     from shoal.results import Result as Result
@@ -26,6 +27,7 @@ _HOME = {
     "EarlyStop": "shoal.job",
     "Job": "shoal.job",
     "JobError": "shoal.errors",
+    "Pack": "shoal.pack.own",
     "Result": "shoal.results",
     "Results": "shoal.results",
     "Rows": "shoal.data.rows",

@@ -53,7 +53,11 @@ def _refusal(found: Group) -> str:
     for rows, graph in recipes[0].steps.items():
         leaves = graph.batch_spec.num_leaves
         try:
-            Program([recipe.steps[rows] for recipe in recipes], device=found.members[0].device, stacked_batch=[True] * leaves)
+            Program(
+                [recipe.steps[rows] for recipe in recipes],
+                device=found.members[0].device,
+                stacked_batch=[True] * leaves,
+            )
         except NotStackable as refusal:
             return str(refusal)
     return ""

@@ -1,7 +1,7 @@
 """What members must have in common to be one stack, worked out once for all of them.
 
-A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see, and its
-optimizer as a rule. Members with equal recipe keys are one stack; the reason why a member has no recipe is told.
+A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see,
+and its optimizer as a rule. Members with equal recipe keys are one stack; why a member has no recipe is told.
 """
 
 from __future__ import annotations
@@ -116,7 +116,14 @@ class Kitchen:
         return self.graph(model, "forward", call, inputs, precision=precision, evaluating=True)
 
     def graph(
-        self, model: nn.Module, function: Any, call: Call, batch: Any, *, precision: str | None, evaluating: bool = False
+        self,
+        model: nn.Module,
+        function: Any,
+        call: Call,
+        batch: Any,
+        *,
+        precision: str | None,
+        evaluating: bool = False,
     ) -> Trace:
         """`call(model, batch)` as a graph, traced once for all models, functions and batches that look the same."""
         leaves, spec = pytree.tree_flatten(batch)
@@ -170,7 +177,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     with draws(member, keep=False):
         fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     splits = [None if hooked else split_hparams(kind, group) for group in settings]
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)

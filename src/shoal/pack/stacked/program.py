@@ -46,7 +46,9 @@ class Program:
         NotStackable: when an operator has no exact member axis; the message names it.
     """
 
-    def __init__(self, traces: Sequence[Trace], *, device: torch.device, stacked_batch: Sequence[bool], solo: bool = False) -> None:
+    def __init__(
+        self, traces: Sequence[Trace], *, device: torch.device, stacked_batch: Sequence[bool], solo: bool = False
+    ) -> None:
         _check_alike(traces)
         self.trace = traces[0]
         self.members = 0 if solo else len(traces)
@@ -92,7 +94,12 @@ class Program:
             carries = {node for i, node in enumerate(self._inputs) if i < owned or stacked_batch[i - owned]} | forced
             for index, node in enumerate(self.trace.nodes):
                 own_numbers = any(path[0] == index for path in self._scalars)
-                if own_numbers or index in self._constants or self._is_random(node) or any(n in carries for n in node.all_input_nodes):
+                if (
+                    own_numbers
+                    or index in self._constants
+                    or self._is_random(node)
+                    or any(n in carries for n in node.all_input_nodes)
+                ):
                     carries.add(node)
             written = {
                 node.all_input_nodes[0]
@@ -164,7 +171,7 @@ class Program:
         arguments = self._arguments(index, node)
         random = self._is_random(node)
         if not random and (node not in self._carries or self._widened(node)):
-            names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+            names = [argument.name for argument in node.target._schema.arguments]
             run = _plain(node.target, names, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
         site = Site(node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw)
@@ -183,7 +190,7 @@ class Program:
             if place < len(node.args):
                 value, key = node.args[place], place
             elif argument.name in node.kwargs:
-                value, key = node.kwargs[argument.name], argument.name  # type: ignore[assignment]
+                value, key = node.kwargs[argument.name], argument.name
             else:
                 value, key = argument.default_value if argument.has_default_value() else None, -1
             for path, number in self._scalars.items():
@@ -211,7 +218,11 @@ class Program:
     def _last_use(self) -> dict[Node, list[Node]]:
         """For every node, the values that are read there for the last time."""
         kept = {node for node in self._outputs if isinstance(node, Node)} | set(self._inputs)
-        last = {node: max(node.users, key=self._position.__getitem__) for node in self.trace.nodes if node.users and node not in kept}
+        last = {
+            node: max(node.users, key=self._position.__getitem__)
+            for node in self.trace.nodes
+            if node.users and node not in kept
+        }
         found: dict[Node, list[Node]] = {}
         for node, user in last.items():
             found.setdefault(user, []).append(node)
@@ -229,7 +240,7 @@ def _resolve(arg: Any, values: list[Any]) -> Any:
 
 
 def _plain(op: Any, names: list[str], node: Node, widen: int) -> Callable[..., Any]:
-    """An operator on shared values, with its keyword arguments; repeated for every member when somebody writes to it."""
+    """An operator on shared values, with its keyword arguments; repeated for each member when somebody writes to it."""
     count, keys = len(node.args), list(node.kwargs)
 
     def run(*args: Any) -> Any:
@@ -241,8 +252,9 @@ def _plain(op: Any, names: list[str], node: Node, widen: int) -> Callable[..., A
 
 # Where operators that may draw keep their rate and their training flag.
 _RATES = {
-    "dropout": (1, 2), "dropout_": (1, 2), "feature_dropout": (1, 2), "feature_dropout_": (1, 2), "alpha_dropout": (1, 2),
-    "feature_alpha_dropout": (1, 2), "alpha_dropout_": (1, 2), "feature_alpha_dropout_": (1, 2),
+    "dropout": (1, 2), "dropout_": (1, 2), "feature_dropout": (1, 2), "feature_dropout_": (1, 2),
+    "alpha_dropout": (1, 2), "feature_alpha_dropout": (1, 2), "alpha_dropout_": (1, 2),
+    "feature_alpha_dropout_": (1, 2),
     "scaled_dot_product_attention": (4, None), "lstm": (5, 6), "gru": (5, 6), "rnn_tanh": (5, 6), "rnn_relu": (5, 6),
 }  # fmt: skip
 
@@ -276,7 +288,7 @@ def _mutates(node: Node) -> bool:
 def _origin(node: Node) -> Node:
     """The tensor a view was taken of."""
     while node.op == "call_function" and node.all_input_nodes and hasattr(node.target, "_schema"):
-        if not any(result.alias_info is not None for result in node.target._schema.returns):  # type: ignore[union-attr]
+        if not any(result.alias_info is not None for result in node.target._schema.returns):
             break
         node = node.all_input_nodes[0]
     return node

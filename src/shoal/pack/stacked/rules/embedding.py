@@ -27,7 +27,8 @@ def embedding(site: Site) -> Run:
     offset = (torch.arange(members, device=site.device) * rows).view(-1, *[1] * ndim)
 
     def run(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
-        out = F.embedding(indices + offset, weight.flatten(0, 1))
+        outside = (indices < 0) | (indices >= rows)  # must raise as it does alone, not read the next member's table
+        out = F.embedding(torch.where(outside, members * rows, indices + offset), weight.flatten(0, 1))
         if padding >= 0:  # that row is read but never trained
             blank = (indices == padding).unsqueeze(-1)
             out = torch.where(blank, out.detach(), out)

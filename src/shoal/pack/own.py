@@ -1,0 +1,406 @@
+"""`shoal.Pack`: many networks in the user's own training loop, stepped together."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shoal.data import View
+from shoal.data.source import Source
+from shoal.errors import JobError, MemberError, ShoalWarning, describe
+from shoal.pack.group import group, told
+from shoal.pack.members import Member, autocast, draws, evaluating
+from shoal.pack.newcomers import Settings, make_member
+from shoal.pack.recipe import Kitchen
+from shoal.pack.serial import SerialUnit
+from shoal.pack.stacked.forward import Forward, joined
+from shoal.pack.stacked.handed import HandedStack
+from shoal.pack.stacked.site import NotStackable
+from shoal.pack.trace import Untraceable
+from shoal.pack.unit import Unlike
+
+UNDECIDED = ("", "decided at its first step")
+
+
+class Hand(Source):
+    """The batch that a member is handed, as the data of its own: one row, which is the whole batch."""
+
+    length = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.batch: Any = None
+
+    def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
+        return self.batch
+
+    def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
+        return iter((self.batch,))
+
+    def fingerprint(self) -> str:
+        return "handed"
+
+
+class Pack:
+    """Many networks that train together in your own loop: you bring the batches, one `step` takes all members further.
+
+    One step is what the plain loop does for each member: zero_grad, forward, backward, clip, optimizer step, schedule
+    step. Members that are one computation are stacked, the others run one after another; `tiers` says which and why.
+    Every setting but `models`, `device` and `seeds` is one for all members, or a list with one for each.
+
+    Args:
+        models: The networks. They are copied, never trained in place.
+        optimizer: Any torch.optim.Optimizer class.
+        hparams: Keyword arguments of the optimizer.
+        loss: The step is loss(model(*inputs), target). Either this or `step`.
+        step: The member's own step, (model, batch) -> loss; the batch is what `Pack.step` is given.
+        params: From a model to what the optimizer takes as params; None: model.parameters().
+        clip_norm: Scale each member's gradients down to at most this norm.
+        precision: None, "bf16" or "fp16", as in a job.
+        schedule: step -> factor, or optimizer -> torch lr_scheduler; it moves on after every step.
+        device: Where to train; None: where the first model is.
+        seeds: A seed for each member's random draws (dropout and the like), which are those of a plain loop after
+            torch.manual_seed(seed). None: each member's id.
+
+    >>> pack = Pack([nn.Linear(2, 1), nn.Linear(2, 1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=nn.MSELoss())
+    >>> pack.step(torch.zeros(4, 2), torch.zeros(4, 1)).shape, pack.tiers[1]
+    (torch.Size([2]), ('stacked', 'one computation'))
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        optimizer: Callable[..., Optimizer] | Sequence[Callable[..., Optimizer]] = torch.optim.AdamW,
+        hparams: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        loss: Callable[[Any, Any], Tensor] | Sequence[Callable[[Any, Any], Tensor]] | None = None,
+        step: Callable[[nn.Module, Any], Any] | Sequence[Callable[[nn.Module, Any], Any]] | None = None,
+        params: Callable[[nn.Module], Any] | Sequence[Callable[[nn.Module], Any] | None] | None = None,
+        clip_norm: float | Sequence[float | None] | None = None,
+        precision: Literal["bf16", "fp16"] | None = None,
+        schedule: Callable[[Any], Any] | Sequence[Callable[[Any], Any] | None] | None = None,
+        device: str | torch.device | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self._settings = Settings(
+            optimizer=optimizer, hparams=hparams or {}, loss=loss, step=step, params=params, clip_norm=clip_norm,
+            precision=precision, schedule=schedule,
+        )  # fmt: skip
+        chosen = self._settings.of_each(models, seeds)
+        self.device = _device(models, device)
+        self._kitchen = Kitchen()
+        self._members: dict[int, Member] = {}
+        self._units: list[HandedStack | SerialUnit] = []
+        self._waiting: list[int] = []
+        self._tiers: dict[int, tuple[str, str]] = {}
+        self._next = 0
+        lines: list[str] = []
+        for model, settings in zip(models, chosen, strict=True):
+            try:
+                self._enter(model, settings)
+            except JobError as error:
+                lines += error.lines
+                self._next += 1
+        if lines:
+            raise JobError(*lines)
+
+    # --- who is in it ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        tiers = [self.tiers[id][0] or "undecided" for id in self.ids]
+        return f"Pack({len(self)}: {', '.join(f'{tiers.count(t)} {t}' for t in dict.fromkeys(tiers))})"
+
+    @property
+    def ids(self) -> list[int]:
+        """The members' ids, in the order of losses and outputs. An id stays its member's, and is not used again."""
+        return list(self._members)
+
+    @property
+    def tiers(self) -> dict[int, tuple[str, str]]:
+        """id -> (tier, why). A member's tier is decided when it first sees a batch."""
+        return {id: self._tiers.get(id, UNDECIDED) for id in self._members}
+
+    @property
+    def status(self) -> dict[int, str]:
+        """id -> "running", "diverged" (its loss was not finite) or "failed" (its step raised)."""
+        return {id: member.status for id, member in self._members.items()}
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """id -> why a member has stopped, for those that have."""
+        return {id: member.error for id, member in self._members.items() if member.error is not None}
+
+    def add(self, model: nn.Module, *, seed: int | None = None, **settings: Any) -> int:
+        """Take in a copy of one more network, which begins at the next step; its id.
+
+        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
+        as for all members; where they were given one each, the newcomer's must be given too.
+        """
+        return self._enter(model, self._settings.of_newcomer(seed, settings))
+
+    def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
+        id, hand = self._next, View(Hand(self.device))
+        self._members[id] = make_member(model, id, hand, self.device, settings)
+        self._waiting.append(id)
+        self._next += 1
+        return id
+
+    def remove(self, id: int) -> nn.Module:
+        """Let a member go; its network, trained as far as it is. The others go on as if it had never been there."""
+        model = self.member(id)
+        for unit in self._units:
+            slot = next((s for s, member in enumerate(unit.members) if member.index == id), None)
+            if slot is not None:
+                self._drop(unit, [slot])
+                break
+        self._waiting = [waiting for waiting in self._waiting if waiting != id]
+        del self._members[id]
+        self._tiers.pop(id, None)
+        return model
+
+    def member(self, id: int) -> nn.Module:
+        """A copy of a member's network as it is now: the class it came as, in train mode, on the pack's device."""
+        return copy.deepcopy(self._written(id).model)
+
+    def optimizer_state(self, id: int) -> dict[str, Any]:
+        """A copy of a member's optimizer state, as from the optimizer's own state_dict()."""
+        member = self._written(id)
+        if not member.optimizer_state:  # it has not stepped yet
+            with draws(member, keep=False):
+                return SerialUnit(member).optimizer.state_dict()
+        return copy.deepcopy(member.optimizer_state)
+
+    def _written(self, id: int) -> Member:
+        """The member, with its weights and optimizer state its own."""
+        if id not in self._members:
+            raise KeyError(f"no member {id} in this pack; it has {', '.join(map(str, self.ids)) or 'none'}")
+        for unit in self._units:
+            for slot, member in enumerate(unit.members):
+                if member.index == id:
+                    (unit.unit if isinstance(unit, HandedStack) else unit).write_back([slot])
+        return self._members[id]
+
+    def _drop(self, unit: HandedStack | SerialUnit, slots: list[int]) -> None:
+        if len(slots) < len(unit.members):
+            assert isinstance(unit, HandedStack)
+            unit.leave(slots)
+            return
+        (unit.unit if isinstance(unit, HandedStack) else unit).write_back()
+        self._units.remove(unit)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def step(self, *batch: Any, per_member: bool = False) -> Tensor:
+        """One training step of every member; their losses [M], in the order of `ids`.
+
+        All members see the same batch, or with `per_member=True` each its own: every tensor then has the member axis
+        first. A member whose loss is not finite keeps its weights from before and stops; so does one whose own step
+        raises, with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is
+        raised and nothing has changed.
+        """
+        leaves, spec = self._read(batch, per_member)
+        batches = _Batches(leaves, spec, per_member, {id: place for place, id in enumerate(self._members)})
+        if self._waiting:
+            self._arrange(batches)
+        for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+            self._prepare(stack, batches)
+        found: dict[int, Tensor] = {}
+        failed: dict[int, Exception] = {}
+        whole: Tensor | None = None
+        for unit in list(self._units):
+            losses, errors = self._advance(unit, batches)
+            failed |= errors
+            if losses is not None:
+                for member in unit.members:
+                    member.step += 1
+                whole = losses if len(losses) == len(self._members) else None
+                found |= {} if whole is not None else dict(zip([m.index for m in unit.members], losses, strict=True))
+        if failed and len(failed) == sum(member.status == "running" for member in self._members.values()):
+            raise next(iter(failed.values()))
+        out = whole if whole is not None else self._in_order(found)
+        self._settle(out, failed)
+        return out
+
+    def _read(self, batch: tuple[Any, ...], per_member: bool) -> tuple[list[Tensor], pytree.TreeSpec]:
+        if not self._members:
+            raise ValueError("the pack has no members; add one first")
+        leaves, spec = pytree.tree_flatten(batch[0] if len(batch) == 1 else batch)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"the batch holds a {type(leaf).__name__}; pass tensors")
+            if per_member and (leaf.ndim == 0 or len(leaf) != len(self)):
+                raise ValueError(
+                    f"the batch has a tensor of shape {list(leaf.shape)}, and per_member=True wants the member axis "
+                    f"first: {len(self)} of them"
+                )
+        if not leaves:
+            raise ValueError("the batch is empty; pass step(inputs, targets)")
+        return [leaf.to(self.device) for leaf in leaves], spec
+
+    def _arrange(self, batches: _Batches) -> None:
+        """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
+        members = [self._members[id] for id in self._waiting]
+        for member in members:
+            batches.hand(member)
+        groups = group(members, self._kitchen)
+        for found in groups:
+            reason = told(found, groups)
+            if found.stackable and self._join(found.recipes, batches):
+                reason = "one computation"
+            elif found.stackable:
+                self._units.append(HandedStack(found.recipes, self._kitchen))
+            else:
+                self._units += [SerialUnit(member) for member in found.members]
+            for member in found.members:
+                self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
+        self._waiting = []
+
+    def _join(self, recipes: list[Any], batches: _Batches) -> bool:
+        for unit in self._units:
+            if isinstance(unit, HandedStack):
+                try:
+                    if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                        unit.join(recipes)
+                        return True
+                except (Untraceable, NotStackable):
+                    continue
+        return False
+
+    def _prepare(self, unit: HandedStack, batches: _Batches) -> None:
+        """Make a stack ready for this shape of batch; where it is no stack there, its members go on alone."""
+        try:
+            if not unit.knows(batches.key):
+                unit.learn(batches.key, [batches.of(member) for member in unit.members], batches.per_member)
+        except (Untraceable, NotStackable) as refusal:
+            alone = unit.dissolve()
+            place = self._units.index(unit)
+            self._units[place : place + 1] = alone
+            for one in alone:
+                self._tiers[one.member.index] = ("serial", f"on a batch of {batches.shapes()}: {refusal}")
+
+    def _advance(self, unit: HandedStack | SerialUnit, batches: _Batches) -> tuple[Tensor | None, dict[int, Exception]]:
+        """The losses of a unit's members, those that failed taken out; None where all of them failed."""
+        if isinstance(unit, SerialUnit):
+            return _alone(unit, batches)
+        try:
+            return unit.step(batches.key, batches.rows(unit)), {}
+        except Exception as error:
+            raising = unit.raising([batches.of(member) for member in unit.members])
+            if not raising:
+                raise error
+        failed = {unit.members[slot].index: error for slot, error in raising.items()}
+        if len(raising) == len(unit.members):
+            return None, failed
+        self._drop(unit, list(raising))
+        self._prepare(unit, batches)
+        losses, more = self._advance(unit, batches) if unit in self._units else (None, {})
+        return losses, failed | more
+
+    def _in_order(self, found: dict[int, Tensor]) -> Tensor:
+        dtype = next(iter(found.values())).dtype if found else torch.get_default_dtype()
+        nan = torch.full((), math.nan, dtype=dtype, device=self.device)
+        return torch.stack([found.get(id, nan).to(dtype) for id in self._members])
+
+    def _settle(self, losses: Tensor, failed: dict[int, Exception]) -> None:
+        """Let those go who are at their end; what they have stays theirs."""
+        if not failed and bool(torch.isfinite(losses).all()):
+            return
+        for id, loss in zip(self._members, losses.tolist(), strict=True):
+            member = self._members[id]
+            if member.status != "running" or (math.isfinite(loss) and id not in failed):
+                continue
+            member.status = "failed" if id in failed else "diverged"
+            member.step -= id not in failed
+            member.error = describe(failed[id]) if id in failed else f"the loss became {loss} after step {member.step}"
+            self._tiers[id] = (self._tiers[id][0], f"it stopped: {member.error}")
+        for unit in list(self._units):
+            ended = [slot for slot, member in enumerate(unit.members) if member.status != "running"]
+            if ended:
+                self._drop(unit, ended)
+        for id, error in failed.items():
+            warnings.warn(f"member {id} has stopped: its step raised {describe(error)}", ShoalWarning, stacklevel=3)
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def eval(self, *inputs: Any) -> Any:
+        """Eval-mode outputs of all members for the same inputs, [M, ...], in the order of `ids`. Nothing changes.
+
+        Raises:
+            ValueError: when the members' outputs have different shapes.
+        """
+        if not self._members:
+            raise ValueError("the pack has no members; add one first")
+        inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
+        stacks = [unit for unit in self._units if isinstance(unit, HandedStack)]
+        if len(stacks) == 1 and [member.index for member in stacks[0].members] == self.ids:
+            outputs = stacks[0].outputs(inputs)
+            return joined(outputs) if isinstance(outputs, Unlike) else outputs
+        members = [self._written(id) for id in self._members]
+        if len({member.job.precision for member in members}) == 1:
+            return Forward([member.model for member in members], members[0].job.precision)(inputs)
+        outputs = []
+        for member in members:
+            with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
+                outputs.append(member.model(*inputs))
+        return joined(outputs)
+
+
+class _Batches:
+    """One step's batch, as each unit and each member sees it."""
+
+    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, per_member: bool, places: dict[int, int]) -> None:
+        self.leaves, self.spec, self.per_member, self.places = leaves, spec, per_member, places
+        self.key: Hashable = (per_member, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+    def of(self, member: Member) -> Any:
+        """One member's batch."""
+        leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def hand(self, member: Member) -> None:
+        """Put a member's batch where it reads its data."""
+        assert isinstance(member.data.source, Hand)
+        member.data.source.batch = self.of(member)
+
+    def rows(self, unit: HandedStack) -> list[Tensor]:
+        """The batch for the rows of a stack."""
+        places = [self.places[unit.members[row].index] for row in unit.rows]
+        if not self.per_member or places == list(range(len(self.places))):
+            return self.leaves
+        return [leaf[places] for leaf in self.leaves]
+
+    def shapes(self) -> str:
+        return ", ".join(str(list(leaf.shape)) for leaf in self.leaves)
+
+
+def _alone(unit: SerialUnit, batches: _Batches) -> tuple[Tensor | None, dict[int, Exception]]:
+    """A serial member's step: its batch is an epoch of one."""
+    batches.hand(unit.member)
+    unit.begin_epoch(torch.zeros(1, 1, dtype=torch.int64))
+    try:
+        unit.run(1)
+    except MemberError as error:
+        unit._stuck = False
+        assert isinstance(error.cause, Exception)
+        return None, {unit.member.index: error.cause}
+    return unit.losses()[0].to(batches.leaves[0].device), {}
+
+
+def _device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
+    from shoal.training import pick_device
+
+    if device is not None:
+        return pick_device(device)
+    first = next(models[0].parameters(), None)
+    return first.device if first is not None else torch.device("cpu")

@@ -1,0 +1,134 @@
+"""A stack that trains on the batches it is handed, a step at a time; members join and leave between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.pack.members import Member, draws, run_step
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.serial import SerialUnit
+from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.stack import OwnOptimizers
+from shoal.pack.stacked.unit import StackedUnit
+from shoal.pack.trace import autocast
+
+LOOK_AHEAD = 32
+"""Steps whose learning rates are worked out at once, where schedules allow it."""
+
+
+class HandedStack:
+    """Members of one recipe. Batches are leaves in the order of the trace, shared or with the member axis first."""
+
+    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen) -> None:
+        self.kitchen = kitchen
+        self.unit: StackedUnit = StackedUnit(recipes, kitchen)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._programs: dict[Hashable, Program] = {}
+        self._ahead = 0
+
+    @property
+    def members(self) -> list[Member]:
+        return self.unit.members
+
+    @property
+    def rows(self) -> list[int]:
+        """For every row of the stack, whose it is: more rows than members where the stack is padded."""
+        return self.unit.stack.rows
+
+    def key(self, batch: Any) -> Hashable:
+        """What a newcomer's recipe for this batch must have as its key to join."""
+        first = self.unit.stack.recipes[0]
+        return Recipe(first.member, {1: self.kitchen.step_on(first.member, batch)}, first.optimizer).key
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether it is ready for batches of this shape."""
+        return key in self._programs
+
+    def learn(self, key: Hashable, batches: Sequence[Any], stacked: bool) -> None:
+        """Make ready for batches of a shape, given one for each member.
+
+        Raises:
+            Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
+        """
+        traces = [self.kitchen.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
+        count = traces[0].batch_spec.num_leaves
+        device = self.unit.stack.device
+        self._programs[key] = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
+
+    def step(self, key: Hashable, leaves: list[Tensor]) -> Tensor:
+        """One step of every member; their losses [M]. When it raises, nothing has changed."""
+        unit = self.unit
+        if not self._ahead:
+            unit.rates_of.settle()
+            with suppress(Exception):  # a schedule that ends within the look-ahead: it is asked step by step instead
+                unit.rates_of.begin(LOOK_AHEAD)
+            self._ahead = LOOK_AHEAD
+        unit._losses, unit._logs = [], []
+        unit.advance(self._programs[key], leaves)
+        self._ahead -= 1
+        return unit._losses[-1][: len(unit.members)]
+
+    def raising(self, batches: Sequence[Any]) -> dict[int, Exception]:
+        """Whose own step raises on its batch, and what."""
+        found: dict[int, Exception] = {}
+        self.unit.write_back()
+        for slot, (member, batch) in enumerate(zip(self.members, batches, strict=True)):
+            with draws(member, keep=False), torch.no_grad(), autocast(member.job.precision, member.device):
+                try:
+                    run_step(member.job, member.model, batch)
+                except Exception as error:
+                    found[slot] = error
+        self.unit.write_back(list(found))  # buffers that the failed step may have moved
+        return found
+
+    def join(self, recipes: Sequence[Recipe]) -> None:
+        """Take these members in; the others go on with the bits they have."""
+        self.unit.write_back()
+        grown = StackedUnit([*self.unit.stack.recipes, *recipes], self.kitchen)
+        grown.stack.adopt(self.unit.stack)
+        self.unit = grown
+        self._settle()
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Let these members go, each with its own weights and optimizer state; at least one stays."""
+        self.unit.write_back(list(slots))
+        kept = self.unit.keep([slot for slot in range(len(self.members)) if slot not in slots])
+        assert isinstance(kept, StackedUnit)
+        self.unit = kept
+        self._settle()
+
+    def dissolve(self) -> list[SerialUnit]:
+        """Every member by itself from here on."""
+        self.unit.write_back()
+        return [self._alone(slot) for slot in range(len(self.members))]
+
+    def _alone(self, slot: int) -> SerialUnit:
+        stack, member = self.unit.stack, self.members[slot]
+        unit = SerialUnit(member)
+        unit.optimizer.load_state_dict(member.optimizer_state)
+        if unit.schedule is not None:
+            if isinstance(stack.optimizer, OwnOptimizers):
+                theirs = stack.optimizer.schedules[slot]
+                state = None if theirs is None else theirs.state_dict()
+            else:
+                runner = stack.optimizer.plans[slot].runner
+                state = None if runner is None else runner.state_dict()["scheduler"]
+            assert state is not None
+            unit.schedule.load_state_dict(state)
+            unit.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, in the stack
+        if unit.scaler is not None and stack.scaler is not None:
+            unit.scaler.load_state_dict(stack.scaler.state_dict(slot))
+        return unit
+
+    def outputs(self, inputs: tuple[Any, ...]) -> Any:
+        """Eval-mode outputs of all members for the same inputs, members first."""
+        found = self.unit.outputs(inputs)
+        return pytree.tree_map(lambda leaf: leaf[: len(self.members)], found) if not isinstance(found, list) else found
