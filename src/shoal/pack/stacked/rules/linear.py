@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.pack.stacked.rules._product import Linear, Product
 from shoal.pack.stacked.rules._registry import general, once_per_member, rule
 from shoal.pack.stacked.site import Run, Site, pad_dims
 
@@ -46,38 +47,26 @@ def _cpu_linear(members: int, has_x: bool, has_b: bool, lead: tuple[int, ...]) -
         rows = rows if len(lead) == 1 else rows.reshape(members, -1, rows.shape[-1])
         if bias is not None and not has_b:
             bias = bias.expand(members, -1)
-        if torch.is_autocast_enabled("cpu"):  # a Function does not see the casts that the product would get
-            dtype = torch.get_autocast_dtype("cpu")
-            rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+        out: Tensor = Linear.apply(*_cast(rows, weight, bias))  # type: ignore[no-untyped-call]
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
     return run
 
 
-class _Linear(torch.autograd.Function):
-    """`baddbmm` whose weight gradient lies in memory as the weight does.
+def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """A Function does not see the casts that autocast gives a product."""
+    if not torch.is_autocast_enabled("cpu"):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype("cpu")
+    return [None if x is None else x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
-    The product's own backward gives it transposed, and every pass of the optimizer over it is then several times slower.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x_MBI: Tensor, weight_MOI: Tensor, bias_MO: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_MBI, weight_MOI)
-        if bias_MO is None:
-            return torch.bmm(x_MBI, weight_MOI.mT)
-        return torch.baddbmm(bias_MO.unsqueeze(1), x_MBI, weight_MOI.mT)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad_MBO,) = grads
-        x_MBI, weight_MOI = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            torch.bmm(grad_MBO, weight_MOI) if of_x else None,
-            torch.bmm(grad_MBO.mT, x_MBI) if of_weight else None,
-            grad_MBO.sum(1) if of_bias else None,
-        )
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """`torch.bmm` of stacked matrices; on a CPU with bits that do not depend on the pack."""
+    if x.device.type != "cpu":
+        return torch.bmm(x, y)
+    out: Tensor = Product.apply(*_cast(x, y))  # type: ignore[no-untyped-call]
+    return out
 
 
 @rule(aten.addmm.default)
@@ -89,6 +78,8 @@ def addmm(site: Site) -> Run:
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
         own = bias.dim() - flags[0]
         bias = pad_dims(widened(bias, flags[0], members), own, 2)
+        if x.device.type == "cpu":
+            return bmm(widened(x, flags[1], members), widened(y, flags[2], members)) + bias
         return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))
 
     return run
@@ -107,10 +98,16 @@ def matmul(site: Site) -> Run:
         x = x.unsqueeze(1) if a == 1 else x
         y = y.unsqueeze(-1) if b == 1 else y
         if max(b, 2) == 2:  # one matrix for all leading dimensions: fold them into rows
-            out = torch.bmm(x.reshape(members, -1, x.shape[-1]), y)
+            out = bmm(x.reshape(members, -1, x.shape[-1]), y)
         else:
             width = max(a, b, 2)
-            out = torch.matmul(pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width))
+            x, y = pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width)
+            if x.device.type == "cpu":
+                lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+                x, y = x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])
+                out = bmm(x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]))
+            else:
+                out = torch.matmul(x, y)
         return out.reshape(members, *out_shape)
 
     return run

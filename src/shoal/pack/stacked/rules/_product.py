@@ -1,0 +1,80 @@
+"""Batched products on a CPU whose bits do not depend on a member's place in the pack, with gradients laid out as the operands.
+
+A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices start
+wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is not a
+multiple of it are padded with zeros, which changes no sum's value, only by the job's own shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BOUNDARY = 16
+"""Elements; 64 bytes of float32, the longest vector and the alignment of every allocation."""
+_SIDE = 4
+"""Both sides a multiple of this make a matrix a multiple of the boundary."""
+
+
+def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tensor:
+    """`bmm`, with a bias added to every row."""
+    n, k, o = a_MNK.shape[1], a_MNK.shape[2], b_MKO.shape[2]
+    if (n * o) % _BOUNDARY == 0 and _steady(a_MNK) and _steady(b_MKO):
+        if bias_MO is None:
+            return torch.bmm(a_MNK, b_MKO)
+        return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
+    rows, inner, columns = -n % _SIDE, -k % _SIDE, -o % _SIDE
+    a_MNK = F.pad(a_MNK, (0, inner, 0, rows)) if inner or rows else a_MNK.contiguous()
+    b_MKO = F.pad(b_MKO, (0, columns, 0, inner)) if inner or columns else b_MKO.contiguous()
+    if bias_MO is not None:
+        bias_MO = F.pad(bias_MO, (0, columns)) if columns else bias_MO
+        out = torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
+    else:
+        out = torch.bmm(a_MNK, b_MKO)
+    return out[:, :n, :o].contiguous() if rows or columns else out
+
+
+def _steady(x: Tensor) -> bool:
+    """Whether all members' matrices start on a boundary, as they are."""
+    member, row, column = x.stride()
+    return member % _BOUNDARY == 0 and ((column == 1 and row >= x.shape[2]) or (row == 1 and column >= x.shape[1]))
+
+
+class Linear(torch.autograd.Function):
+    """`x @ weight.mT + bias`. The product's own backward gives the weight's gradient transposed, and every pass of the
+    optimizer over it is then several times slower; here it lies in memory as the weight does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MBI: Tensor, weight_MOI: Tensor, bias_MO: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_MBI, weight_MOI)
+        return product(x_MBI, weight_MOI.mT, bias_MO)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad_MBO,) = grads
+        x_MBI, weight_MOI = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            product(grad_MBO, weight_MOI) if of_x else None,
+            product(grad_MBO.mT, x_MBI) if of_weight else None,
+            grad_MBO.sum(1) if of_bias else None,
+        )
+
+
+class Product(torch.autograd.Function):
+    """`a @ b`."""
+
+    @staticmethod
+    def forward(ctx: Any, a_MNK: Tensor, b_MKO: Tensor) -> Tensor:
+        ctx.save_for_backward(a_MNK, b_MKO)
+        return product(a_MNK, b_MKO)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad_MNO,) = grads
+        a_MNK, b_MKO = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        return product(grad_MNO, b_MKO.mT) if of_a else None, product(a_MNK.mT, grad_MNO) if of_b else None
