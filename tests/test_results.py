@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shoal
+from shoal.pack.stacked.program import Program
 from shoal.training import parse_bytes, parse_seconds
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
@@ -45,7 +46,7 @@ def test_a_sequence_in_the_order_of_the_jobs(results: shoal.Results) -> None:
 def test_table_best_and_json(results: shoal.Results) -> None:
     lines = results.table().splitlines()
     assert len(lines) == 5 and lines[0].split()[:5] == ["name", "status", "tier", "epochs", "steps"]
-    assert "accuracy" in lines[0] and "serial" in lines[2]
+    assert "accuracy" in lines[0] and "stacked" in lines[2]
     scores = [r.history[-1]["accuracy"] for r in results]
     assert results.best("accuracy", "max").history[-1]["accuracy"] == max(scores)
     assert results.best().history[-1]["val_loss"] == min(r.history[-1]["val_loss"] for r in results)
@@ -57,11 +58,51 @@ def test_table_best_and_json(results: shoal.Results) -> None:
 def test_predict(results: shoal.Results) -> None:
     out = results.predict(X)
     assert out.shape == (3, 30, 3)
-    assert torch.equal(out[1], results[1].model(X)) and not out.requires_grad
+    torch.testing.assert_close(out[1], results[1].model(X).detach())
+    assert not out.requires_grad
     torch.testing.assert_close(results.predict(X, batch_size=7), out)
     unlike = shoal.train([job(name="a"), job(name="b", model=lambda: nn.Linear(4, 5))], device="cpu")
     with pytest.raises(ValueError, match="outputs differ"):
         unlike.predict(X)
+
+
+class Branch(nn.Module):
+    """Goes by the data, so it has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out if float(out.detach().sum()) > 0 else -out
+
+
+def test_predict_is_one_stacked_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+    x = X.double()
+    calls: list[int] = []
+    run = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *a: (calls.append(self.members), run(self, *a))[1])
+    trained = shoal.train([job(seed=s, name=f"{s}", model=net, data=(x, Y)) for s in range(4)], device="cpu")
+    before = [{k: v.clone() for k, v in r.model.state_dict().items()} for r in trained]
+    calls.clear()
+    out, state = trained.predict(x), torch.get_rng_state()
+    assert calls == [4]
+    for i, result in enumerate(trained):
+        torch.testing.assert_close(out[i], result.model.eval()(x).detach(), rtol=1e-12, atol=1e-12)
+        assert all(
+            torch.equal(a, b) for a, b in zip(result.model.state_dict().values(), before[i].values(), strict=True)
+        )
+    assert torch.equal(state, torch.get_rng_state())
+    mixed = shoal.train([job(name="a"), job(name="b", model=Branch), job(name="c", seed=1)], device="cpu")
+    calls.clear()
+    out = mixed.predict(X)
+    assert calls == [2], "two stacked, one alone"
+    for i, result in enumerate(mixed):
+        torch.testing.assert_close(out[i], result.model(X).detach())
 
 
 def test_plot(results: shoal.Results, tmp_path: Path) -> None:

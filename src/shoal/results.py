@@ -6,18 +6,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from shoal.job import Job
-
-FORWARD: list[Callable[[Sequence[nn.Module], tuple[Any, ...]], Any]] = []
-"""Ways to run many models at once, tried before the general one; NotImplemented passes on to the next."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -155,36 +153,22 @@ class Results(Sequence[Result]):
         return Path(path)
 
     def predict(self, *inputs: Any, batch_size: int | None = None) -> Any:
-        """Outputs of all members for the same inputs, in eval mode: [M, ...]."""
-        models = [result.model for result in self]
+        """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
+
+        Raises:
+            ValueError: when the members' outputs have different shapes.
+        """
+        from shoal.pack.stacked.forward import Forward
+
+        forward = Forward([result.model for result in self])
         if batch_size is None:
-            return forward_all(models, inputs)
-        chunks = zip(*(x.split(batch_size) for x in inputs), strict=True)
-        return torch.cat([forward_all(models, chunk) for chunk in chunks], dim=1)
+            return forward(inputs)
+        chunks = [forward(chunk) for chunk in zip(*(x.split(batch_size) for x in inputs), strict=True)]
+        return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
 
     def to_json(self) -> str:
         """All but the weights."""
         return json.dumps([finite(result.to_dict()) for result in self], indent=1)
-
-
-def forward_all(models: Sequence[nn.Module], inputs: tuple[Any, ...]) -> Any:
-    """Eval-mode outputs of many models for the same inputs, with the member axis first."""
-    from shoal.pack.members import evaluating
-    from shoal.pack.unit import Unlike, stack_outputs
-
-    for forward in FORWARD:
-        outputs = forward(models, inputs)
-        if outputs is not NotImplemented:
-            return outputs
-    outputs = []
-    for model in models:
-        with evaluating(model):
-            outputs.append(model(*inputs))
-    stacked = stack_outputs(outputs)
-    if isinstance(stacked, Unlike):
-        shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
-        raise ValueError(f"the members' outputs differ ({shapes}); call results[i].model(x) on each instead")
-    return stacked
 
 
 def finite(value: Any) -> Any:
