@@ -48,6 +48,8 @@ class Trace:
     batch_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     """How the flat outputs fold back into `(what the call returned, {buffer: its value afterwards})`."""
+    precision: str | None = None
+    """The autocast it was recorded in: what it does to dtypes is not in the graph."""
     nodes: list[Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
     ):
         raise Untraceable("it draws from python's or numpy's random numbers inside the step")
     trainable = [param.requires_grad for param in params.values()]
-    return Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1])
+    return Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
 
 
 # What Python can do that a graph of operators would silently lose.
@@ -229,7 +231,7 @@ def used_params(recorded: Trace) -> list[bool]:
     mode = next(value.fake_mode for node in recorded.nodes for value in pytree.tree_leaves(node.meta.get("val")) if hasattr(value, "fake_mode"))
     inputs = [node for node in recorded.nodes if node.op == "placeholder"]
     count = len(recorded.params)
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), autocast(recorded.precision, inputs[0].meta["val"].device):
         values = [node.meta["val"] for node in inputs[:count]]
         leaves = [torch.empty_like(v, requires_grad=t) for v, t in zip(values, recorded.trainable, strict=True)]
         rest = [torch.empty_like(node.meta["val"]) for node in inputs[count:]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from shoal.pack.signature import PerMember
@@ -35,6 +37,10 @@ def find(site: Site) -> Run:
     Raises:
         NotStackable: when nothing exact is known.
     """
+    return in_own_dtype(site, _find(site))
+
+
+def _find(site: Site) -> Run:
     own = _RULES.get(site.op)
     if own is not None:
         return own(site)
@@ -43,6 +49,50 @@ def find(site: Site) -> Run:
     if torch.Tag.pointwise in site.op.tags:
         return _RULES["pointwise"](site)
     return general(site)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_MIXED: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
+
+
+def in_own_dtype(site: Site, run: Run) -> Run:
+    """Half precision: compute in the dtype in which the operator itself computes, and hand on the dtype it hands on.
+
+    Autocast knows operators by name: it runs a cross entropy in float32, but not the softmax and gather that a rule
+    makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
+    traced is in the dtypes of its inputs and of its result.
+    """
+    if not _mixed(site.node.graph) or _mutates(site.node) or _is_view(site):
+        return run
+    outputs = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    wide = all(value.dtype not in _HALF for value in outputs)
+    inputs = pytree.tree_leaves(site.args, is_leaf=_is_node)
+    narrow = wide and any(_is_node(node) and getattr(node.meta.get("val"), "dtype", None) in _HALF for node in inputs)
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+    def with_dtypes(*args: Any) -> Any:
+        if narrow:
+            args = pytree.tree_map(widened, args)
+        with torch.autocast(site.device.type, enabled=False) if wide else nullcontext():
+            flat, spec = pytree.tree_flatten(run(*args))
+        dtypes = iter(outputs)
+        return pytree.tree_unflatten([v.to(next(dtypes).dtype) if isinstance(v, Tensor) else v for v in flat], spec)
+
+    return with_dtypes
+
+
+def _mixed(graph: Graph) -> bool:
+    """Is there anything in half precision in this graph?"""
+    if graph not in _MIXED:
+        values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+        _MIXED[graph] = any(isinstance(value, Tensor) and value.dtype in _HALF for value in values)
+    return _MIXED[graph]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
 
 
 def general(site: Site) -> Run:

@@ -23,7 +23,7 @@ def layer_norm(site: Site) -> Run:
     ndim, flags = site.ndim(0), [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
-        out = F.layer_norm(x, shape, None, None, eps)
+        out = F.layer_norm(_wide(x), shape, None, None, eps)
         if weight is not None:
             out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
         if bias is not None:
@@ -40,7 +40,7 @@ def rms_norm(site: Site) -> Run:
     ndim, has_w = site.ndim(0), site.args[2] is not None and site.stacked(2)
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        out = F.rms_norm(x, shape, None, eps)
+        out = F.rms_norm(_wide(x), shape, None, eps)
         if weight is None:
             return out
         return out * (pad_dims(weight, len(shape), ndim) if has_w else weight)
@@ -56,7 +56,7 @@ def group_norm(site: Site) -> Run:
     flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
 
     def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
-        out = F.group_norm(fold(x), groups, None, None, eps).unflatten(0, (members, -1))
+        out = F.group_norm(fold(_wide(x)), groups, None, None, eps).unflatten(0, (members, -1))
         if weight is not None:
             out = out * _channel(weight, flags[2], ndim)
         if bias is not None:
@@ -64,6 +64,11 @@ def group_norm(site: Site) -> Run:
         return out
 
     return run
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is rounded once, at the end, as inside the operator; the end is in `_registry.in_own_dtype`."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
@@ -84,7 +89,7 @@ def batch_norm(site: Site) -> Run:
     dtype = site.out.dtype
 
     def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = _wide(x)
         if training or mean is None:
             count = wide[0, :, 0].numel()
             v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)

@@ -107,9 +107,10 @@ def prelu(site: Site) -> Run:
     """The slope runs along dimension 1 (the channels) of the input."""
     if not site.stacked(0) or not site.stacked(1):
         return once_per_member(site)
-    ndim, count = site.ndim(0), site.meta(1).numel()
+    ndim, count, dtype = site.ndim(0), site.meta(1).numel(), site.out.dtype
 
     def run(x: Tensor, slope: Tensor) -> Tensor:
+        x, slope = x.to(dtype), slope.to(dtype)
         shape = [slope.shape[0], *[1] * ndim]
         if count > 1:
             shape[2 if ndim > 1 else 1] = count
