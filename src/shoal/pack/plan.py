@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.pack.group import Group, group, told
+from shoal.pack.measure import Verdict, verdicts
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
@@ -40,18 +41,32 @@ class Plan:
         return {"device": self.device, "parts": [{name: getattr(p, name) for name in names} for p in self.parts]}
 
 
-def decide(groups: list[Group], device: str) -> Plan:
-    """A tier for every group: stacked where that is exact, serial otherwise."""
+Verdicts = dict[int, Verdict]
+"""For members that were tried, by their places, what the trial said."""
+
+
+def decide(groups: list[Group], device: str, tried: Verdicts | None = None) -> Plan:
+    """A tier for every group: stacked where that is exact and does not lose, serial otherwise."""
     parts = []
     for found in groups:
-        tier = "stacked" if found.stackable else "serial"
         reason = told(found, groups)
-        names, places = [m.name for m in found.members], [m.index for m in found.members]
-        if tier == "serial":
-            parts += [Part(tier, [i], [n], reason) for i, n in zip(places, names, strict=True)]
-        else:
-            parts.append(Part(tier, places, names, reason))
+        said = {m.index: (tried or {}).get(m.index) for m in found.members}
+        alone = [m for m in found.members if not found.stackable or _refused(said[m.index])]
+        for member in alone:
+            verdict = said[member.index]
+            why = verdict.reason if verdict is not None and found.stackable else reason
+            predicted = {} if verdict is None else {"step_seconds": verdict.solo}
+            parts.append(Part("serial", [member.index], [member.name], why, predicted))
+        together = [m for m in found.members if m not in alone]
+        if together:
+            known = [v for m in together if (v := said[m.index]) is not None]
+            predicted = {"step_seconds": known[0].stacked * len(together)} if known else {}
+            parts.append(Part("stacked", [m.index for m in together], [m.name for m in together], reason, predicted))
     return Plan(device, parts)
+
+
+def _refused(verdict: Verdict | None) -> bool:
+    return verdict is not None and bool(verdict.reason)
 
 
 def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
@@ -67,9 +82,13 @@ def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
     return units
 
 
-def arrange(members: list[Member]) -> tuple[Plan, list[Unit]]:
-    """Group, decide, build."""
+def arrange(members: list[Member], *, timed: bool = True) -> tuple[Plan, list[Unit]]:
+    """Group, try, decide, build. Without `timed` no clock has a say: stacked wherever that is exact."""
     kitchen = Kitchen()
     groups = group(members, kitchen)
-    plan = decide(groups, str(members[0].device))
+    tried: Verdicts = {}
+    for found in groups if timed else []:
+        if found.stackable:
+            tried |= verdicts(found.recipes, kitchen)
+    plan = decide(groups, str(members[0].device), tried)
     return plan, build(plan, groups, kitchen)

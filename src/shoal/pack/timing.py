@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal.checks import prepare
 from shoal.job import Job
-from shoal.pack.plan import Plan
+from shoal.pack.members import Member
+from shoal.pack.plan import Plan, arrange
 from shoal.pack.run import Track
 from shoal.pack.unit import Executor, Unit
 
@@ -50,9 +51,9 @@ class TimedPack:
         if self.tracks and self.tracks[0].unit.members and self.tracks[0].unit.members[0].device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _note(self, members: list[object] | list[object], losses: Tensor) -> None:
+    def _note(self, members: list[Member], losses: Tensor) -> None:
         for member, row in zip(members, losses[:, -1].tolist(), strict=True):
-            self._latest[member.index] = row  # type: ignore[attr-defined]
+            self._latest[member.index] = row
 
     def losses(self) -> list[float]:
         """Every member's loss at its latest batch."""
@@ -65,8 +66,6 @@ class TimedPack:
 
 def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | Literal["auto"] = "auto") -> TimedPack:
     """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
-    from shoal.pack.plan import arrange
-
     members = prepare(jobs, torch.device(device))
     plan, units = arrange(members)
     return TimedPack(plan, units, Executor())

@@ -1,8 +1,8 @@
-"""Batched products on a CPU whose bits do not depend on a member's place in the pack, with gradients laid out as the operands.
+"""Batched products on a CPU: bits that do not depend on a member's place, gradients laid out as the operands.
 
-A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices start
-wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is not a
-multiple of it are padded with zeros, which changes no sum's value, only by the job's own shapes.
+A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices
+start wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is
+not a multiple of it are padded with zeros, which depends on the job's own shapes alone.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def matmul(site: Site) -> Run:
             width = max(a, b, 2)
             x, y = pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width)
             if x.device.type == "cpu":
-                lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+                lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
                 x, y = x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])
                 out = bmm(x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]))
             else:

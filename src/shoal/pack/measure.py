@@ -1,0 +1,218 @@
+"""A few timed steps that say whether stacking a recipe pays, and whether it gives the solo step's numbers.
+
+A job's tier must not depend on its companions, or its bits would. So a recipe is tried in a canonical way: copies of
+one member as a stack of fixed size, against that member's plain loop, on the same batches, in turns. The verdict is
+remembered in the process and on disk, so that later runs decide alike. Stacking is the rule; it must clearly lose to be
+given up.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from shoal.data.source import TensorSource
+from shoal.pack.members import Member
+from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
+from shoal.pack.serial import SerialUnit
+from shoal.pack.stacked.stack import Stack
+from shoal.pack.stacked.unit import StackedUnit
+from shoal.pack.unit import Unit
+from shoal.randomness import generator_at
+
+LOSES = 0.97
+"""Stacked below this times the speed of solo steps: not stacked."""
+FEW_STEPS = 300
+"""Jobs shorter than this are stacked without a trial, which would cost more than it could give."""
+ROWS, ROUNDS = 8, 7
+LARGE_ROWS, LARGE_ROUNDS = 4, 3
+LARGE_SECONDS = 0.02
+"""A solo step from which the trial is smaller."""
+FORMAT = 1
+
+_verdicts: dict[str, Verdict] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial found: seconds of one member's step, both ways, and whether the numbers agreed."""
+
+    stacked: float
+    solo: float
+    ratio: float
+    """The median of solo over stacked, measured in turns."""
+    agrees: bool = True
+
+    @property
+    def reason(self) -> str:
+        """Why not stacked; empty where it should be."""
+        if not self.agrees:
+            return "the stacked step gave other numbers than the solo step"
+        if self.ratio < LOSES:
+            return f"a stacked step runs at {self.ratio:.2f} times the speed of solo steps"
+        return ""
+
+
+def num_steps(member: Member) -> int:
+    """Optimizer steps of the whole job."""
+    job = member.job
+    if job.steps is not None:
+        return job.steps
+    return (job.epochs or 0) * -(-member.num_batches // job.accumulate)
+
+
+def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
+    """What a trial says about members of one recipe, by their places; those it leaves out are stacked, as is the rule."""
+    tried = [recipe for recipe in recipes if _worth_it(recipe.member)]
+    found = verdict(tried[0], kitchen) if tried else None
+    return {} if found is None else {recipe.member.index: found for recipe in tried}
+
+
+def _worth_it(member: Member) -> bool:
+    """By the job itself, never by its companions."""
+    in_memory = isinstance(member.data.source, TensorSource)
+    return member.device.type == "cpu" and in_memory and num_steps(member) >= FEW_STEPS
+
+
+def verdict(recipe: Recipe, kitchen: Kitchen) -> Verdict | None:
+    """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
+    key = digest(recipe)
+    if key not in _verdicts:
+        found = _remembered().get(key)
+        if found is None:
+            try:
+                found = trial(recipe, kitchen)
+            except Exception:  # whatever it is will show in training, where it ends its own member
+                return None
+            _remember(key, found)
+        _verdicts[key] = found
+    return _verdicts[key]
+
+
+def digest(recipe: Recipe) -> str:
+    """What the verdict depends on, and nothing of the companions."""
+    threads = torch.get_num_threads()
+    return hashlib.sha256(repr((FORMAT, recipe.key, torch.__version__, threads)).encode()).hexdigest()[:32]
+
+
+def trial(recipe: Recipe, kitchen: Kitchen) -> Verdict:
+    """Step copies of the recipe's member, stacked and alone, in turns."""
+    alone = _Runner(SerialUnit(_scratch(recipe.member)))
+    alone.run(1)
+    first = alone.run(1)
+    rows, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
+    member = _scratch(recipe.member)
+    own = Recipe(member, recipe.steps, plan_optimizer(member))
+    together = _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
+    together.run(2)
+    agrees = _agree(alone, together)
+    ratios, stacked, solo = [], [], []
+    for number in range(rounds):
+        if number % 2:
+            a, b = together.run(1), alone.run(rows)
+        else:
+            b, a = alone.run(rows), together.run(1)
+        ratios.append(b / a)
+        stacked.append(a / rows)
+        solo.append(b / rows)
+    return Verdict(statistics.median(stacked), statistics.median(solo), statistics.median(ratios), agrees)
+
+
+class _Runner:
+    """A unit stepped over its data in order, again and again."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.left = 0
+        self.losses: list[float] = []
+
+    def run(self, batches: int) -> float:
+        start = perf_counter()
+        for _ in range(batches):
+            if not self.left:
+                self._begin()
+            self.unit.run(1)
+            self.left -= 1
+        seconds = perf_counter() - start
+        self.losses += self.unit.losses()[0, -batches:].tolist()
+        return seconds
+
+    def _begin(self) -> None:
+        member = self.unit.members[0]
+        rows = member.data.rows(torch.arange(member.num_rows))
+        self.unit.begin_epoch(rows.unsqueeze(0))
+        self.left = member.num_batches
+
+    def weights(self) -> list[Tensor]:
+        self.unit.write_back()
+        return [p.detach().double() for p in self.unit.members[0].model.parameters()]
+
+
+def _agree(alone: _Runner, together: _Runner) -> bool:
+    """Same losses and, taken together, same weights after the same batches, up to rounding."""
+    a, b = alone.weights(), together.weights()
+    half = alone.unit.members[0].job.precision is not None or any(
+        p.dtype in (torch.float16, torch.bfloat16) for p in alone.unit.members[0].model.parameters()
+    )
+    tolerance = 0.1 if half else 1e-2
+    for x, y in zip(alone.losses, together.losses, strict=False):
+        if x == x and not abs(x - y) <= tolerance * max(abs(x), abs(y), 1e-3):
+            return False
+    difference = sum(float(((x - y) ** 2).sum()) for x, y in zip(a, b, strict=True)) ** 0.5
+    size = sum(float((x**2).sum()) for x in a) ** 0.5
+    return not difference > tolerance * max(size, 1e-6)
+
+
+def _scratch(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        optimizer_state={},
+        best=None,
+    )
+
+
+# --- on disk --------------------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where verdicts are kept: $SHOAL_CACHE, or ~/.cache/shoal."""
+    folder = os.environ.get("SHOAL_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "shoal") / "tiers.json"
+
+
+def _remembered() -> dict[str, Verdict]:
+    """What earlier runs found; a missing or damaged file is no verdict."""
+    try:
+        table = json.loads(cache_file().read_text())
+        return {key: Verdict(**value) for key, value in table.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
+        return {}
+
+
+def _remember(key: str, found: Verdict) -> None:
+    """Add to the file, whole or not at all. A folder that cannot be written to costs only the next run a trial."""
+    file = cache_file()
+    table = {name: asdict(value) for name, value in {**_remembered(), key: found}.items()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tiers-")
+        with os.fdopen(handle, "w") as out:
+            json.dump(table, out)
+        Path(name).replace(file)
+    except OSError:
+        return
