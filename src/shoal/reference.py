@@ -256,11 +256,7 @@ def _validate(state: _Solo, val: View) -> dict[str, float]:
     devices = [state.device] if state.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), evaluating(model), autocast(job, state.device):
         for batch in val.feed(job.batch_size):
-            if job.step is not None:
-                loss, logs = run_step(job, model, batch)
-                sheet.add_loss(number(loss), {k: number(v) for k, v in logs.items()}, batch_rows(batch))
-            if sheet.wants_outputs:
-                sheet.add_outputs(model(*batch[:-1]), batch[-1], batch_rows(batch))
+            sheet.add(model, batch)
         return sheet.values()
 
 

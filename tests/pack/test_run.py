@@ -17,6 +17,7 @@ from shoal.pack.members import Member
 from shoal.pack.run import epoch_orders, run
 from shoal.pack.serial import SerialUnit, serial_units
 from shoal.pack.unit import Unit
+from shoal.training import collect
 
 N, D, C = 37, 6, 3
 X = torch.randn(N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -95,10 +96,17 @@ def assert_same(a: shoal.Result, b: shoal.Result) -> None:
         )
 
 
+def serial(jobs: list[shoal.Job]) -> shoal.Results:
+    """What `shoal.train` does, with every job on the serial tier: it alone is held to the reference's very bits."""
+    members = prepare(jobs, CPU)
+    run(serial_units(members))
+    return collect(members, CPU)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_as_in_the_reference_loop_bit_for_bit(name: str) -> None:
     jobs = [job(seed=1, name="other", epochs=1), job(name="this", **SETTINGS[name]), job(seed=2, name="third")]
-    assert_same(shoal.train(jobs, device="cpu")[1], shoal.solo(jobs[1]))
+    assert_same(serial(jobs)[1], shoal.solo(jobs[1]))
 
 
 def test_the_processs_own_generator_is_left_alone() -> None:
@@ -128,7 +136,7 @@ def test_a_nan_and_an_exception_end_their_own_member_alone() -> None:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     jobs = [job(name="good"), job(name="nan", loss=None, step=nan_at(4)), job(name="bad", loss=None, step=bad)]
-    good, nan, failed = shoal.train(jobs, device="cpu")
+    good, nan, failed = serial(jobs)
     assert_same(good, shoal.solo(jobs[0]))
     assert (nan.status, nan.steps) == ("diverged", 3)
     assert nan.error is not None and "nan in epoch 1 after step 3" in nan.error
@@ -188,7 +196,7 @@ class Lockstep(Unit):
         for part, value in zip(self.parts, values, strict=True):
             part.end_epoch([value])
 
-    def write_back(self) -> None:
+    def write_back(self, slots: list[int] | None = None) -> None:
         for part in self.parts:
             part.write_back()
 
@@ -263,7 +271,7 @@ def test_tied_weights_frozen_layers_and_hooks() -> None:
             return out
 
     this = job(model=Tied)
-    result = shoal.train([this], device="cpu")[0]
+    result = serial([this])[0]
     assert_same(result, shoal.solo(this))
     model = result.model
     assert isinstance(model, Tied)

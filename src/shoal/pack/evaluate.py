@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.pool import batch_rows
 from shoal.errors import MemberError
 from shoal.job import Job
-from shoal.pack.members import autocast, number
+from shoal.pack.members import Member, autocast, draws, evaluating, number, run_step
 from shoal.pack.unit import Unit, member_output
+from shoal.randomness import generator_at
 
 
 def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
@@ -45,35 +50,83 @@ def _group(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, floa
 
 
 def _pass(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
-    """One pass over the validation data for these members."""
-    sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
-    own_step = [slot for slot in slots if unit.members[slot].job.step is not None]
-    forward = [slot for slot in slots if sheets[slot].wants_outputs]
+    """One pass over the validation data for these members: all at once, or where that cannot be, one by one."""
     with torch.no_grad():
-        for batch in view.feed(unit.members[slots[0]].job.batch_size):
-            rows = batch_rows(batch)
-            if own_step:
-                for slot, (loss, logs) in zip(own_step, unit.evaluate(batch, own_step), strict=True):
-                    sheets[slot].add_loss(loss, logs, rows)
-            if forward:
-                outputs = _outputs(unit, batch, forward)
-                for place, slot in enumerate(forward):
-                    with _blame(slot), autocast(unit.members[slot].job, unit.members[slot].device):
-                        sheets[slot].add_outputs(member_output(outputs, place), batch[-1], rows)
-        found = {}
-        for slot in slots:
-            with _blame(slot):
-                found[slot] = sheets[slot].values()
+        found = _together(unit, view, slots)
+        return found if found is not None else _one_by_one(unit, view, slots)
+
+
+def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
+    """Losses and outputs with a member axis, from one program; None where the members must be asked one by one."""
+    sums: dict[str, Tensor] = {}
+    rows = 0
+    outputs: list[Any] = []
+    targets: list[Any] = []
+    for batch in view.feed(unit.members[slots[0]].job.batch_size):
+        try:
+            one = unit.validate(batch, slots)
+        except Exception:  # one member's own error, it may be: asked alone, it names itself
+            return None
+        if one is None:
+            return None
+        count = batch_rows(batch)
+        rows += count
+        for name, values in {"val_loss": one.losses, **{f"val_{k}": v for k, v in one.logs.items()}}.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().cpu() * count
+        if one.outputs is not None:
+            outputs.append(one.outputs)
+            targets.append(batch[-1])
+    means: dict[str, list[float]] = {name: (total / rows).tolist() for name, total in sums.items()}
+    whole, wanted = (_joined(outputs, dim=1), _joined(targets)) if outputs else (None, None)
+    found: dict[int, dict[str, float]] = {}
+    for place, slot in enumerate(slots):
+        member = unit.members[slot]
+        found[slot] = {name: values[place] for name, values in means.items()}
+        if member.job.metrics:
+            with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
+                found[slot] |= _measured(member.job, member_output(whole, place), wanted)
     return found
 
 
-def _outputs(unit: Unit, batch: Any, slots: list[int]) -> Any:
+def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
+    """Each member's own model, in its own random stream, which training gets back as it was."""
+    unit.write_back(slots)
+    sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
+    places = {slot: _understudy(unit.members[slot]) for slot in slots}
+    homes = {slot: _home(unit.members[slot].model) for slot in slots}
     try:
-        return unit.outputs(batch[:-1], slots)
-    except MemberError:
-        raise
-    except Exception as error:
-        raise MemberError(slots[0], error) from error
+        for slot in slots:
+            unit.members[slot].model.to(unit.members[slot].device)
+        for batch in view.feed(unit.members[slots[0]].job.batch_size):
+            for slot in slots:
+                with _blame(slot), _watching(places[slot]):
+                    sheets[slot].add(places[slot].model, batch)
+        found = {}
+        for slot in slots:
+            with _blame(slot), _watching(places[slot]):
+                found[slot] = sheets[slot].values()
+    finally:
+        for slot, home in homes.items():
+            unit.members[slot].model.to(home)
+    return found
+
+
+def _understudy(member: Member) -> Member:
+    """The member with a copy of its random stream."""
+    twin = copy.copy(member)
+    twin.rng = generator_at(member.rng.get_state())
+    return twin
+
+
+def _home(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+@contextmanager
+def _watching(member: Member) -> Iterator[None]:
+    with draws(member), evaluating(member.model), autocast(member.job, member.device):
+        yield
 
 
 class _blame:
@@ -106,24 +159,35 @@ class Sheet:
         for name, value in {"val_loss": loss, **{f"val_{name}": value for name, value in logs.items()}}.items():
             self.sums[name] = self.sums.get(name, 0.0) + value * rows
 
-    def add_outputs(self, outputs: Any, targets: Any, rows: int) -> None:
-        if self.job.step is None:
-            assert self.job.loss is not None
-            self.add_loss(number(self.job.loss(outputs, targets)), {}, rows)
-        if self.job.metrics:
+    def add(self, model: nn.Module, batch: Any) -> None:
+        """What this model, in eval mode, makes of one more batch."""
+        job, rows = self.job, batch_rows(batch)
+        if job.step is not None:
+            loss, logs = run_step(job, model, batch)
+            self.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, rows)
+        if not self.wants_outputs:
+            return
+        outputs = model(*batch[:-1])
+        if job.step is None:
+            assert job.loss is not None
+            self.add_loss(number(job.loss(outputs, batch[-1])), {}, rows)
+        if job.metrics:
             self.outputs.append(outputs)
-            self.targets.append(targets)
+            self.targets.append(batch[-1])
 
     def values(self) -> dict[str, float]:
         values = {name: total / self.rows for name, total in self.sums.items()}
         if self.job.metrics:
-            outputs, targets = _joined(self.outputs), _joined(self.targets)
-            values |= {name: number(metric(outputs, targets)) for name, metric in self.job.metrics.items()}
+            values |= _measured(self.job, _joined(self.outputs), _joined(self.targets))
         return values
 
 
-def _joined(batches: list[Any]) -> Any:
+def _measured(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
+    return {name: number(metric(outputs, targets)) for name, metric in job.metrics.items()}
+
+
+def _joined(batches: list[Any], dim: int = 0) -> Any:
     """Batches of a pytree, joined along their rows."""
     flat = [pytree.tree_flatten(batch) for batch in batches]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([torch.cat(list(column)) for column in columns], flat[0][1])
+    return pytree.tree_unflatten([torch.cat(list(column), dim) for column in columns], flat[0][1])

@@ -6,6 +6,7 @@ and its optimizer as a rule. Members with equal recipe keys are one stack; why a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,10 +92,9 @@ class Kitchen:
         call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
         return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision)
 
-    def validation(self, member: Member, batch: Any) -> Trace:
-        """The eval-mode step on a validation batch: `(((loss, logs), outputs), buffers)`; outputs only for metrics."""
+    def validation(self, member: Member, batch: Any, wanted: bool) -> Trace:
+        """The eval-mode step on a validation batch: `(((loss, logs), outputs), buffers)`; outputs only if wanted."""
         job = member.job
-        wanted = bool(job.metrics)
 
         def call(model: nn.Module, batch: Any) -> Any:
             if job.step is not None:
@@ -135,13 +135,22 @@ class Kitchen:
         key = (self._prints[model], fingerprint(function), repr(spec), shapes, precision, evaluating)
         if key not in self._traces:
             try:
-                self._traces[key] = trace(model, call, batch, precision=precision, evaluating=evaluating)
+                there = _beside(model, leaves)
+                self._traces[key] = trace(there, call, batch, precision=precision, evaluating=evaluating)
             except Untraceable as refusal:
                 self._traces[key] = refusal
         found = self._traces[key]
         if isinstance(found, Untraceable):
             raise found
         return found
+
+
+def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
+    """The model where the batch is: a stack on a GPU keeps its members' own models on the CPU meanwhile."""
+    first = next(model.parameters(), None)
+    if first is None or not leaves or first.device == leaves[0].device:
+        return model
+    return copy.deepcopy(model).to(leaves[0].device)
 
 
 def batch_sizes(member: Member) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import MemberError
-from shoal.pack.members import Member, autocast, draws, evaluating, number, run_step
+from shoal.pack.members import Member, autocast, draws, evaluating
 
 
 class Unit(ABC):
@@ -76,19 +76,21 @@ class Unit(ABC):
                 outputs.append(member.model(*inputs))
         return stack_outputs(outputs)
 
-    def evaluate(self, batch: Any, slots: list[int] | None = None) -> list[tuple[float, dict[str, float]]]:
-        """Eval-mode step of these members on one shared batch: loss and logs of each. For jobs with a `step`."""
-        found = []
-        self.write_back(slots)
-        for slot in range(len(self.members)) if slots is None else slots:
-            member = self.members[slot]
-            try:
-                with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                    loss, logs = run_step(member.job, member.model, batch)
-            except Exception as error:
-                raise MemberError(slot, error) from error
-            found.append((number(loss), {name: number(value) for name, value in logs.items()}))
-        return found
+    def validate(self, batch: Any, slots: list[int]) -> Findings | None:
+        """Eval-mode step of these members on one shared batch, all at once; None: they must be asked one by one."""
+        return None
+
+
+@dataclass(slots=True)
+class Findings:
+    """What members make of one validation batch."""
+
+    losses: Tensor
+    """[M]"""
+    logs: dict[str, Tensor]
+    """[M] each."""
+    outputs: Any
+    """A pytree of [M, B, ...]; None where no metric asks for it."""
 
 
 def stack_outputs(outputs: list[Any]) -> Any:

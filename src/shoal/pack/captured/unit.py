@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.pack.captured.chunk import Cache, Chunk
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.unit import Unit, Unlike
+from shoal.pack.unit import Findings, Unit, Unlike
 from shoal.pack.unit import stack_outputs as _stack
 
 
@@ -117,16 +117,19 @@ class CapturedUnit(Unit):
                 found += [_member(out, i) for i in range(len(rows))]
         return _stack(found)
 
-    def evaluate(self, batch: Any, slots: list[int] | None = None) -> list[tuple[float, dict[str, float]]]:
-        wanted = list(range(len(self.members))) if slots is None else slots
+    def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         places = self._places()
         found = []
-        for slot in wanted:
-            chunk, row = places[slot]
-            chunk.view.members[row].model.to(chunk.stack.device)
-            found += chunk.view.evaluate(batch, [row])
-            chunk.view.members[row].model.to("cpu")
-        return found
+        for chunk in self.chunks:
+            rows = [places[slot][1] for slot in slots if places[slot][0] is chunk]
+            if rows:
+                found.append(chunk.view.validate(batch, rows))
+        known = [part for part in found if part is not None]
+        if len(known) < len(found):
+            return None
+        logs = {name: torch.cat([part.logs[name] for part in known]) for name in known[0].logs}
+        outputs = torch.utils._pytree.tree_map(lambda *leaves: torch.cat(leaves), *[part.outputs for part in known])
+        return Findings(torch.cat([part.losses for part in known]), logs, outputs)
 
     def _places(self) -> list[tuple[Chunk, int]]:
         return [(chunk, row) for chunk in self.chunks for row in chunk.alive]

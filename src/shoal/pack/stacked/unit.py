@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import MemberError
 from shoal.pack.members import Member, draws, run_step
-from shoal.pack.recipe import Kitchen, Recipe, Untraceable
+from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.stacked.feed import Feed
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import Stack
-from shoal.pack.trace import autocast
-from shoal.pack.unit import Unit
+from shoal.pack.trace import Trace, Untraceable, autocast
+from shoal.pack.unit import Findings, Unit
 from shoal.randomness import counter_draw, draw_members, generator_at, signed, site_numbers
 
 LEAST = 2
@@ -225,24 +226,45 @@ class StackedUnit(Unit):
         return kept
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
-        program = self._forward(tuple(inputs))
+        program = self._evaluation("forward", tuple(inputs), self.kitchen.forward)
         if program is None:
             return super().outputs(inputs, slots)
-        noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], self.stack.device)
-        with torch.no_grad(), autocast(self.members[0].job.precision, self.stack.device):
-            saved = [buffer.clone() for buffer in self.stack.buffers]
-            out, after = program(self.stack.state, pytree.tree_leaves(inputs), noise.__getitem__)
-            self.stack.set_buffers(dict(zip(self.stack.buffer_names, saved, strict=True)), None, saved)
-        chosen = list(range(len(self.members))) if slots is None else slots
-        return pytree.tree_map(lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach(), out)
+        return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs))
 
-    def _forward(self, inputs: tuple[Any, ...]) -> Program | None:
-        """The eval-mode forward pass as a program; None where it cannot be stacked."""
-        leaves, spec = pytree.tree_flatten(inputs)
-        key = (repr(spec), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves))
+    def validate(self, batch: Any, slots: list[int]) -> Findings | None:
+        wanted = any(member.job.metrics for member in self.members)
+        graph = partial(self.kitchen.validation, wanted=wanted)
+        program = self._evaluation("validation", batch, graph)
+        if program is None or program.draws:
+            return None
+        (losses, logs), outputs = self._evaluate(program, batch)
+        chosen, rows = self._chosen(slots), len(self.stack.rows)
+        columns = {name: chosen(_as_column(value, rows)) for name, value in logs.items()}
+        return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
+
+    def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
+        """Picks members' rows out of the stack's."""
+        chosen = list(range(len(self.members))) if slots is None else slots
+        return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
+
+    def _evaluate(self, program: Program, batch: Any) -> Any:
+        """What an eval-mode program gives, with everything left as it was."""
+        stack = self.stack
+        noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], stack.device)
+        saved = [buffer.clone() for buffer in stack.buffers]
+        with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
+            out, _ = program(stack.state, pytree.tree_leaves(batch), noise.__getitem__)
+            stack.set_buffers(dict(zip(stack.buffer_names, saved, strict=True)), None, saved)
+        return out
+
+    def _evaluation(self, kind: str, batch: Any, graph: Callable[[Member, Any], Trace]) -> Program | None:
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked."""
+        leaves, spec = pytree.tree_flatten(batch)
+        shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
             try:
-                traces = [self.kitchen.forward(self.members[row], inputs) for row in self.stack.rows]
+                traces = [graph(self.members[row], batch) for row in self.stack.rows]
                 self._forwards[key] = Program(traces, device=self.stack.device, stacked_batch=[False] * len(leaves))
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
