@@ -184,6 +184,11 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers; TorchScript, which never replaces one, has them in something that is no dict."""
+    return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
+
+
 class Buffers:
     """A model's buffers as they were: a forward pass may change them before its loss turns out to be non-finite."""
 
@@ -200,7 +205,8 @@ class Buffers:
         """Note the buffers and copy their values, into the same memory each time."""
         self.calls += 1
         if self.calls <= 2:  # lazy layers make their buffers in the first forward pass
-            self.places = [(m._buffers, name) for m in self.model.modules() for name in m._buffers]
+            found_in = [_buffers_of(module) for module in self.model.modules()]
+            self.places = [(buffers, name) for buffers in found_in for name in buffers]
             self.saved = []
         if not self.places:
             return

@@ -123,7 +123,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
 
     inputs = [*params.values(), *buffers.values(), *leaves]
     device = inputs[0].device
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         with _poisoned(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
             warnings.simplefilter("ignore")
@@ -132,6 +132,11 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
         raise
     except Exception as error:
         raise Untraceable(_explain(error)) from error
+    finally:
+        seeded = not torch.equal(torch.get_rng_state(), torch_state)  # fake tensors draw nothing
+        torch.set_rng_state(torch_state)
+    if seeded:
+        raise Untraceable("it seeds torch's random numbers inside the step")
     numpy_after = np.random.get_state()
     if random.getstate() != python_state or any(
         not np.array_equal(a, b) for a, b in zip(numpy_state, numpy_after, strict=True)
@@ -144,6 +149,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
 # What Python can do that a graph of operators would silently lose.
 _POISON: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd.Function, "apply", "a custom autograd.Function (its own backward is not in the graph)"),
+    (torch.autograd.function, "_is_setup_context_defined", "a custom autograd.Function (its own backward is not in the graph)"),
     (torch.autograd, "grad", "torch.autograd.grad inside the step"),
     (torch.autograd, "backward", "a backward pass inside the step"),
     (torch.Tensor, "backward", "a backward pass inside the step"),
@@ -151,6 +157,7 @@ _POISON: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
     (torch, "manual_seed", "torch.manual_seed inside the step"),
 )
+"""The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is replaced."""
 
 
 @contextmanager
