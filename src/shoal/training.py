@@ -15,9 +15,8 @@ import torch
 from shoal.checks import prepare
 from shoal.environment import environment
 from shoal.job import Job
-from shoal.pack import plan
+from shoal.pack import plan, workers
 from shoal.pack.members import Member
-from shoal.pack.run import run
 from shoal.pack.unit import Executor, Unit
 from shoal.progress import progress_for
 from shoal.results import Result, Results
@@ -38,10 +37,12 @@ class Settings:
     deterministic: bool = False
 
 
-def arrange(members: list[Member], settings: Settings) -> tuple[list[Unit], Executor]:
-    """The one place where the plan enters: which members run together, and how units share the device."""
-    _, units = plan.arrange(members)
-    return units, Executor()
+def arrange(members: list[Member], settings: Settings) -> tuple[list[Unit], Executor, int]:
+    """The one place where the plan enters: which members run together, how units share the device, in how many
+    processes."""
+    made, units, executor = plan.arrange(members, timed=not settings.deterministic, compile=settings.compile)
+    seconds = workers.predicted_seconds(made, members)
+    return units, executor, workers.workers_for(settings.threads, settings.device, seconds)
 
 
 def train(
@@ -64,7 +65,8 @@ def train(
             holds other jobs is an error that says what differs; the same jobs are trained again and replaced.
         progress: Show a bar in terminals and notebooks, plain lines elsewhere.
         memory: The most memory to use on the device, such as "8GB"; None: what is free.
-        threads: Torch's intra-op threads during the run; None: as they are.
+        threads: Torch's intra-op threads during the run, in this process alone; None: as they are, and on a CPU long
+            runs are shared among one process per free core (SHOAL_WORKERS sets their number).
         compile: Whether tiers may use torch.compile; "auto": where it pays.
         checkpoint_every: Seconds, or "60s", "5m", "1h".
         deterministic: Use torch's deterministic algorithms, and raise where there is none.
@@ -81,8 +83,8 @@ def train(
             folder.claim(members)
         try:
             with progress_for(members, progress) as watch:
-                units, executor = arrange(members, settings)
-                run(units, executor, watch)
+                units, executor, count = arrange(members, settings)
+                workers.run_shared(units, count, executor, watch)
         except KeyboardInterrupt:
             if folder is not None:
                 folder.write(collect(members, settings.device))

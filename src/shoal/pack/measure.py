@@ -26,7 +26,7 @@ from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.stack import Stack
-from shoal.pack.stacked.unit import StackedUnit
+from shoal.pack.stacked.unit import LEAST, StackedUnit
 from shoal.pack.unit import Unit
 from shoal.randomness import generator_at
 
@@ -72,7 +72,7 @@ def num_steps(member: Member) -> int:
 
 
 def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
-    """What a trial says about members of one recipe, by their places; those it leaves out are stacked, as is the rule."""
+    """What a trial says about members of one recipe, by their places; those left out are stacked, as is the rule."""
     tried = [recipe for recipe in recipes if _worth_it(recipe.member)]
     found = verdict(tried[0], kitchen) if tried else None
     return {} if found is None else {recipe.member.index: found for recipe in tried}
@@ -105,12 +105,13 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(repr((FORMAT, recipe.key, torch.__version__, threads)).encode()).hexdigest()[:32]
 
 
-def trial(recipe: Recipe, kitchen: Kitchen) -> Verdict:
-    """Step copies of the recipe's member, stacked and alone, in turns."""
+def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdict:
+    """Step copies of the recipe's member, stacked and alone, in turns; as so many, or as the canonical few."""
     alone = _Runner(SerialUnit(_scratch(recipe.member)))
     alone.run(1)
     first = alone.run(1)
-    rows, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
+    count, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
+    rows = count if members is None else max(members, LEAST)
     member = _scratch(recipe.member)
     own = Recipe(member, recipe.steps, plan_optimizer(member))
     together = _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
@@ -119,12 +120,12 @@ def trial(recipe: Recipe, kitchen: Kitchen) -> Verdict:
     ratios, stacked, solo = [], [], []
     for number in range(rounds):
         if number % 2:
-            a, b = together.run(1), alone.run(rows)
+            a, b = together.run(1), alone.run(count)
         else:
-            b, a = alone.run(rows), together.run(1)
-        ratios.append(b / a)
+            b, a = alone.run(count), together.run(1)
         stacked.append(a / rows)
-        solo.append(b / rows)
+        solo.append(b / count)
+        ratios.append(solo[-1] / stacked[-1])
     return Verdict(statistics.median(stacked), statistics.median(solo), statistics.median(ratios), agrees)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shoal.pack.group import Group, group, told
 from shoal.pack.measure import Verdict, verdicts
@@ -11,7 +11,7 @@ from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.unit import StackedUnit
-from shoal.pack.unit import Unit
+from shoal.pack.unit import Executor, Unit
 
 
 @dataclass(slots=True)
@@ -78,17 +78,28 @@ def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
         if part.tier == "stacked":
             units.append(StackedUnit([recipes[i] for i in part.members], kitchen))
         else:
-            units += [SerialUnit(members[i]) for i in part.members]
+            for i in part.members:
+                unit = SerialUnit(members[i])
+                unit.traced = i in recipes
+                units.append(unit)
     return units
 
 
-def arrange(members: list[Member], *, timed: bool = True) -> tuple[Plan, list[Unit]]:
+def arrange(
+    members: list[Member], *, timed: bool = True, compile: bool | Literal["auto"] = "auto"
+) -> tuple[Plan, list[Unit], Executor]:
     """Group, try, decide, build. Without `timed` no clock has a say: stacked wherever that is exact."""
     kitchen = Kitchen()
     groups = group(members, kitchen)
+    if members[0].device.type == "cuda":
+        from shoal.pack.captured.arrange import arrange as arrange_captured
+        from shoal.pack.captured.executor import CapturedExecutor
+
+        parts, units = arrange_captured(groups, kitchen, compile)
+        return Plan(str(members[0].device), parts), units, CapturedExecutor()
     tried: Verdicts = {}
     for found in groups if timed else []:
         if found.stackable:
             tried |= verdicts(found.recipes, kitchen)
     plan = decide(groups, str(members[0].device), tried)
-    return plan, build(plan, groups, kitchen)
+    return plan, build(plan, groups, kitchen), Executor()

@@ -19,6 +19,8 @@ class SerialUnit(Unit):
     """One member, trained by its own optimizer and scheduler objects."""
 
     tier = "serial"
+    traced = False
+    """Whether its step has been traced: then its Python has no effects that anybody could wait for."""
 
     def __init__(self, member: Member) -> None:
         self.members = [member]

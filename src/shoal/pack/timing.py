@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from shoal.checks import prepare
 from shoal.job import Job
-from shoal.pack.members import Member
+from shoal.pack import workers
 from shoal.pack.plan import Plan, arrange
 from shoal.pack.run import Track
 from shoal.pack.unit import Executor, Unit
@@ -19,41 +21,36 @@ from shoal.pack.unit import Executor, Unit
 class TimedPack:
     """A pack in the middle of its training; `step(n)` takes every member n batches further."""
 
-    def __init__(self, plan: Plan, units: list[Unit], executor: Executor) -> None:
+    def __init__(self, plan: Plan, units: list[Unit], executor: Executor, count: int = 1) -> None:
         self.plan = plan
-        self.tracks = [Track(unit, lambda member: None) for unit in units]
-        self.executor = executor
+        own, *others = workers.shares(units, count) if count > 1 else [units]
+        self.device = units[0].members[0].device
+        self._helpers = [workers.fork(lambda pipe, share=share: _serve(share, pipe)) for share in others if share]  # type: ignore[misc]
+        self._own = _Steps(own, executor)
         self._latest: dict[int, float] = {}
 
     @property
     def tier(self) -> str:
-        """The tiers in use."""
-        return ", ".join(dict.fromkeys(part.tier for part in self.plan.parts))
+        """The tiers in use, and in how many processes."""
+        tiers = ", ".join(dict.fromkeys(part.tier for part in self.plan.parts))
+        return f"{tiers}, {1 + len(self._helpers)} processes" if self._helpers else tiers
 
     @property
     def predicted_ms(self) -> float | None:
         """One step of all members, as predicted."""
         seconds = [part.predicted.get("step_seconds") for part in self.plan.parts]
         known = [value for value in seconds if value is not None]
-        return 1e3 * sum(known) if len(known) == len(seconds) else None
+        return 1e3 * sum(known) / (1 + len(self._helpers)) if len(known) == len(seconds) else None
 
     def step(self, n: int) -> None:
         """Train every member for n more batches."""
-        for track in self.tracks:
-            left = n
-            while left and track.ready():
-                track.begin()
-                batches = min(left, track.next_batches())
-                (outcome,) = self.executor.run([(track.unit, batches)])
-                self._note(track.unit.members, track.unit.losses())
-                track.settle(outcome)
-                left -= batches
-        if self.tracks and self.tracks[0].unit.members and self.tracks[0].unit.members[0].device.type == "cuda":
+        for _, pipe in self._helpers:
+            pipe.send(n)
+        self._latest |= self._own.step(n)
+        for _, pipe in self._helpers:
+            self._latest |= pipe.recv()
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def _note(self, members: list[Member], losses: Tensor) -> None:
-        for member, row in zip(members, losses[:, -1].tolist(), strict=True):
-            self._latest[member.index] = row
 
     def losses(self) -> list[float]:
         """Every member's loss at its latest batch."""
@@ -61,11 +58,47 @@ class TimedPack:
 
     def close(self) -> None:
         """Let go of everything."""
-        self.tracks = []
+        for pid, pipe in self._helpers:
+            workers.forget(pipe)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._helpers = []
+
+
+class _Steps:
+    """Units taken so many batches further, all of them side by side."""
+
+    def __init__(self, units: list[Unit], executor: Executor) -> None:
+        self.tracks = [Track(unit, lambda member: None) for unit in units]
+        self.executor = executor
+
+    def step(self, n: int) -> dict[int, float]:
+        """The members' latest losses, by their places."""
+        latest: dict[int, float] = {}
+        left = {id(track): n for track in self.tracks}
+        while ready := [track for track in self.tracks if left[id(track)] and track.ready()]:
+            for track in ready:
+                track.begin()
+            turns = [min(left[id(track)], track.next_batches()) for track in ready]
+            work = [(track.unit, batches) for track, batches in zip(ready, turns, strict=True)]
+            for track, batches, outcome in zip(ready, turns, self.executor.run(work), strict=True):
+                last = track.unit.losses()[:, -1].tolist()
+                latest |= {m.index: loss for m, loss in zip(track.unit.members, last, strict=True)}
+                track.settle(outcome)
+                left[id(track)] -= batches
+        return latest
+
+
+def _serve(units: list[Unit], pipe: Connection) -> None:
+    """A helper's life: step when told to."""
+    steps = _Steps(units, Executor())
+    while True:
+        pipe.send(steps.step(pipe.recv()))
 
 
 def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | Literal["auto"] = "auto") -> TimedPack:
     """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
     members = prepare(jobs, torch.device(device))
-    plan, units = arrange(members)
-    return TimedPack(plan, units, Executor())
+    plan, units, executor = arrange(members, compile=compile)
+    count = workers.workers_for(None, members[0].device, workers.predicted_seconds(plan, members))
+    return TimedPack(plan, units, executor, count)

@@ -1,0 +1,123 @@
+"""Trials: what they decide, what they remember, and that they disturb nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.pack import measure, plan
+from shoal.pack.measure import Verdict
+from shoal.pack.members import Member
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked.rules import _product
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_verdicts", {})
+
+
+def members(count: int = 3, steps: int = measure.FEW_STEPS) -> list[Member]:
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randn(64, 8, generator=g), torch.randint(4, (64,), generator=g)
+    made = [
+        shoal.Job(
+            model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 4)),
+            data=(x, y),
+            loss=F.cross_entropy,
+            optimizer=torch.optim.SGD,
+            hparams={"lr": 0.1},
+            batch_size=16,
+            steps=steps,
+            seed=i,
+            name=f"job {i}",
+        )
+        for i in range(count)
+    ]
+    return prepare(made, torch.device("cpu"))
+
+
+def recipe(member: Member) -> tuple[Recipe, Kitchen]:
+    kitchen = Kitchen()
+    return kitchen.recipe(member), kitchen
+
+
+def test_a_trial_agrees_and_disturbs_nothing() -> None:
+    (member,) = members(1)
+    weights = [p.detach().clone() for p in member.model.parameters()]
+    states = [g.get_state() for g in (member.rng, member.orders)]
+    before = torch.get_rng_state()
+    found = measure.trial(*recipe(member))
+    assert found.agrees and found.ratio > 0 and found.stacked > 0 and found.solo > 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, member.model.parameters(), strict=True))
+    assert all(torch.equal(a, g.get_state()) for a, g in zip(states, (member.rng, member.orders), strict=True))
+    assert torch.equal(before, torch.get_rng_state()) and member.batches == 0 and not member.history
+
+
+def test_a_wrong_rule_is_seen_and_the_job_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = _product.product
+    monkeypatch.setattr(_product, "product", lambda a, b, bias=None: 1.1 * right(a, b, bias))
+    made, _, _ = plan.arrange(members())
+    assert [part.tier for part in made.parts] == ["serial"] * 3
+    assert made.parts[0].reason == "the stacked step gave other numbers than the solo step"
+
+
+def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Verdict(stacked=2.0, solo=1.0, ratio=0.5)
+    calls: list[int] = []
+
+    def trial(recipe: Recipe, kitchen: Kitchen) -> Verdict:
+        calls.append(1)
+        return slow
+
+    monkeypatch.setattr(measure, "trial", trial)
+    for _ in range(2):
+        made, _, _ = plan.arrange(members())
+        assert {part.tier for part in made.parts} == {"serial"} and "0.50 times" in made.parts[0].reason
+        assert made.parts[0].predicted == {"step_seconds": 1.0}
+    monkeypatch.setattr(measure, "_verdicts", {})  # as in another process
+    plan.arrange(members())
+    assert len(calls) == 1
+    measure.cache_file().write_text('{"damaged')
+    monkeypatch.setattr(measure, "_verdicts", {})
+    plan.arrange(members())
+    assert len(calls) == 2 and slow in measure._remembered().values()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1.0, 1.0, 1.0 if fast else 0.9))
+    short, long = members(2, steps=measure.FEW_STEPS - 1), members(2)
+    long[0].index, long[1].index = 2, 3
+    for chosen in (short, long, short + long, long[1:] + short[:1], long[:1], short[:1]):
+        made, _, _ = plan.arrange(list(chosen))
+        tiers = {index: part.tier for part in made.parts for index in part.members}
+        for index, tier in tiers.items():
+            assert tier == ("stacked" if fast or index < 2 else "serial")
+
+
+def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(*_: object) -> Verdict:
+        raise AssertionError("a trial")
+
+    monkeypatch.setattr(measure, "verdict", trial)
+    made, _, _ = plan.arrange(members(), timed=False)
+    assert [part.tier for part in made.parts] == ["stacked"]
+
+
+def test_a_product_has_the_same_bits_in_every_place() -> None:
+    g = torch.Generator().manual_seed(0)
+    for rows, inner, columns in ((17, 9, 3), (5, 13, 7), (22, 131, 10), (1, 50, 3), (32, 64, 10), (16, 16, 16)):
+        a, b = torch.randn(9, rows, inner, generator=g), torch.randn(9, columns, inner, generator=g)
+        whole = _product.product(a, b.mT)
+        assert torch.allclose(whole, torch.bmm(a, b.mT), atol=1e-4)
+        for start, end in ((0, 2), (3, 5), (1, 9), (7, 9)):
+            own: Tensor = _product.product(a[start:end].clone(), b[start:end].clone().mT)
+            assert torch.equal(own, whole[start:end])

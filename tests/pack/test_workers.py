@@ -1,0 +1,166 @@
+"""Units shared among forked processes: the same bits, and a worker's end is its members' alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.pack import plan, workers
+from shoal.pack.members import Member
+from shoal.pack.unit import Executor
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def jobs(count: int, **settings: object) -> list[shoal.Job]:
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randn(50, 6, generator=g), torch.randint(3, (50,), generator=g)
+    given = {"epochs": 3, "batch_size": 16, "val": (x, y), "loss": F.cross_entropy, **settings}
+    return [
+        shoal.Job(
+            model=lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.2), nn.ReLU(), nn.Linear(9, 3)),
+            data=(x, y),
+            optimizer=torch.optim.Adam,
+            hparams={"lr": 0.01 * (1 + i)},
+            seed=i,
+            name=f"job {i}",
+            **given,  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    ]
+
+
+def trained(count: int, made: list[shoal.Job], watch: Callable[[Member], None] = lambda member: None) -> list[Member]:
+    members = prepare(made, torch.device("cpu"))
+    _, units, _ = plan.arrange(members)
+    workers.run_shared(units, count, Executor(), watch)
+    return members
+
+
+def assert_equal(a: Member, b: Member) -> None:
+    assert (a.status, a.error, a.step, a.epoch, a.tier) == (b.status, b.error, b.step, b.epoch, b.tier)
+    for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
+        assert torch.equal(x, y)
+    for key, state in a.optimizer_state["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, b.optimizer_state["state"][key][name]), name
+    assert torch.equal(a.rng.get_state(), b.rng.get_state())
+    timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in m.history] for m in (a, b)]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("members", [1, 5, 8])
+def test_the_same_bits_in_any_number_of_processes(members: int) -> None:
+    alone = trained(1, jobs(members))
+    for count in (2, 3):
+        for a, b in zip(trained(count, jobs(members)), alone, strict=True):
+            assert_equal(a, b)
+
+
+def test_epochs_are_told_as_they_end() -> None:
+    seen: list[tuple[int, int, str]] = []
+    trained(2, jobs(6), lambda member: seen.append((member.index, member.epoch, member.status)))
+    for index in range(6):
+        own = [(epoch, status) for i, epoch, status in seen if i == index]
+        assert own == [(1, "running"), (2, "running"), (3, "running"), (3, "done")]
+
+
+def test_a_killed_worker_ends_its_own_members_alone() -> None:
+    home = os.getpid()
+
+    def deadly(outputs: Tensor, targets: Tensor) -> float:
+        if os.getpid() != home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    members = trained(2, jobs(6, metrics={"deadly": deadly}))
+    ends = [member.status for member in members]
+    assert ends.count("done") == 3 and ends.count("failed") == 3
+    lost = next(member for member in members if member.status == "failed")
+    assert lost.error == "its worker process was killed by SIGKILL (out of memory?); train it again"
+    alone = trained(1, jobs(6))
+    for a, b in zip(members, alone, strict=True):
+        if a.status == "done":
+            for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
+                assert torch.equal(x, y)
+
+
+def test_an_error_of_one_member_is_told_from_the_worker() -> None:
+    def bad(outputs: Tensor, targets: Tensor) -> float:
+        raise ValueError("no such metric")
+
+    made = jobs(6)
+    made[5].metrics = {"bad": bad}
+    for count in (1, 2):
+        members = trained(count, made)
+        assert [m.status for m in members] == ["done"] * 5 + ["failed"]
+        assert "no such metric" in (members[5].error or "")
+
+
+def test_an_interrupt_brings_all_members_back() -> None:
+    pressed: list[int] = []
+
+    def watch(member: Member) -> None:
+        if member.epoch == 2 and not pressed:
+            pressed.append(1)
+            raise KeyboardInterrupt
+
+    members = prepare(jobs(6, epochs=100_000), torch.device("cpu"))
+    _, units, _ = plan.arrange(members, timed=False)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_shared(units, 2, Executor(), watch)
+    assert {member.status for member in members} == {"cancelled"}
+    assert all(member.optimizer_state["state"] for member in members)
+
+
+def test_no_worker_is_left_behind() -> None:
+    trained(2, jobs(4))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_what_could_not_be_traced_stays_in_this_process() -> None:
+    homes: list[int] = []
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        homes.append(os.getpid())
+        out = model(batch[0])
+        if float(out.detach().sum()) > 1e9:
+            out = out * 2
+        return F.cross_entropy(out, batch[1])
+
+    made = jobs(4, step=step, loss=None)
+    members = trained(2, made)
+    assert {member.tier for member in members} == {"serial"} and set(homes) == {os.getpid()}
+
+
+def test_busy_cores_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < workers.free_cores(2) < 2.1
+    monkeypatch.delenv("SHOAL_WORKERS", raising=False)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 4)
+    monkeypatch.setattr(workers, "free_cores", lambda count: 0.4)
+    assert workers.workers_for(None, torch.device("cpu"), 100.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("threads", "seconds", "told", "count"),
+    [(None, 100.0, None, 4), (None, 0.1, None, 1), (2, 100.0, None, 1), (2, 0.1, "3", 3), (None, 100.0, "1", 1)],
+)
+def test_how_many_workers(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None, seconds: float, told: str | None, count: int
+) -> None:
+    monkeypatch.setattr(workers, "usable_cores", lambda: 4)
+    monkeypatch.setattr(workers, "free_cores", lambda count: 3.8)
+    monkeypatch.delenv("SHOAL_WORKERS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("SHOAL_WORKERS", told)
+    assert workers.workers_for(threads, torch.device("cpu"), seconds) == count
+    assert workers.workers_for(threads, torch.device("cuda"), seconds) == 1
