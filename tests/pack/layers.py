@@ -20,6 +20,7 @@ INPUTS: dict[str, Tensor] = {
     "tokens": whole(6, 11, N, 5),
     "bits": whole(7, 2, N, 6).double(),
 }
+TARGETS = whole(8, 3, N)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_as_alone, whole
-from tests.pack.layers import ACTIVATIONS, INPUTS, LAYERS, N
+from tests.pack.equality import assert_as_alone
+from tests.pack.layers import ACTIVATIONS, INPUTS, LAYERS, TARGETS
 from torch import Tensor, nn
 
 import shoal
-
-TARGETS = whole(8, 3, N)
 
 
 def with_head(build: Callable[[], nn.Module], inputs: Tensor) -> nn.Module:

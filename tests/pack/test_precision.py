@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.pack.equality import assert_close, distances, numbers, optimizer_tensors, reasons, train, whole
-from tests.pack.layers import INPUTS, LAYERS, N
-from tests.pack.test_layers import TARGETS, with_head
+from tests.pack.layers import INPUTS, LAYERS, TARGETS, N
+from tests.pack.test_layers import with_head
 from torch import Tensor, nn
 
 import shoal

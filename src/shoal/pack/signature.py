@@ -98,13 +98,15 @@ class _Slot:
 
 
 def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
+    """All arguments of a call by name, in the schema's order. A trace leaves out those that have their default value."""
     schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
-    for index, value in enumerate(node.args):
-        yield _Slot(index, str(arguments[index].type) if index < len(arguments) else ""), value
-    by_name = {argument.name: str(argument.type) for argument in arguments}
-    for name, value in node.kwargs.items():
-        yield _Slot(name, by_name.get(name, "")), value
+    if schema is None:
+        yield from ((_Slot(key, ""), value) for key, value in (*enumerate(node.args), *node.kwargs.items()))
+        return
+    for place, argument in enumerate(schema.arguments):
+        value = argument.default_value if argument.has_default_value() else None
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, value)
+        yield _Slot(argument.name, str(argument.type)), value
 
 
 def _liftable(value: Any, slot_type: str) -> bool:

@@ -188,13 +188,13 @@ class Program:
         values = []
         for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
             if place < len(node.args):
-                value, key = node.args[place], place
+                value = node.args[place]
             elif argument.name in node.kwargs:
-                value, key = node.kwargs[argument.name], argument.name
+                value = node.kwargs[argument.name]
             else:
-                value, key = argument.default_value if argument.has_default_value() else None, -1
+                value = argument.default_value if argument.has_default_value() else None
             for path, number in self._scalars.items():
-                if path[0] == index and path[1] == key:
+                if path[0] == index and path[1] == argument.name:
                     value = self._put(value, path, number)
             values.append(value)
         return tuple(values)

@@ -32,7 +32,7 @@ _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, at
 def pointwise(site: Site) -> Run:
     """Any operator tagged elementwise, in place or not."""
     out = site.out
-    if site.varies and not (site.op in _TAKES_COLUMN and out.dtype in (torch.float32, torch.float64)):
+    if site.varies and not (_takes_columns(site) and out.dtype in (torch.float32, torch.float64)):
         return once_per_member(site)
     if site.device.type == "cpu" and out.numel() % _LANES and not _exact(site):
         return once_per_member(site)  # the remainder of the loop would fall on the last member and give it other bits
@@ -43,6 +43,13 @@ def pointwise(site: Site) -> Run:
         return op(*[value if plan is None else plan(value) for plan, value in zip(plans, args, strict=True)])
 
     return run
+
+
+def _takes_columns(site: Site) -> bool:
+    """Does every number that differs stand where a tensor may stand (not, say, in `alpha`)?"""
+    types = [str(argument.type) for argument in site.op._schema.arguments]
+    varying = [kind for kind, value in zip(types, site.args, strict=True) if isinstance(value, PerMember)]
+    return site.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
 
 
 def _plan(site: Site, index: int, value: Any) -> Any:
