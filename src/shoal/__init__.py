@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from shoal.errors import JobError as JobError
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import ShoalWarning as ShoalWarning
+    from shoal.explanation import Explanation as Explanation
+    from shoal.explanation import explain as explain
     from shoal.job import EarlyStop as EarlyStop
     from shoal.job import Job as Job
     from shoal.kfold import folds as folds
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "EarlyStop": "shoal.job",
+    "Explanation": "shoal.explanation",
     "Job": "shoal.job",
     "JobError": "shoal.errors",
     "Pack": "shoal.pack.own",
@@ -33,6 +36,7 @@ _HOME = {
     "Rows": "shoal.data.rows",
     "ShoalError": "shoal.errors",
     "ShoalWarning": "shoal.errors",
+    "explain": "shoal.explanation",
     "folds": "shoal.kfold",
     "replay": "shoal.reference",
     "solo": "shoal.reference",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.job import Job
+from shoal.tables import render
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -125,12 +125,7 @@ class Results(Sequence[Result]):
             ]
             for r in self
         ]
-        if sys.stdout.isatty():
-            try:
-                return _rich_table(head, rows)
-            except ImportError:
-                pass
-        return _plain_table(head, rows)
+        return render(head, rows)
 
     def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
         """Draw all learning curves into a picture; without `metric`: the loss, and val_loss where there is one."""
@@ -182,29 +177,3 @@ def finite(value: Any) -> Any:
 
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _plain_table(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(row: list[str]) -> str:
-        return "  ".join(
-            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-
-    return "\n".join([line(head), line(["-" * w for w in widths]), *map(line, rows)])
-
-
-def _rich_table(head: list[str], rows: list[list[str]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < 3 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")

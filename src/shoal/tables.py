@@ -1,0 +1,66 @@
+"""Tables for people: plain text, with lines and colour where rich is installed and this is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1, 2)) -> str:
+    """The table as text; the columns in `left` are set flush left, the others right."""
+    if sys.stdout.isatty():
+        try:
+            return _rich(head, rows, left)
+        except ImportError:
+            pass
+    return _plain(head, rows, left)
+
+
+def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, strict=True)
+        return "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip()
+
+    return "\n".join([line(head), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def _rich(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
+
+
+def size(count: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(3_200_000), size(512)
+    ('3.2 MB', '512 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it.
+
+    >>> duration(0.0000031), duration(0.25), duration(75), duration(9000)
+    ('3.1 µs', '250 ms', '75 s', '2.5 h')
+    """
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (300.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
+        if seconds < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds / 3600:.3g} h"

@@ -1,0 +1,145 @@
+"""`shoal.explain`: the plan before any training, with reasons, memory and what to expect; and nothing is disturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.explanation import memory
+from shoal.pack import measure
+from shoal.pack.recipe import Kitchen
+from shoal.tables import duration, size
+
+X, Y = torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+
+
+class Branch(nn.Module):
+    """Goes by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out if float(out.detach().sum()) > 0 else -out
+
+
+def job(name: str, **changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {"model": lambda: nn.Linear(6, 3), "data": (X, Y), "loss": F.cross_entropy, "epochs": 2}
+    return shoal.Job(**(settings | {"hparams": {"lr": 0.1}, "batch_size": 16, "name": name} | changes))
+
+
+def jobs() -> list[shoal.Job]:
+    sgd = {"optimizer": torch.optim.SGD}
+    return [
+        *(job(f"a{i}", seed=i, hparams={"lr": 0.1 + i}) for i in range(4)),
+        *(job(f"branch{i}", model=Branch) for i in range(2)),
+        *(job(f"sgd{i}", **sgd, seed=i) for i in range(2)),
+    ]
+
+
+def test_what_rides_together_and_why() -> None:
+    told = shoal.explain(jobs(), device="cpu", measure=False)
+    parts = told.plan.parts
+    assert [(part.tier, part.members) for part in parts] == [
+        ("stacked", [0, 1, 2, 3]),
+        ("serial", [4]),
+        ("serial", [5]),
+        ("stacked", [6, 7]),
+    ]
+    assert parts[0].reason == "one computation; apart from others: AdamW against SGD"
+    assert "depends on the data" in parts[1].reason
+    text = str(told)
+    assert "a0, a1 ... a3" in text and "branch0, branch1" in text and "not timed" in text
+    assert len([line for line in text.splitlines() if line.startswith(("1", "2", "3"))]) == 6, text
+    assert json.loads(told.to_json())["parts"][3]["names"] == ["sgd0", "sgd1"]
+    assert all("step_seconds" not in part.predicted for part in parts)
+
+
+def test_memory_is_counted() -> None:
+    told = shoal.explain(jobs(), device="cpu", measure=False)
+    adam, sgd = told.plan.parts[0].predicted, told.plan.parts[3].predicted
+    assert adam["weights_bytes"] == 4 * 21 * 4 and sgd["weights_bytes"] == 2 * 21 * 4
+    assert adam["gradients_bytes"] == adam["weights_bytes"]
+    assert 2 * adam["weights_bytes"] <= adam["optimizer_bytes"] < 2.6 * adam["weights_bytes"]
+    assert sgd["optimizer_bytes"] < 0.5 * sgd["weights_bytes"], "plain SGD keeps nothing but a count"
+    assert adam["activations_bytes"] >= 4 * 16 * 3 * 4
+    assert told.data_bytes == X.numel() * 4 + Y.numel() * 8, "once for all jobs"
+    assert told.memory_bytes > told.data_bytes
+
+
+def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
+    module = nn.Linear(6, 3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    calls: list[int] = []
+
+    def metric(outputs: Tensor, targets: Tensor) -> float:
+        calls.append(len(outputs))
+        return 0.0
+
+    these = [job(f"m{i}", model=module, val=(X, Y), metrics={"m": metric}, hparams={"lr": 0.1 + i}) for i in range(6)]
+    state, data = torch.get_rng_state(), X.clone()
+    told = shoal.explain(these, device="cpu")
+    (part,) = told.plan.parts
+    assert part.predicted["alone_seconds"] > 0 and part.predicted["step_seconds"] > 0
+    assert part.predicted["gain"] == part.predicted["alone_seconds"] / part.predicted["step_seconds"]
+    assert "training: about" in str(told) and f"{part.predicted['gain']:.1f}x" in str(told)
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(X, data)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    first = shoal.train(these, device="cpu")[0].history[-1]["loss"]
+    assert first == pytest.approx(shoal.solo(these[0]).history[-1]["loss"], rel=1e-5)
+
+
+def test_where_stacking_loses_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = measure.Verdict(stacked=2e-3, solo=1e-3, ratio=0.5)
+    monkeypatch.setattr(measure, "trial", lambda *_: lost)
+    long = [job(f"l{i}", epochs=200, seed=i) for i in range(3)]
+    told = shoal.explain(long, device="cpu")
+    assert [part.tier for part in told.plan.parts] == ["serial"] * 3
+    assert "at 0.50 times the speed of solo steps" in str(told)
+    short = shoal.explain([job(f"s{i}", seed=i) for i in range(3)], device="cpu")
+    assert [part.tier for part in short.plan.parts] == ["stacked"]
+    assert "stacking loses here (0.50x): do not pack" in str(short)
+
+
+def test_mistakes_are_those_of_train() -> None:
+    with pytest.raises(shoal.JobError, match="jobs is empty"):
+        shoal.explain([])
+    with pytest.raises(shoal.JobError, match="lr is -1"):
+        shoal.explain([job("a", hparams={"lr": -1})], device="cpu")
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        shoal.explain([job("a")], device="tpu")
+
+
+def test_memory_of_an_optimizer_without_a_rule_and_of_what_is_frozen() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    def half_frozen() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        model[0].requires_grad_(False)
+        return model
+
+    (member,) = shoal.checks.prepare([job("a", optimizer=Own, model=half_frozen)], torch.device("cpu"))
+    found = memory(member, Kitchen().recipe(member))
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (63 * 4, 21 * 4, 2 * 21 * 4)
+    assert memory(member, None)["activations"] == 0
+
+
+def test_numbers_for_people() -> None:
+    assert [size(n) for n in (0, 999, 1000, 2_500_000, 7e12)] == ["0 B", "999 B", "1 kB", "2.5 MB", "7 TB"]
+    assert [duration(s) for s in (5e-6, 0.5, 12, 600)] == ["5 µs", "500 ms", "12 s", "10 min"]
