@@ -156,14 +156,14 @@ def _counter_bernoulli(draw: Draw, bits: Tensor, column: Any) -> Tensor:
     return torch.where(kept, scale, torch.zeros_like(scale))
 
 
-class CounterMode(TorchDispatchMode):
+class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, operators on a GPU draw what the engine draws there: for networks that run operator by operator.
 
     `begin(count)` says how many batches the member has had; random calls within a batch are then numbered as they come.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = torch.tensor([signed(seed)], device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._site = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class Chunk:
     @classmethod
     def build(cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool) -> Chunk:
         """A fresh chunk; its members' models move to the host, since the stack has their weights now."""
-        stack = Stack(recipes, size=len(recipes))
+        stack = Stack(recipes, size=len(recipes), channels_last=solo)
         for recipe in recipes:
             recipe.member.model.to("cpu")
         counts = [recipe.member.batches for recipe in recipes]
@@ -143,8 +142,3 @@ class Chunk:
         if kept.inputs.table is not None and self.inputs.table is not None:
             kept.inputs.table.copy_(self.inputs.table[..., rows])
         return kept
-
-    def state(self) -> list[Any]:
-        """Everything a step writes, for putting back after a trial."""
-        written = [*stack_tensors(self.stack), self.inputs.place, self.inputs.count, self.inputs.losses]
-        return [(t, t.detach().clone()) for t in written]

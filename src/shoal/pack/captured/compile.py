@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.pack.captured.step import Inputs, Step, inputs_like, stack_tensors
@@ -43,30 +47,36 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
     with _LOCK, warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
-    graph.graph.eliminate_dead_code()
-    run = _inductor(graph, fakes)
-    return Executable(run, True, time.perf_counter() - start)
-
-
-def _inductor(graph: torch.fx.GraphModule, example: list[Tensor]) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx
-
-    with torch.no_grad(), warnings.catch_warnings():
+    with _LOCK, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        compiled = compile_fx(_flat_signature(graph), example)
+        pure = functionalize(graph, remove="mutations")
+        graph = make_fx(pure, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
+    return Executable(_inductor(graph), True, time.perf_counter() - start)
+
+
+def _inductor(graph: GraphModule) -> Compiled:
+    """Lower a graph without mutations but for the copies into its inputs at its end.
+
+    AOTAutograd is left out on purpose: the backward pass is in the graph already, and no two inputs overlap.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = inputs[0].fake_mode
+    with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode):
+        warnings.simplefilter("ignore")
+        joint_graph_passes(graph)
+        compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
         with torch.no_grad():
-            compiled(*tensors)
+            compiled(list(tensors))  # emptied by the call
 
     return run
-
-
-def _flat_signature(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """make_fx keeps the list argument's pytree in the code; the compiler wants plain positional inputs."""
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())
-    graph.recompile()
-    return graph
 
 
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:

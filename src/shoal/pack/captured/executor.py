@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class CapturedExecutor(Executor):
 
     def __init__(self) -> None:
         self._graphs: dict[tuple[tuple[int, int], ...], torch.cuda.CUDAGraph] = {}
-        self._pool: object | None = None
+        self._pool: Any = None
         self._streams: list[torch.cuda.Stream] = []
 
     def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
@@ -63,7 +64,7 @@ class CapturedExecutor(Executor):
     def _capture(self, units: list[CapturedUnit]) -> torch.cuda.CUDAGraph:
         branches = sum(len(unit.chunks) for unit in units)
         while len(self._streams) < min(branches, STREAMS):
-            self._streams.append(torch.cuda.Stream())
+            self._streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         streams = self._streams[: min(branches, STREAMS)]
         gc.collect()
         torch.cuda.synchronize()

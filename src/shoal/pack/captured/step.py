@@ -110,7 +110,7 @@ class Step:
         before = [buffer.clone() for buffer in stack.buffers]
         losses, after = self._forward(stack, batch, inputs)
         total = losses if stack.scaler is None else stack.scaler.scale(losses)
-        grads = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
+        grads: list[Tensor | None] = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
         with torch.no_grad():
             losses = losses.detach()
             stack.active.copy_(stack.active & torch.isfinite(losses))
@@ -138,13 +138,18 @@ class Step:
 
         state = stack.state
         if solo:
-            state = [t[0] for t in state]
-            batch = [b[0] for b in batch] if inputs.orders is not None and inputs.orders.dim() == 2 else batch
+            state = [_laid_out(t[0]) for t in state[: len(stack.params)]] + [t[0] for t in stack.buffers]
+            batch = [_laid_out(b[0] if inputs.orders is not None and inputs.orders.dim() == 2 else b) for b in batch]
         with autocast(stack.members[0].job.precision, stack.device):
             (losses, _), after = self.program(state, batch, noise)
         if solo:
             losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
         return losses, after
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Images and their filters with channels last, which is what a GPU's convolutions want."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_cuda else x
 
 
 def inputs_like(inputs: Inputs) -> Inputs:

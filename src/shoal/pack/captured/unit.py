@@ -68,6 +68,11 @@ class CapturedUnit(Unit):
                 chunk.short(rows)
             self.advanced(1)
 
+    def rewind(self) -> None:
+        """Back to the epoch's first batch, for a trial that is thrown away."""
+        for chunk in self.chunks:
+            chunk.inputs.place.zero_()
+
     def losses(self) -> Tensor:
         parts = [chunk.inputs.losses[: self.done, chunk.alive].T for chunk in self.chunks]
         return torch.cat(parts).double().cpu()

@@ -35,8 +35,10 @@ Grads = list[Tensor | None]
 class Stack:
     """Members' training state with a member axis, and what one optimizer step does to it."""
 
-    def __init__(self, recipes: Sequence[Recipe], *, size: int) -> None:
+    def __init__(self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False) -> None:
+        """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them."""
         self.recipes = list(recipes)
+        self._channels_last = channels_last and size == 1
         first = recipes[0]
         self.device = first.member.device
         self.rows = [*range(len(recipes)), *[0] * (size - len(recipes))]
@@ -45,8 +47,8 @@ class Stack:
         named = [dict(model.named_parameters()) for model in models]
         buffered = [dict(model.named_buffers()) for model in models]
         self.param_names, self.buffer_names = graph.params, graph.buffers
-        self.params = [torch.stack([named[r][name].detach() for r in self.rows]) for name in self.param_names]
-        self.buffers = [torch.stack([buffered[r][name].detach() for r in self.rows]) for name in self.buffer_names]
+        self.params = [self._stacked([named[r][name] for r in self.rows]) for name in self.param_names]
+        self.buffers = [self._stacked([buffered[r][name] for r in self.rows]) for name in self.buffer_names]
         trained = [named[0][name].requires_grad for name in self.param_names]
         used = used_params(graph)
         self.trained = [i for i, (wanted, touched) in enumerate(zip(trained, used, strict=True)) if wanted and touched]
@@ -65,6 +67,13 @@ class Stack:
             self.optimizer = OwnOptimizers(self)
         else:
             self.optimizer = StackedOptimizer(self)
+
+    def _stacked(self, values: list[Tensor]) -> Tensor:
+        """Members' own tensors as one on the device, wherever their models are."""
+        stacked = torch.stack([value.detach() for value in values]).to(self.device)
+        if self._channels_last and stacked.dim() == 5:
+            return stacked[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
+        return stacked
 
     @property
     def members(self) -> list[Member]:
@@ -133,7 +142,7 @@ class Stack:
         rows = [*slots, *[slots[0]] * (size - len(slots))]
         kept = object.__new__(Stack)
         kept.recipes = [self.recipes[slot] for slot in slots]
-        kept.device, kept.trained = self.device, self.trained
+        kept.device, kept.trained, kept._channels_last = self.device, self.trained, False
         kept.param_names, kept.buffer_names = self.param_names, self.buffer_names
         kept.rows = [*range(len(slots)), *[0] * (size - len(slots))]
         kept.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
