@@ -14,6 +14,8 @@ from shoal.errors import MemberError
 from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
 from shoal.pack.unit import Unit
 
+_NO_LOGS: dict[str, float] = {}
+
 
 class SerialUnit(Unit):
     """One member, trained by its own optimizer and scheduler objects."""
@@ -131,9 +133,12 @@ class SerialUnit(Unit):
         return value
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
-        with autocast(self.job, self.member.device):
+        if self.job.precision is None:
             loss, logs = run_step(self.job, self.model, batch)
-        self._logs.append({name: number(x) for name, x in logs.items()})
+        else:
+            with autocast(self.job, self.member.device):
+                loss, logs = run_step(self.job, self.model, batch)
+        self._logs.append({name: number(x) for name, x in logs.items()} if logs else _NO_LOGS)
         return loss.item(), loss
 
     def _apply(self) -> None:

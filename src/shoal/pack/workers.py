@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from time import perf_counter, process_time
 from typing import Any, NoReturn
@@ -76,10 +77,8 @@ def free_cores(count: int) -> float:
     crew = [fork(_spin) for _ in range(count)]
     total = 0.0
     for pid, pipe in crew:
-        try:
+        with suppress(EOFError):
             total += pipe.recv()
-        except EOFError:
-            pass
         forget(pipe)
         os.waitpid(pid, 0)
     return total
