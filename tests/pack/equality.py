@@ -134,7 +134,7 @@ def assert_same_bits(a: shoal.Result, b: shoal.Result) -> None:
 
 def planned(jobs: Sequence[shoal.Job]) -> plan.Plan:
     """The plan for these jobs, without training them."""
-    made, _ = plan.arrange(prepare(list(jobs), torch.device("cpu")))
+    made, *_ = plan.arrange(prepare(list(jobs), torch.device("cpu")))
     return made
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checks import prepare
-from shoal.pack import plan
 from shoal.pack.evaluate import evaluate
+from shoal.pack.recipe import Kitchen
 from shoal.pack.run import epoch_orders
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.unit import StackedUnit
@@ -99,8 +99,8 @@ def test_history_as_in_the_reference_loop(name: str) -> None:
 
 def test_one_program_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     members = prepare([job(seed, metrics={"accuracy": accuracy}) for seed in range(4)], torch.device("cpu"))
-    _, (unit,) = plan.arrange(members)
-    assert isinstance(unit, StackedUnit)
+    kitchen = Kitchen()
+    unit = StackedUnit([kitchen.recipe(member) for member in members], kitchen)
     calls: list[int] = []
     run = Program.__call__
     monkeypatch.setattr(Program, "__call__", lambda self, *a: (calls.append(self.members), run(self, *a))[1])
