@@ -250,7 +250,11 @@ class StackedUnit(Unit):
     def _evaluate(self, program: Program, batch: Any) -> Any:
         """What an eval-mode program gives, with everything left as it was."""
         stack = self.stack
-        noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], stack.device)
+        noise: list[Tensor] = []
+        if program.draws and stack.device.type == "cpu":
+            noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], stack.device)
+        elif program.draws:
+            noise = self._draw(program)
         saved = [buffer.clone() for buffer in stack.buffers]
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
             out, _ = program(stack.state, pytree.tree_leaves(batch), noise.__getitem__)
