@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.data import View
-from shoal.data.source import Source
 from shoal.errors import JobError, MemberError, ShoalWarning, describe
 from shoal.pack.group import group, told
+from shoal.pack.handout import Batches, Hand
 from shoal.pack.members import Member, autocast, draws, evaluating
 from shoal.pack.newcomers import Settings, make_member
 from shoal.pack.recipe import Kitchen
@@ -28,25 +28,6 @@ from shoal.pack.trace import Untraceable
 from shoal.pack.unit import Unlike
 
 UNDECIDED = ("", "decided at its first step")
-
-
-class Hand(Source):
-    """The batch that a member is handed, as the data of its own: one row, which is the whole batch."""
-
-    length = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.batch: Any = None
-
-    def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
-        return self.batch
-
-    def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        return iter((self.batch,))
-
-    def fingerprint(self) -> str:
-        return "handed"
 
 
 class Pack:
@@ -210,7 +191,7 @@ class Pack:
         raised and nothing has changed.
         """
         leaves, spec = self._read(batch, per_member)
-        batches = _Batches(leaves, spec, per_member, {id: place for place, id in enumerate(self._members)})
+        batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(self._members)})
         if self._waiting:
             self._arrange(batches)
         for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
@@ -248,7 +229,7 @@ class Pack:
             raise ValueError("the batch is empty; pass step(inputs, targets)")
         return [leaf.to(self.device) for leaf in leaves], spec
 
-    def _arrange(self, batches: _Batches) -> None:
+    def _arrange(self, batches: Batches) -> None:
         """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
         members = [self._members[id] for id in self._waiting]
         for member in members:
@@ -266,7 +247,7 @@ class Pack:
                 self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
         self._waiting = []
 
-    def _join(self, recipes: list[Any], batches: _Batches) -> bool:
+    def _join(self, recipes: list[Any], batches: Batches) -> bool:
         for unit in self._units:
             if isinstance(unit, HandedStack):
                 try:
@@ -277,7 +258,7 @@ class Pack:
                     continue
         return False
 
-    def _prepare(self, unit: HandedStack, batches: _Batches) -> None:
+    def _prepare(self, unit: HandedStack, batches: Batches) -> None:
         """Make a stack ready for this shape of batch; where it is no stack there, its members go on alone."""
         try:
             if not unit.knows(batches.key):
@@ -289,7 +270,7 @@ class Pack:
             for one in alone:
                 self._tiers[one.member.index] = ("serial", f"on a batch of {batches.shapes()}: {refusal}")
 
-    def _advance(self, unit: HandedStack | SerialUnit, batches: _Batches) -> tuple[Tensor | None, dict[int, Exception]]:
+    def _advance(self, unit: HandedStack | SerialUnit, batches: Batches) -> tuple[Tensor | None, dict[int, Exception]]:
         """The losses of a unit's members, those that failed taken out; None where all of them failed."""
         if isinstance(unit, SerialUnit):
             return _alone(unit, batches)
@@ -356,35 +337,7 @@ class Pack:
         return joined(outputs)
 
 
-class _Batches:
-    """One step's batch, as each unit and each member sees it."""
-
-    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, per_member: bool, places: dict[int, int]) -> None:
-        self.leaves, self.spec, self.per_member, self.places = leaves, spec, per_member, places
-        self.key: Hashable = (per_member, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
-
-    def of(self, member: Member) -> Any:
-        """One member's batch."""
-        leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
-        return pytree.tree_unflatten(leaves, self.spec)
-
-    def hand(self, member: Member) -> None:
-        """Put a member's batch where it reads its data."""
-        assert isinstance(member.data.source, Hand)
-        member.data.source.batch = self.of(member)
-
-    def rows(self, unit: HandedStack) -> list[Tensor]:
-        """The batch for the rows of a stack."""
-        places = [self.places[unit.members[row].index] for row in unit.rows]
-        if not self.per_member or places == list(range(len(self.places))):
-            return self.leaves
-        return [leaf[places] for leaf in self.leaves]
-
-    def shapes(self) -> str:
-        return ", ".join(str(list(leaf.shape)) for leaf in self.leaves)
-
-
-def _alone(unit: SerialUnit, batches: _Batches) -> tuple[Tensor | None, dict[int, Exception]]:
+def _alone(unit: SerialUnit, batches: Batches) -> tuple[Tensor | None, dict[int, Exception]]:
     """A serial member's step: its batch is an epoch of one."""
     batches.hand(unit.member)
     unit.begin_epoch(torch.zeros(1, 1, dtype=torch.int64))
