@@ -38,7 +38,8 @@ class Batches:
 
     def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, per_member: bool, places: dict[int, int]) -> None:
         self.leaves, self.spec, self.per_member, self.places = leaves, spec, per_member, places
-        folded = len(leaves) if spec.num_children == spec.num_leaves and spec.type is tuple else repr(spec)
+        flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
+        folded = len(leaves) if flat else repr(spec)
         self.key: Hashable = (per_member, folded, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
         """Batches with equal keys have one trace."""
 
