@@ -84,14 +84,15 @@ def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor
     """[M, count] values in [0, 2**32), as int64: a hash of (seed, step, site, element) and nothing else.
 
     `seed`, `step` and `site` are [M] int64; `step` counts the batches a member has had, `site` the random calls within
-    one. Three rounds of a 32-bit multiply-xorshift mixer (the finaliser of MurmurHash3) over
-    the key and the element: passes equidistribution and correlation tests at the sizes dropout needs, and is cheap.
+    one. Rounds of a 32-bit multiply-xorshift mixer over the key and the element, the element meeting the key twice, so
+    that two keys' sequences are not each other's permutation. Elements are mixed before they are multiplied: a compiler
+    may hold an index in 32 bits.
     """
     key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
     key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9))
-    key = _mix(key ^ _mix((site + 1) * 0x85EBCA6B & _WORD))
+    key = _mix(key ^ _mix((site + 1) * 0x85EBCA6B & _WORD)).unsqueeze(1)
     element = torch.arange(count, device=seed.device, dtype=torch.int64)
-    return _mix(_mix((element * 0x9E3779B1 & _WORD) ^ key.unsqueeze(1)) ^ (element & _WORD))
+    return _mix(_mix(element ^ key) ^ _mix(key + 0x9E3779B9))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -111,11 +112,22 @@ def site_numbers(draws: Sequence[Draw], members: int) -> list[list[int]]:
     return numbers
 
 
-def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor) -> Tensor:
-    """The value of one draw for members with these seeds at these steps, members first."""
+def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
+    """The distribution's numbers on the device, ready to broadcast."""
+    rows = [draw.of(m) for m in range(members)]
+    return [_column([row[i] for row in rows], len(draw.shape), device) for i in range(len(rows[0]))]
+
+
+def counter_draw(
+    draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: Sequence[Any] | None = None
+) -> Tensor:
+    """The value of one draw for members with these seeds at these steps, members first.
+
+    `columns`: `draw_columns` of these members, for code that must not touch the host.
+    """
     count, members = math.prod(draw.shape), seed.shape[0]
     shape = (members, *draw.shape)
-    columns = [_column([draw.of(m)[i] for m in range(members)], len(draw.shape), seed.device) for i in range(len(draw.of(0)))]
+    columns = draw_columns(draw, members, seed.device) if columns is None else columns
     kind = draw.kind
     if kind in ("dropout", "bernoulli"):
         return _counter_bernoulli(draw, counter_bits(seed, step, site, count).view(shape), columns[0])

@@ -17,7 +17,7 @@ from shoal.pack.optim import Columns, MemberScaler
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack, StackedOptimizer
 from shoal.pack.trace import autocast
-from shoal.randomness import counter_draw, site_numbers
+from shoal.randomness import counter_draw, draw_columns, site_numbers
 
 
 @dataclass(slots=True)
@@ -93,6 +93,7 @@ class Step:
     def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
+        self.columns = [draw_columns(draw, len(stack.rows), stack.device) for draw in program.draws]
         self.sites = torch.tensor(site_numbers(program.draws, len(stack.rows)), dtype=torch.int64, device=stack.device)
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
@@ -133,7 +134,7 @@ class Step:
         draws, solo = self.program.draws, not self.program.members
 
         def noise(index: int) -> Tensor:
-            value = counter_draw(draws[index], inputs.seeds, inputs.count, self.sites[index])
+            value = counter_draw(draws[index], inputs.seeds, inputs.count, self.sites[index], self.columns[index])
             return value[0] if solo else value
 
         state = stack.state

@@ -90,6 +90,11 @@ class Site:
         return lambda: self.noise(index)
 
 
+def one_by_one(site: Site) -> bool:
+    """Whether large kernels run once per member: on a CPU, where each is long enough and its bits are then its own."""
+    return site.device.type == "cpu"
+
+
 def meta_of(value: Any) -> Tensor:
     assert isinstance(value, Node), value
     meta = value.meta["val"]

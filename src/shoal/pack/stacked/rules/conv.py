@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.pack.stacked import site as site_module
 from shoal.pack.stacked.rules._registry import once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
 from shoal.pack.stacked.site import Run, Site, fold
@@ -27,7 +28,7 @@ _CONV = {
 @rule(*_CONV)
 def convolution(site: Site) -> Run:
     spatial, transposed = _CONV[site.op]
-    if site.device.type == "cpu" or site.ndim(0) != spatial + 2 or not site.stacked(1):
+    if site_module.one_by_one(site) or site.ndim(0) != spatial + 2 or not site.stacked(1):
         return once_per_member(site)
     members, has_x, op = site.members, site.stacked(0), site.call
     has_b = site.args[2] is not None and site.stacked(2)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.pack.stacked import site as site_module
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
 from shoal.pack.stacked.site import Run, Site, fold, pad_dims
@@ -79,11 +80,11 @@ def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
 @rule(aten.batch_norm.default, aten.instance_norm.default)
 def batch_norm(site: Site) -> Run:
     """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
-    if site.device.type == "cpu" or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:
+    if site_module.one_by_one(site) or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:
         return once_per_member_in_place(site)
     members, ndim = site.members, site.ndim(0)
-    momentum = torch.tensor(numbers_of(site.args[6], members), device=site.device).view(-1, 1)
-    eps = torch.tensor(numbers_of(site.args[7], members), device=site.device).view(-1, 1, 1, *[1] * (ndim - 2))
+    momentum = torch.tensor(numbers_of(site.args[6], members), dtype=torch.float64, device=site.device).view(-1, 1)
+    eps = torch.tensor(numbers_of(site.args[7], members), dtype=torch.float64, device=site.device).view(-1, 1, 1, *[1] * (ndim - 2))
     flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
     axes = [1, *range(3, ndim + 1)]
     dtype = site.out.dtype
