@@ -98,7 +98,7 @@ class _Slot:
 
 
 def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
-    """All arguments of a call by name, in the schema's order. A trace leaves out those that have their default value."""
+    """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         yield from ((_Slot(key, ""), value) for key, value in (*enumerate(node.args), *node.kwargs.items()))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
-from shoal.pack.stacked.rules.linear import widened
+from shoal.pack.stacked.rules.linear import batched, widened
 from shoal.pack.stacked.site import NotStackable, Run, Site, fold, pad_dims
 from shoal.randomness import Draw
 
@@ -64,12 +64,12 @@ def _with_dropout(site: Site) -> Run:
         root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if causal:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        weights = (q * root) @ (k.mT * root)
+        weights = batched(q * root, k.mT * root)
         if mask is not None:
             mask = pad_dims(mask, mask_ndim, ndim) if flags[3] else mask
             if mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=weights.dtype).masked_fill_(mask.logical_not(), -math.inf)
             weights = weights + mask
-        return (torch.softmax(weights, -1) * draw()) @ v
+        return batched(torch.softmax(weights, -1) * draw(), v)
 
     return run

@@ -69,6 +69,19 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
+    if x.device.type == "cpu":
+        out: Tensor = Linear.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
+        return out
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+def batched(x: Tensor, y: Tensor) -> Tensor:
+    """`x @ y` of stacked tensors with the same leading dimensions, likewise."""
+    return bmm(x.flatten(0, -3), y.flatten(0, -3)).view(*x.shape[:-1], y.shape[-1])
+
+
 @rule(aten.addmm.default)
 def addmm(site: Site) -> Run:
     if site.varies or any(value != 1 for value in site.args[3:]):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -43,6 +45,17 @@ def pointwise(site: Site) -> Run:
         return op(*[value if plan is None else plan(value) for plan, value in zip(plans, args, strict=True)])
 
     return run
+
+
+def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`op` elementwise over a pack, with bits that do not depend on a member's place in it.
+
+    On CPU the remainder of a vectorised loop has other bits than the rest; padded, every member begins a new vector.
+    """
+    own = x[0].numel()
+    if x.device.type != "cpu" or own % _LANES == 0:
+        return op(x)
+    return op(F.pad(x.flatten(1), (0, -own % _LANES)))[:, :own].view(x.shape)
 
 
 def _takes_columns(site: Site) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
-from shoal.pack.stacked.rules.linear import widened
+from shoal.pack.stacked.rules.linear import affine, widened
+from shoal.pack.stacked.rules.pointwise import aligned
 from shoal.pack.stacked.site import NotStackable, Run, Site
 from shoal.randomness import Draw
 
@@ -20,39 +21,42 @@ Cell = Callable[[Tensor, Tensor, State], State]
 """(gates from the input [M,B,G], gates from the state [M,B,G], state) -> new state; state[0] is the output."""
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    return aligned(torch.sigmoid, x)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    return aligned(torch.tanh, x)
+
+
 def _lstm(x: Tensor, h: Tensor, state: State) -> State:
     i, f, g, o = (x + h).chunk(4, -1)
-    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+    c = _sigmoid(f) * state[1] + _sigmoid(i) * _tanh(g)
+    return _sigmoid(o) * _tanh(c), c
 
 
 def _gru(x: Tensor, h: Tensor, state: State) -> State:
     xr, xz, xn = x.chunk(3, -1)
     hr, hz, hn = h.chunk(3, -1)
-    r, z = torch.sigmoid(hr + xr), torch.sigmoid(hz + xz)
-    n = torch.tanh(hn * r + xn)
+    r, z = _sigmoid(hr + xr), _sigmoid(hz + xz)
+    n = _tanh(hn * r + xn)
     return (n + z * (state[0] - n),)
 
 
-def _tanh(x: Tensor, h: Tensor, state: State) -> State:
-    return (torch.tanh(x + h),)
+def _rnn_tanh(x: Tensor, h: Tensor, state: State) -> State:
+    return (_tanh(x + h),)
 
 
-def _relu(x: Tensor, h: Tensor, state: State) -> State:
+def _rnn_relu(x: Tensor, h: Tensor, state: State) -> State:
     return (torch.relu(x + h),)
 
 
 _LAYERS: dict[Any, Cell] = {
-    aten.lstm.input: _lstm, aten.gru.input: _gru, aten.rnn_tanh.input: _tanh, aten.rnn_relu.input: _relu,
+    aten.lstm.input: _lstm, aten.gru.input: _gru, aten.rnn_tanh.input: _rnn_tanh, aten.rnn_relu.input: _rnn_relu,
 }  # fmt: skip
 _CELLS: dict[Any, Cell] = {
-    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru, aten.rnn_tanh_cell.default: _tanh, aten.rnn_relu_cell.default: _relu,
+    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru, aten.rnn_tanh_cell.default: _rnn_tanh, aten.rnn_relu_cell.default: _rnn_relu,
 }  # fmt: skip
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[M, B, I] by [M, G, I]."""
-    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
 @rule(*_CELLS)
@@ -69,7 +73,7 @@ def cell(site: Site) -> Run:
         state = tuple(widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), nested, strict=True))
         w_ih, w_hh, b_ih, b_hh = (None if w is None else widened(w, f, members) for w, f in zip(weights, flags[2:], strict=True))
         assert w_ih is not None and w_hh is not None
-        out = step(_product(widened(x, flags[0], members), w_ih, b_ih), _product(state[0], w_hh, b_hh), state)
+        out = step(affine(widened(x, flags[0], members), w_ih, b_ih), affine(state[0], w_hh, b_hh), state)
         return out if is_lstm else out[0]
 
     return run
@@ -123,10 +127,10 @@ def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bo
     w_ih, w_hh, b_ih, b_hh = (*params, None, None)[:4]
     assert w_ih is not None and w_hh is not None
     members, steps, batch, width = x.shape
-    gates = _product(x.reshape(members, steps * batch, width), w_ih, b_ih).view(members, steps, batch, -1)
+    gates = affine(x.reshape(members, steps * batch, width), w_ih, b_ih).view(members, steps, batch, -1)
     states: list[State] = []
     for row in reversed(gates.unbind(1)) if reverse else gates.unbind(1):
-        state = step(row, _product(state[0], w_hh, b_hh), state)
+        state = step(row, affine(state[0], w_hh, b_hh), state)
         states.append(state)
     return states
 
