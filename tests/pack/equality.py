@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,22 +104,24 @@ def assert_close(a: shoal.Result, b: shoal.Result, tolerance: float = TOLERANCE,
     assert not apart, f"{a.name}: {apart}"
 
 
-def train(jobs: Sequence[shoal.Job], device: str = "cpu") -> shoal.Results:
-    """`shoal.train`, quietly."""
-    return shoal.train(list(jobs), device=device)
+def train(jobs: Sequence[shoal.Job], device: str = "cpu", compile: bool | Literal["auto"] = "auto") -> shoal.Results:
+    """`shoal.train`, on the CPU unless told otherwise."""
+    return shoal.train(list(jobs), device=device, compile=compile)
 
 
 def assert_as_alone(
     jobs: Sequence[shoal.Job],
     *,
-    tier: str = "stacked",
+    tier: str | None = "stacked",
     tolerance: float = TOLERANCE,
     noise: Collection[str] = (),
     device: str = "cpu",
+    compile: bool | Literal["auto"] = "auto",
 ) -> shoal.Results:
     """Train together; every member must be what the reference loop makes of its job, on the tier that is expected."""
-    results = train(jobs, device)
-    assert {result.tier for result in results} == {tier}, reasons(jobs)
+    results = train(jobs, device, compile)
+    if tier is not None:
+        assert {result.tier for result in results} == {tier}, reasons(jobs)
     for result, job in zip(results, jobs, strict=True):
         assert_close(result, solo(job, device), tolerance, noise)
     return results
@@ -143,11 +145,6 @@ def planned(jobs: Sequence[shoal.Job]) -> plan.Plan:
 def reasons(jobs: Sequence[shoal.Job]) -> str:
     """Why each part of the plan rides where it rides."""
     return "; ".join(f"{part.names}: {part.tier}, {part.reason}" for part in planned(jobs).parts)
-
-
-def companions(make: Callable[[int], shoal.Job], count: int) -> list[shoal.Job]:
-    """So many jobs beside job 0."""
-    return [make(i) for i in range(1, count + 1)]
 
 
 class Shape(nn.Module):

@@ -95,7 +95,11 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        padding = (x[..., 0] > 1).index_fill(1, torch.zeros(1, dtype=torch.long), False) if self.masked else None
+        padding = (
+            (x[..., 0] > 1).index_fill(1, torch.zeros(1, dtype=torch.long, device=x.device), False)
+            if self.masked
+            else None
+        )
         out, weights = self.attention(x, x, x, key_padding_mask=padding, need_weights=self.weights)
         return out + weights.sum(-1, keepdim=True) * x if self.weights else out
 

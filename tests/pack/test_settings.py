@@ -229,7 +229,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ]
     * 2,
     "sum": [{"loss": lambda o, y: F.cross_entropy(o, y, reduction="sum")}] * 2,
-    "weighted loss": [{"loss": lambda o, y: F.cross_entropy(o, y, WEIGHT, label_smoothing=0.1)}] * 2,
+    "weighted loss": [{"loss": lambda o, y: F.cross_entropy(o, y, WEIGHT.to(o.device), label_smoothing=0.1)}] * 2,
     "weights by row": [
         {
             "data": (X, (Y, numbers(4, N).abs())),
