@@ -1,8 +1,9 @@
 """Random numbers inside networks, one stream per member.
 
-On CPU a member draws from its own generator, in the order and layout of its solo run, so that its draws are those of the
-plain loop after `torch.manual_seed`. On a GPU a draw is a pure function of (seed, step, call site, element), computed
-by `counter_bits`, so that it fuses into compiled code, does not depend on the pack, and can be recomputed by anyone.
+On CPU a member draws from its own generator, in the order and layout of its solo run, so that its draws are those of
+the plain loop after `torch.manual_seed`. On a GPU a draw is a pure function of (seed, step, call site, element),
+computed by `counter_bits`, so that it fuses into compiled code, does not depend on the pack, and can be recomputed by
+anyone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Draw:
     """One random call of a step: what is drawn and the layout it has in one member's solo run."""
 
     kind: str
-    """bernoulli, dropout (a bernoulli of the kept share, divided by it), uniform, normal, exponential, integer, permutation."""
+    """bernoulli, dropout (a bernoulli of the kept share, divided by it), uniform, normal, exponential, integer or
+    permutation."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
@@ -118,9 +120,7 @@ def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
     return [_column([row[i] for row in rows], len(draw.shape), device) for i in range(len(rows[0]))]
 
 
-def counter_draw(
-    draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: Sequence[Any] | None = None
-) -> Tensor:
+def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: Sequence[Any] | None = None) -> Tensor:
     """The value of one draw for members with these seeds at these steps, members first.
 
     `columns`: `draw_columns` of these members, for code that must not touch the host.
@@ -145,7 +145,8 @@ def counter_draw(
         value = torch.floor(columns[0] + unit * (columns[1] - columns[0]))
     else:
         raise AssertionError(kind)
-    return value.to(draw.dtype)
+    result: Tensor = value.to(draw.dtype)
+    return result
 
 
 def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
@@ -193,7 +194,10 @@ class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0] * (kept.to(args[0].dtype) * (1.0 / (1.0 - args[1]))), kept
         kind = _IN_PLACE.get(name)
         if kind is not None and kwargs.get("generator") is None:
-            numbers = tuple(args[1:]) or {"uniform": (0.0, 1.0), "normal": (0.0, 1.0), "exponential": (1.0,), "bernoulli": (0.5,)}[kind]
+            numbers = (
+                tuple(args[1:])
+                or {"uniform": (0.0, 1.0), "normal": (0.0, 1.0), "exponential": (1.0,), "bernoulli": (0.5,)}[kind]
+            )
             if kind in ("uniform", "normal") and len(numbers) == 1:
                 numbers = (*numbers, 1.0)
             return args[0].copy_(self._value(kind, args[0], numbers))

@@ -1,7 +1,7 @@
 """What a model or a function looks like to Python, as one comparable value.
 
-Equal fingerprints mean equal behaviour as far as Python goes, so that one trace serves both. Unknown objects are compared
-by identity: too careful costs a second trace, too bold would be wrong.
+Equal fingerprints mean equal behaviour as far as Python goes, so that one trace serves both. Unknown objects are
+compared by identity: too careful costs a second trace, too bold would be wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
@@ -78,7 +79,7 @@ class _Walker:
             (name, self._state(t))
             for group in (module._parameters, module._buffers)
             for name, t in group.items()
-            if not isinstance(t, nn.parameter.UninitializedTensorMixin)
+            if t is None or not is_lazy(t)
         )
         plain = tuple((k, self.visit(v, depth)) for k, v in vars(module).items() if k not in _SKIPPED)
         children = tuple((k, self.visit(v, depth - 1)) for k, v in module._modules.items())

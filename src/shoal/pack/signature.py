@@ -1,8 +1,8 @@
 """Which steps are the same computation, and where the members' own numbers go.
 
 Two traces can be stacked when their graphs agree in everything but (a) numbers in places that every operator takes as a
-plain factor (floats, and scalars standing where a tensor may stand) and (b) the contents of constant tensors. Both become
-one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
+plain factor (floats, and scalars standing where a tensor may stand) and (b) the contents of constant tensors. Both
+become one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
     """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        yield from ((_Slot(key, ""), value) for key, value in (*enumerate(node.args), *node.kwargs.items()))
+        yield from ((_Slot(place, ""), value) for place, value in enumerate(node.args))
+        yield from ((_Slot(name, ""), value) for name, value in node.kwargs.items())
         return
     for place, argument in enumerate(schema.arguments):
         value = argument.default_value if argument.has_default_value() else None

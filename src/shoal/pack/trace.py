@@ -2,8 +2,8 @@
 
 The step is run once on fake tensors (shapes without data) and every operator it calls is recorded *before* autograd and
 autocast take it apart: `aten.linear`, `aten.batch_norm`, `aten.dropout`, `aten.lstm`. Whatever Python did to get there
-(attributes, closures, hooks, globals, control flow on shapes) has become constants in the graph, so that two jobs can be
-compared by comparing their graphs. What a graph cannot carry is refused with a reason; such a job is not stacked.
+(attributes, closures, hooks, globals, control flow on shapes) has become constants in the graph, so that two jobs can
+be compared by comparing their graphs. What a graph cannot carry is refused with a reason; such a job is not stacked.
 """
 
 from __future__ import annotations
@@ -149,7 +149,11 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
 # What Python can do that a graph of operators would silently lose.
 _POISON: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd.Function, "apply", "a custom autograd.Function (its own backward is not in the graph)"),
-    (torch.autograd.function, "_is_setup_context_defined", "a custom autograd.Function (its own backward is not in the graph)"),
+    (
+        torch.autograd.function,
+        "_is_setup_context_defined",
+        "a custom autograd.Function (its own backward is not in the graph)",
+    ),
     (torch.autograd, "grad", "torch.autograd.grad inside the step"),
     (torch.autograd, "backward", "a backward pass inside the step"),
     (torch.Tensor, "backward", "a backward pass inside the step"),
@@ -157,7 +161,7 @@ _POISON: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
     (torch, "manual_seed", "torch.manual_seed inside the step"),
 )
-"""The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is replaced."""
+"""The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is patched."""
 
 
 @contextmanager
@@ -235,7 +239,12 @@ def _first_line(error: BaseException) -> str:
 
 def used_params(recorded: Trace) -> list[bool]:
     """Which parameters the first output (the loss) gives a gradient to: those are the ones an optimizer touches."""
-    mode = next(value.fake_mode for node in recorded.nodes for value in pytree.tree_leaves(node.meta.get("val")) if hasattr(value, "fake_mode"))
+    mode = next(
+        value.fake_mode
+        for node in recorded.nodes
+        for value in pytree.tree_leaves(node.meta.get("val"))
+        if hasattr(value, "fake_mode")
+    )
     inputs = [node for node in recorded.nodes if node.op == "placeholder"]
     count = len(recorded.params)
     with mode, torch.enable_grad(), autocast(recorded.precision, inputs[0].meta["val"].device):

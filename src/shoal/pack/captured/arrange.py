@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shoal.pack.captured.chunk import Cache
 from shoal.pack.captured.choose import choose, why_not
+from shoal.pack.captured.chunk import Cache
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.group import Group, told
 from shoal.pack.plan import Part

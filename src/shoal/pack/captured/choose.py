@@ -1,7 +1,7 @@
 """Which captured form suits a group of members: tried, timed, and remembered.
 
-Candidates are one stack of all members, and every member's own step side by side on streams. Each is built on a throwaway
-unit, captured and timed; compiling is weighed against the steps that are left.
+Candidates are one stack of all members, and every member's own step side by side on streams. Each is built on a
+throwaway unit, captured and timed; compiling is weighed against the steps that are left.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ def why_not(recipe: Recipe) -> str:
 
 
 def choose(
-    recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, compile: bool | Literal["auto"], *, stackable: bool = True
+    recipes: Sequence[Recipe],
+    kitchen: Kitchen,
+    cache: Cache,
+    compile: bool | Literal["auto"],
+    *,
+    stackable: bool = True,
 ) -> Form | None:
     """The fastest form found; None where nothing could be captured."""
     key = (recipes[0].key, len(recipes), compile, stackable)
@@ -92,7 +97,9 @@ def _choose(
         return plain
     first = trial(recipes, kitchen, cache, Form(order[0], True))
     settled = first is not None and (order[0] == 1 and first.seconds > FULL_SECONDS * count)
-    if first is not None and (settled or len(order) == 1 or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)):
+    if first is not None and (
+        settled or len(order) == 1 or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)
+    ):
         return _best([plain, first])
     return _best([plain, first, *(trial(recipes, kitchen, cache, Form(chunk, True)) for chunk in order[1:])])
 

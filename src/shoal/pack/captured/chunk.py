@@ -24,7 +24,17 @@ Cache = dict[Hashable, Executable]
 class Chunk:
     """Members in one stack, with static inputs: every address stays the same from the first step to the last."""
 
-    def __init__(self, stack: Stack, kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool, counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        kitchen: Kitchen,
+        cache: Cache,
+        *,
+        solo: bool,
+        shared: bool,
+        compiled: bool,
+        counts: Sequence[int],
+    ) -> None:
         self.stack, self.kitchen, self.cache = stack, kitchen, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
         self.alive = list(range(len(stack.members)))
@@ -39,10 +49,14 @@ class Chunk:
             table = torch.zeros(batches + 1, *stack.optimizer.columns.packed.shape, dtype=torch.float64, device=device)
         self.inputs = Inputs(
             data=source.leaves,
-            orders=torch.zeros(n, dtype=torch.int64, device=device) if shared else torch.zeros(size, n, dtype=torch.int64, device=device),
+            orders=torch.zeros(n, dtype=torch.int64, device=device)
+            if shared
+            else torch.zeros(size, n, dtype=torch.int64, device=device),
             place=torch.zeros((), dtype=torch.int64, device=device),
             count=torch.tensor([counts[row] for row in stack.rows], dtype=torch.int64, device=device),
-            seeds=torch.tensor([signed(stack.members[row].job.seed) for row in stack.rows], dtype=torch.int64, device=device),
+            seeds=torch.tensor(
+                [signed(stack.members[row].job.seed) for row in stack.rows], dtype=torch.int64, device=device
+            ),
             losses=torch.zeros(batches, size, dtype=torch.float64, device=device),
             table=table,
         )
@@ -52,7 +66,9 @@ class Chunk:
         self._full: Executable | None = None
 
     @classmethod
-    def build(cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool) -> Chunk:
+    def build(
+        cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
+    ) -> Chunk:
         """A fresh chunk; its members' models move to the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
         for recipe in recipes:
@@ -134,7 +150,15 @@ class Chunk:
         counts = self.inputs.count.tolist()
         self.view.rates_of.settle()
         stack = self.stack.keep(rows, len(rows))
-        kept = Chunk(stack, self.kitchen, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled, counts=[counts[row] for row in rows])
+        kept = Chunk(
+            stack,
+            self.kitchen,
+            self.cache,
+            solo=self.solo,
+            shared=self.shared,
+            compiled=self.compiled,
+            counts=[counts[row] for row in rows],
+        )
         assert kept.inputs.orders is not None and self.inputs.orders is not None
         kept.inputs.orders.copy_(self.inputs.orders if self.shared else self.inputs.orders[rows])
         kept.inputs.place.copy_(self.inputs.place)

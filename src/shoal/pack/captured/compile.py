@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functionalize
-from torch.fx import GraphModule
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch.func import functionalize
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.pack.captured.step import Inputs, Step, inputs_like, stack_tensors

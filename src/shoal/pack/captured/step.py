@@ -1,7 +1,7 @@
 """A whole training step as one function of tensors: gather, forward, backward, clip, optimizer, NaN guard.
 
-It reads and writes only tensors it is given, never asks Python for a value, and so can be traced into one graph, compiled
-whole (forward, backward and update fuse across their borders) and captured. It is the same arithmetic as
+It reads and writes only tensors it is given, never asks Python for a value, and so can be traced into one graph,
+compiled whole (forward, backward and update fuse across their borders) and captured. It is the same arithmetic as
 `stacked.unit`, with the host's decisions (did the loss stay finite?) turned into masks.
 """
 
@@ -56,7 +56,15 @@ def stack_tensors(stack: Stack) -> list[Tensor]:
     assert isinstance(stack.optimizer, StackedOptimizer)
     scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
     norm = [] if stack.max_norm is None else [stack.max_norm]
-    return [*stack.params, *stack.buffers, *stack.optimizer.tensors(), stack.optimizer.columns.packed, stack.active, *scaler, *norm]
+    return [
+        *stack.params,
+        *stack.buffers,
+        *stack.optimizer.tensors(),
+        stack.optimizer.columns.packed,
+        stack.active,
+        *scaler,
+        *norm,
+    ]
 
 
 def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:

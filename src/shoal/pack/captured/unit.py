@@ -18,13 +18,17 @@ from shoal.pack.unit import stack_outputs as _stack
 class CapturedUnit(Unit):
     """Members of one recipe in one or more chunks. Full batches are run by the executor, short ones here."""
 
-    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, chunk: int, compiled: bool) -> None:
+    def __init__(
+        self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, chunk: int, compiled: bool
+    ) -> None:
         """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
         self.tier = "stacked" if chunk > 1 or len(recipes) == 1 else "streams"
         solo = chunk == 1
         shared = not solo and _orders_agree([recipe.member for recipe in recipes])
         groups = [recipes[i : i + chunk] for i in range(0, len(recipes), chunk)]
-        self.chunks = [Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups]
+        self.chunks = [
+            Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
+        ]
         self.members = [member for part in self.chunks for member in part.members]
         self.done = 0
         self.version = 0

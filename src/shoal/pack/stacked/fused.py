@@ -1,8 +1,8 @@
 """Adam on a CPU through torch's fused kernel, a member at a time.
 
-For a network of some size one pass over a member's weights beats ten passes over everybody's: the member stays in the cache.
-For tiny networks the calls would cost more than the arithmetic, so they keep the rule. Which of the two is a matter of the
-member's own shapes alone: the bits must not depend on the pack.
+For a network of some size one pass over a member's weights beats ten passes over everybody's: the member stays in the
+cache. For tiny networks the calls would cost more than the arithmetic, so they keep the rule. Which of the two is a
+matter of the member's own shapes alone: the bits must not depend on the pack.
 """
 
 from __future__ import annotations

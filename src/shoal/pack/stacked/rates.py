@@ -26,7 +26,7 @@ class Rates:
             return
         tables = [plan.runner.table(steps + 1) for plan in optimizer.plans if plan.runner is not None]
         if all(table is not None for table in tables):
-            wide = torch.stack([tables[r] for r in self.stack.rows], 2)  # type: ignore[misc]
+            wide = torch.stack([tables[r] for r in self.stack.rows], 2)
             self._table = wide.to(self.stack.device)  # [G, names, M, steps + 1]
 
     @property
@@ -70,7 +70,12 @@ class Rates:
     def settle_rates(self) -> None:
         """Note the learning rates of the last step taken."""
         optimizer = self.stack.optimizer
-        if self._table is not None and self._ahead and isinstance(optimizer, StackedOptimizer) and "lr" in optimizer.columns.names:
+        if (
+            self._table is not None
+            and self._ahead
+            and isinstance(optimizer, StackedOptimizer)
+            and "lr" in optimizer.columns.names
+        ):
             lr = optimizer.columns.names.index("lr")
             self.last = self._table[0, lr, : len(self.stack.members), self._ahead - 1].tolist()
         elif not self._stepped() and isinstance(optimizer, StackedOptimizer):

@@ -26,11 +26,11 @@ Rule = Callable[["Site"], Run]
 
 @dataclass(slots=True)
 class Site:
-    """Everything known before the first step: the operator, its arguments' shapes alone, which of them carry members."""
+    """What is known before the first step: the operator, its arguments' shapes alone, which of them carry members."""
 
     node: Node
     args: tuple[Any, ...]
-    """The node's positional and keyword arguments in the order of its schema, missing ones filled with their default."""
+    """The node's arguments, also the keyword ones, in the order of its schema; missing ones have their default."""
     members: int
     device: torch.device
     carries: Callable[[Node], bool]
@@ -71,7 +71,8 @@ class Site:
     @property
     def out(self) -> Tensor:
         value = self.node.meta["val"]
-        return value[0] if isinstance(value, list | tuple) else value
+        first: Tensor = value[0] if isinstance(value, list | tuple) else value
+        return first
 
     @property
     def varies(self) -> bool:
@@ -121,6 +122,12 @@ def fold(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
+def unfold(x: Tensor, members: int) -> Tensor:
+    """[M*B, ...] -> [M, B, ...]."""
+    wide: Tensor = x.unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
+    return wide
+
+
 def per_member(op: Run, site: Site) -> Run:
     """The operator itself, once for every member: exact for whatever the operator is, and as slow as running alone.
 
@@ -159,7 +166,10 @@ def per_member(op: Run, site: Site) -> Run:
         if mutates:
             return args[0]
         leaves = [pytree.tree_flatten(result) for result in results]
-        stacked = [torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*(x for x, _ in leaves), strict=True)]
+        stacked = [
+            torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
+            for parts in zip(*(x for x, _ in leaves), strict=True)
+        ]
         return pytree.tree_unflatten(stacked, leaves[0][1])
 
     return run

@@ -239,7 +239,7 @@ class StackedOptimizer:
 
 
 class OwnOptimizers:
-    """Any other optimizer class: the real object of each member, on a twin of its model whose parameters are its slices."""
+    """Any other optimizer class: the real object of each member, on a twin of its model with its slices as weights."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack

@@ -37,7 +37,9 @@ class StackedUnit(Unit):
         self.stack = Stack(recipes, size=max(len(recipes), LEAST))
         self._set_up()
         for rows in recipes[0].steps:
-            self.program(rows, [True] * recipes[0].steps[rows].batch_spec.num_leaves)  # NotStackable shows here, before any step
+            self.program(
+                rows, [True] * recipes[0].steps[rows].batch_spec.num_leaves
+            )  # NotStackable shows here, before any step
 
     @classmethod
     def around(cls, stack: Stack, kitchen: Kitchen) -> StackedUnit:
@@ -122,7 +124,9 @@ class StackedUnit(Unit):
         except Exception as error:
             raise self._blame(index, error) from error
 
-    def advance(self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True) -> None:
+    def advance(
+        self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
+    ) -> None:
         """One batch of every member, the first or last of a group of so many that make one optimizer step.
 
         When it raises, nothing has changed: the same batch can be tried again.
@@ -191,7 +195,9 @@ class StackedUnit(Unit):
         assert self._feed is not None
         for slot, member in enumerate(self.members):
             self.stack.write_back(slot)
-            batch = member.data.source.take(self._feed.orders[slot][index * self._feed.size : (index + 1) * self._feed.size])
+            batch = member.data.source.take(
+                self._feed.orders[slot][index * self._feed.size : (index + 1) * self._feed.size]
+            )
             model = member.model.to(member.device)
             try:
                 with draws(member, keep=False), torch.no_grad(), autocast(member.job.precision, member.device):

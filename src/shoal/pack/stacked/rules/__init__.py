@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from shoal.pack.stacked.rules import attention, conv, embedding, linear, losses, norm, pointwise, random, recurrent, shape
+from shoal.pack.stacked.rules import (
+    attention,
+    conv,
+    embedding,
+    linear,
+    losses,
+    norm,
+    pointwise,
+    random,
+    recurrent,
+    shape,
+)
 from shoal.pack.stacked.rules._registry import find
 
-__all__ = ["attention", "conv", "embedding", "find", "linear", "losses", "norm", "pointwise", "random", "recurrent", "shape"]
+__all__ = [
+    "attention",
+    "conv",
+    "embedding",
+    "find",
+    "linear",
+    "losses",
+    "norm",
+    "pointwise",
+    "random",
+    "recurrent",
+    "shape",
+]

@@ -142,7 +142,7 @@ def _works(site: Site, run: Run) -> bool:
             return [widen(item) for item in value]
         return value
 
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch
     slow_loop = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
 from shoal.pack.stacked.rules.linear import batched, widened
-from shoal.pack.stacked.site import NotStackable, Run, Site, fold, pad_dims
+from shoal.pack.stacked.site import NotStackable, Run, Site, fold, pad_dims, unfold
 from shoal.randomness import Draw
 
 aten = torch.ops.aten
@@ -31,14 +31,16 @@ def attention(site: Site) -> Run:
     has_mask = site.args[3] is not None
     mask_stacked, mask_ndim = has_mask and site.stacked(3), site.ndim(3) if has_mask else 0
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: Any, causal: bool, *rest: Any, **named: Any) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: Any, causal: bool, *rest: Any, **named: Any
+    ) -> Tensor:
         q, k, v = (fold(widened(x, flag, members)) for x, flag in zip((q, k, v), flags, strict=True))
         if mask is not None and (mask_stacked or mask_ndim == ndim):
             mask = pad_dims(widened(mask, mask_stacked, members), mask_ndim, ndim)
             mask = fold(mask.expand(members, q.shape[0] // members, *mask.shape[2:]))
         scale, gqa = (*rest, None, False)[:2]
         out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=bool(gqa))
-        return out.unflatten(0, (members, -1))
+        return unfold(out, members)
 
     return run
 
@@ -58,7 +60,9 @@ def _with_dropout(site: Site) -> Run:
     mask_ndim = site.ndim(3) if has_mask else 0
     ndim = q_meta.dim()
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _p: Any, causal: bool, scale: float | None = None, *_: Any) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _p: Any, causal: bool, scale: float | None = None, *_: Any
+    ) -> Tensor:
         if lead:
             q, k, v = (widened(x, flag, members) for x, flag in zip((q, k, v), flags[:3], strict=True))
         root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)

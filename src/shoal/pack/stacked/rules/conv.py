@@ -1,7 +1,7 @@
 """Convolutions and pooling.
 
-On CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not depend
-on the pack. On a GPU the members become groups of one convolution.
+On CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
+depend on the pack. On a GPU the members become groups of one convolution.
 """
 
 from __future__ import annotations
@@ -14,49 +14,60 @@ from torch import Tensor
 from shoal.pack.stacked import site as site_module
 from shoal.pack.stacked.rules._registry import once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
-from shoal.pack.stacked.site import Run, Site, fold
+from shoal.pack.stacked.site import Run, Site, fold, unfold
 
 aten = torch.ops.aten
 
 _CONV = {
-    aten.conv1d.default: (1, False), aten.conv2d.default: (2, False), aten.conv3d.default: (3, False),
-    aten.conv1d.padding: (1, False), aten.conv2d.padding: (2, False), aten.conv3d.padding: (3, False),
-    aten.conv_transpose1d.default: (1, True), aten.conv_transpose2d.input: (2, True), aten.conv_transpose3d.input: (3, True),
-}  # fmt: skip
+    **dict.fromkeys((aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default), 1),
+    **dict.fromkeys((aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input), 2),
+    **dict.fromkeys((aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose3d.input), 3),
+}
+"""Spatial dimensions of every convolution."""
 
 
 @rule(*_CONV)
 def convolution(site: Site) -> Run:
-    spatial, transposed = _CONV[site.op]
+    spatial = _CONV[site.op]
     if site_module.one_by_one(site) or site.ndim(0) != spatial + 2 or not site.stacked(1):
         return once_per_member(site)
     members, has_x, op = site.members, site.stacked(0), site.call
     has_b = site.args[2] is not None and site.stacked(2)
-    group_at = 6 if transposed else 6
+    group_at = 6
     groups = site.args[group_at]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         x = widened(x, has_x, members)
-        batch = x.shape[1]
         wide = x.transpose(0, 1).flatten(1, 2)  # [B, M*C, ...]
         bias = None if bias is None else widened(bias, has_b, members).flatten()
         arguments = (*rest[: group_at - 3], groups * members, *rest[group_at - 2 :])
         out = op(wide, weight.flatten(0, 1), bias, *arguments)
-        return out.unflatten(1, (members, out.shape[1] // members)).transpose(0, 1)  # [M, B, O, ...]
+        apart: Tensor = out.unflatten(1, (members, out.shape[1] // members)).transpose(0, 1)  # [M, B, O, ...]
+        return apart
 
     return run
 
 
 def _rowwise(*names: str) -> list[Any]:
-    return [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads() if "out" not in overload]
+    return [
+        getattr(getattr(aten, name), overload)
+        for name in names
+        for overload in getattr(aten, name).overloads()
+        if "out" not in overload
+    ]
 
 
-# Number of dimensions that belong to one sample, for operators that treat every leading row alike.
-_SAMPLE_DIMS = {
-    **dict.fromkeys(_rowwise("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "upsample_nearest1d", "upsample_linear1d", "max_pool1d_with_indices", "adaptive_max_pool1d", "_upsample_nearest_exact1d"), 2),
-    **dict.fromkeys(_rowwise("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool2d_with_indices", "adaptive_max_pool2d", "pixel_shuffle", "pixel_unshuffle", "_upsample_nearest_exact2d", "channel_shuffle", "im2col"), 3),
-    **dict.fromkeys(_rowwise("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest3d", "upsample_trilinear3d", "max_pool3d_with_indices", "adaptive_max_pool3d"), 4),
-}  # fmt: skip
+_ROWWISE = {
+    2: "max_pool1d avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d max_pool1d_with_indices "
+    "adaptive_max_pool1d _upsample_nearest_exact1d",
+    3: "max_pool2d avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+    "max_pool2d_with_indices adaptive_max_pool2d pixel_shuffle pixel_unshuffle _upsample_nearest_exact2d "
+    "channel_shuffle im2col",
+    4: "max_pool3d avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d max_pool3d_with_indices "
+    "adaptive_max_pool3d",
+}
+"""Operators that treat every leading row alike, by how many dimensions belong to one sample."""
+_SAMPLE_DIMS = {op: dims for dims, names in _ROWWISE.items() for op in _rowwise(*names.split())}
 
 
 @rule(*_SAMPLE_DIMS)
@@ -67,11 +78,11 @@ def rowwise(site: Site) -> Run:
         return once_per_member(site)
     op, members, batched = site.call, site.members, site.ndim(0) == sample + 1
 
-    def unfold(value: Any) -> Any:
-        return value.unflatten(0, (members, -1)) if batched and isinstance(value, Tensor) else value
+    def unfolded(value: Any) -> Any:
+        return unfold(value, members) if batched and isinstance(value, Tensor) else value
 
     def run(x: Tensor, *rest: Any) -> Any:
         out = op(fold(x) if batched else x, *rest)
-        return tuple(unfold(value) for value in out) if isinstance(out, tuple) else unfold(out)
+        return tuple(unfolded(value) for value in out) if isinstance(out, tuple) else unfolded(out)
 
     return run

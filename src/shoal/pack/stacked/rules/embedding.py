@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(site: Site) -> Run:
-    weight_stacked, indices_stacked = site.stacked(0), site.stacked(1)
+    weight_stacked = site.stacked(0)
     _, _, padding, by_frequency, sparse = site.args
     if sparse:
         raise NotStackable("an Embedding with sparse gradients")

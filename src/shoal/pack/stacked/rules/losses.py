@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.pack.stacked.rules._registry import once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
-from shoal.pack.stacked.site import Run, Site, dims, fold, pad_dims
+from shoal.pack.stacked.site import Run, Site, dims, fold, pad_dims, unfold
 
 aten = torch.ops.aten
 
@@ -79,12 +79,16 @@ def cross_entropy(site: Site) -> Run:
         spread = -smooth.sum(2) * counted
         classes = table.shape[2]
         plain, extra = _averaged(rows, share, reduction), _averaged(spread, share, reduction)
-        return (1.0 - smoothing) * plain + extra * (smoothing / classes)
+        mixed: Tensor = (1.0 - smoothing) * plain + extra * (smoothing / classes)
+        return mixed
 
     if not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
-        return lambda x, y, weight, *_: F.cross_entropy(
-            fold(x), fold(widened(y, flags[0], members)), weight, reduction="none", ignore_index=ignore
-        ).unflatten(0, (members, -1))
+        return lambda x, y, weight, *_: unfold(
+            F.cross_entropy(
+                fold(x), fold(widened(y, flags[0], members)), weight, reduction="none", ignore_index=ignore
+            ),
+            members,
+        )
     return run
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.pack.stacked import site as site_module
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
-from shoal.pack.stacked.site import Run, Site, fold, pad_dims
+from shoal.pack.stacked.site import Run, Site, fold, pad_dims, unfold
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def group_norm(site: Site) -> Run:
     flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
 
     def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
-        out = F.group_norm(fold(_wide(x)), groups, None, None, eps).unflatten(0, (members, -1))
+        out = unfold(F.group_norm(fold(_wide(x)), groups, None, None, eps), members)
         if weight is not None:
             out = out * _channel(weight, flags[2], ndim)
         if bias is not None:
@@ -84,7 +84,9 @@ def batch_norm(site: Site) -> Run:
         return once_per_member_in_place(site)
     members, ndim = site.members, site.ndim(0)
     momentum = torch.tensor(numbers_of(site.args[6], members), dtype=torch.float64, device=site.device).view(-1, 1)
-    eps = torch.tensor(numbers_of(site.args[7], members), dtype=torch.float64, device=site.device).view(-1, 1, 1, *[1] * (ndim - 2))
+    eps = torch.tensor(numbers_of(site.args[7], members), dtype=torch.float64, device=site.device).view(
+        -1, 1, 1, *[1] * (ndim - 2)
+    )
     flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
     axes = [1, *range(3, ndim + 1)]
     dtype = site.out.dtype
@@ -119,7 +121,9 @@ def once_per_member_in_place(site: Site) -> Run:
 
     def run(*args: Any) -> Tensor:
         wide = [
-            widened(value, flags[i], members).unbind(0) if isinstance(value, Tensor) else columns[i] or (value,) * members
+            widened(value, flags[i], members).unbind(0)
+            if isinstance(value, Tensor)
+            else columns[i] or (value,) * members
             for i, value in enumerate(args)
         ]
         return torch.stack([op(*[column[m] for column in wide]) for m in range(members)])

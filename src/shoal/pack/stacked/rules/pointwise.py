@@ -21,10 +21,66 @@ _LANES = 64
 
 # IEEE arithmetic: the same bits in the vector part of a loop and in its remainder.
 _EXACT = frozenset(
-    "add sub mul div neg relu threshold where abs maximum minimum clamp clamp_min clamp_max sqrt eq ne lt le gt ge "
-    "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or masked_fill sign square leaky_relu "
-    "hardtanh relu6 hardswish hardsigmoid isnan isinf isfinite floor ceil round trunc reciprocal addcmul addcdiv lerp "
-    "copysign rsub _to_copy to clone fill zero copy positive remainder fmod".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "relu",
+        "threshold",
+        "where",
+        "abs",
+        "maximum",
+        "minimum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "sqrt",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "masked_fill",
+        "sign",
+        "square",
+        "leaky_relu",
+        "hardtanh",
+        "relu6",
+        "hardswish",
+        "hardsigmoid",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "reciprocal",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "copysign",
+        "rsub",
+        "_to_copy",
+        "to",
+        "clone",
+        "fill",
+        "zero",
+        "copy",
+        "positive",
+        "remainder",
+        "fmod",
+    ]
 )
 # A number per member may stand where these take a tensor: same arithmetic in the tensor's own dtype.
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
@@ -74,7 +130,9 @@ def _plan(site: Site, index: int, value: Any) -> Any:
         return None
     own, wanted = site.ndim(index), site.out.dim()
     meta = site.meta(index)
-    tensors = [site.meta(i) for i, arg in enumerate(site.args) if isinstance(arg, Node) and arg.meta.get("val") is not None]
+    tensors = [
+        site.meta(i) for i, arg in enumerate(site.args) if isinstance(arg, Node) and arg.meta.get("val") is not None
+    ]
     weak = own == 0 and any(t.dim() for t in tensors)
     if weak and any(t.dim() and t.dtype != meta.dtype for t in tensors):
         # Alone, a 0-dimensional tensor does not take part in type promotion; with a member axis it would.
@@ -89,7 +147,14 @@ def _exact(site: Site) -> bool:
     return name.rstrip("_") in _EXACT or name in _EXACT
 
 
-@rule(aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
+@rule(
+    aten.copy_.default,
+    aten.fill_.Tensor,
+    aten.fill_.Scalar,
+    aten.zero_.default,
+    aten.masked_fill_.Tensor,
+    aten.masked_fill_.Scalar,
+)
 def in_place(site: Site) -> Run:
     return pointwise(site)
 
@@ -99,9 +164,10 @@ def _cast_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 @rule(
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default, aten.contiguous.default,
-    aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default,
+    aten.contiguous.default, aten.detach.default, aten.detach_.default, aten.alias.default,
+    aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.full_like.default,
 )  # fmt: skip
 def same_shape(site: Site) -> Run:
     """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""

@@ -58,13 +58,17 @@ def alpha_dropout(site: Site) -> Run:
     stride = None if feature else tuple(meta.stride())
     draw = site.draw(Draw("bernoulli", shape, meta.dtype, stride, tuple((1 - p,) for (p,) in rates)))
     a = tuple(((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
-    columns = [_numbers(site, values, meta) for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))]
+    columns = [
+        _numbers(site, values, meta)
+        for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))
+    ]
     scale, slope, shift = columns
 
     def run(x: Tensor, *_: Any) -> Tensor:
         noise = draw()
         b = (noise - 1) * slope + shift
-        return _lone(site, x) * (noise * scale) + b
+        out: Tensor = _lone(site, x) * (noise * scale) + b
+        return out
 
     return run
 
@@ -104,7 +108,12 @@ def randperm(site: Site) -> Run:
     return _plain(site, "permutation", ())
 
 
-_FILLS = {aten.uniform_.default: "uniform", aten.normal_.default: "normal", aten.exponential_.default: "exponential", aten.bernoulli_.float: "bernoulli"}
+_FILLS = {
+    aten.uniform_.default: "uniform",
+    aten.normal_.default: "normal",
+    aten.exponential_.default: "exponential",
+    aten.bernoulli_.float: "bernoulli",
+}
 
 
 @rule(*_FILLS)

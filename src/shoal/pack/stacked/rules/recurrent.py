@@ -55,7 +55,8 @@ _LAYERS: dict[Any, Cell] = {
     aten.lstm.input: _lstm, aten.gru.input: _gru, aten.rnn_tanh.input: _rnn_tanh, aten.rnn_relu.input: _rnn_relu,
 }  # fmt: skip
 _CELLS: dict[Any, Cell] = {
-    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru, aten.rnn_tanh_cell.default: _rnn_tanh, aten.rnn_relu_cell.default: _rnn_relu,
+    aten.lstm_cell.default: _lstm, aten.gru_cell.default: _gru,
+    aten.rnn_tanh_cell.default: _rnn_tanh, aten.rnn_relu_cell.default: _rnn_relu,
 }  # fmt: skip
 
 
@@ -71,7 +72,9 @@ def cell(site: Site) -> Run:
 
     def run(x: Tensor, hx: Any, *weights: Any) -> Any:
         state = tuple(widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), nested, strict=True))
-        w_ih, w_hh, b_ih, b_hh = (None if w is None else widened(w, f, members) for w, f in zip(weights, flags[2:], strict=True))
+        w_ih, w_hh, b_ih, b_hh = (
+            None if w is None else widened(w, f, members) for w, f in zip(weights, flags[2:], strict=True)
+        )
         assert w_ih is not None and w_hh is not None
         out = step(affine(widened(x, flags[0], members), w_ih, b_ih), affine(state[0], w_hh, b_hh), state)
         return out if is_lstm else out[0]
@@ -101,7 +104,9 @@ def layers(site: Site) -> Run:
 
     def run(x: Tensor, hx: Any, params: list[Tensor], *_: Any) -> Any:
         x = widened(x, x_stacked, members)
-        start = [widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), h_stacked, strict=True)]  # [M, L*D, B, H]
+        start = [
+            widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), h_stacked, strict=True)
+        ]  # [M, L*D, B, H]
         params = [widened(w, f, members) for w, f in zip(params, w_stacked, strict=True)]
         x = x.transpose(1, 2) if batch_first else x  # [M, T, B, I]
         finals: list[State] = []
@@ -135,7 +140,9 @@ def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bo
     return states
 
 
-def _between_layers(site: Site, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool) -> list[Callable[[], Tensor]]:
+def _between_layers(
+    site: Site, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool
+) -> list[Callable[[], Tensor]]:
     """A mask for what every layer but the last hands on; torch drops it in time-major order."""
     if not training or count < 2 or all(rate == 0 for rate in rates):
         return []
@@ -143,4 +150,6 @@ def _between_layers(site: Site, rates: tuple[float, ...], training: bool, count:
     steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
     hidden = site.args[2][1].meta["val"].shape[1] * directions
     shape = (steps, batch, hidden)
-    return [site.draw(Draw("dropout", shape, x.dtype, None, tuple((rate,) for rate in rates))) for _ in range(count - 1)]
+    return [
+        site.draw(Draw("dropout", shape, x.dtype, None, tuple((rate,) for rate in rates))) for _ in range(count - 1)
+    ]

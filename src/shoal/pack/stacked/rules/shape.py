@@ -36,7 +36,25 @@ _BY_DIM = _overloads(
     "linalg_vector_norm norm flip roll flatten unflatten glu diagonal unfold tensor_split count_nonzero mode aminmax"
 )
 _DIM_NAMES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination", "start_dim", "end_dim", "dim2")
-_ALL_IF_MISSING = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "all", "any", "nansum", "logsumexp", "linalg_vector_norm", "count_nonzero"))
+_ALL_IF_MISSING = frozenset(
+    (
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "prod",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "all",
+        "any",
+        "nansum",
+        "logsumexp",
+        "linalg_vector_norm",
+        "count_nonzero",
+    )
+)
 
 
 @rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims)
@@ -71,7 +89,12 @@ def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
     return [0, *moved] if packet == "permute" else moved
 
 
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "mean": torch.mean, "amax": torch.amax, "amin": torch.amin}
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "amax": torch.amax,
+    "amin": torch.amin,
+}
 
 
 def _over_everything(site: Site, packet: str) -> Run:
