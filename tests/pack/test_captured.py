@@ -96,7 +96,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_train_equals_the_reference_loop(case: str) -> None:
-    for ours, theirs in zip(shoal.train(CASES[case], device="cuda"), [solo(j, "cuda") for j in CASES[case]], strict=True):
+    for ours, theirs in zip(
+        shoal.train(CASES[case], device="cuda"), [solo(j, "cuda") for j in CASES[case]], strict=True
+    ):
         assert ours.status == theirs.status
         if ours.status == "done":
             assert ours.tier in ("stacked", "streams")

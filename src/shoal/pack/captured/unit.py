@@ -22,7 +22,7 @@ class CapturedUnit(Unit):
         self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, chunk: int, compiled: bool
     ) -> None:
         """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
-        self.tier = "stacked" if chunk > 1 or len(recipes) == 1 else "streams"
+        self.tier = "streams" if chunk == 1 else "stacked"
         solo = chunk == 1
         shared = not solo and _orders_agree([recipe.member for recipe in recipes])
         groups = [recipes[i : i + chunk] for i in range(0, len(recipes), chunk)]
