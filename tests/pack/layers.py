@@ -31,7 +31,6 @@ class Layer:
     inputs: str = "rows"
     noise: tuple[str, ...] = ()
     """Parameters whose exact gradient is zero."""
-    slow: bool = False
 
 
 def _seq(*layers: nn.Module) -> nn.Module:
@@ -260,6 +259,47 @@ LAYERS: dict[str, Layer] = {
     "spectral norm": Layer(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))),
     "sequence shaped by hand": Layer(lambda: _seq(nn.Linear(6, 12), Shape(3, 4), nn.Linear(4, 2))),
 }
+
+LONG_TAIL = {
+    "Linear without bias, on a sequence",
+    "Conv2d grouped, strided, dilated",
+    "BatchNorm1d on [B, C, L]",
+    "BatchNorm2d without statistics",
+    "LayerNorm over two dimensions",
+    "InstanceNorm1d",
+    "InstanceNorm3d",
+    "LocalResponseNorm",
+    "Embedding scaled by frequency",
+    "EmbeddingBag max",
+    "Dropout in place",
+    "Dropout1d",
+    "Dropout3d",
+    "RNN with ReLU, no bias",
+    "LSTM time first",
+    "attention",
+    "attention, float mask",
+    "MultiheadAttention",
+    "TransformerEncoderLayer, norm first, GELU",
+    "MaxPool1d",
+    "MaxPool3d",
+    "AvgPool1d",
+    "AvgPool3d",
+    "LPPool2d",
+    "AdaptiveAvgPool1d",
+    "FractionalMaxPool2d",
+    "MaxUnpool2d",
+    "Upsample nearest",
+    "Upsample bicubic",
+    "Upsample linear",
+    "Upsample trilinear",
+    "PixelUnshuffle",
+    "ChannelShuffle",
+    "ReplicationPad1d",
+    "ConstantPad2d",
+    "CircularPad2d",
+    "sequence shaped by hand",
+}
+"""Relatives of a layer that is tested every time: these with the slow tests."""
 
 ACTIVATIONS = [
     nn.ReLU,

@@ -58,7 +58,7 @@ flat_layers = st.one_of(
     st.tuples(st.just("prelu")),
 )
 image_layers = st.one_of(
-    st.tuples(st.just("conv"), st.integers(1, 4), st.sampled_from([1, 3]), st.integers(1, 2), st.booleans()),
+    st.tuples(st.just("conv"), st.integers(3, 4), st.sampled_from([1, 3]), st.integers(1, 2), st.booleans()),
     st.tuples(st.just("depthwise"), st.sampled_from(["zeros", "reflect", "circular"])),
     st.tuples(st.just("act"), st.integers(0, len(PLAIN) - 1)),
     st.tuples(st.just("batch norm"), st.booleans(), st.sampled_from([0.1, 0.4])),

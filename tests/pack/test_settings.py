@@ -122,7 +122,7 @@ SCHEDULES: dict[str, tuple[str, Callable[[float], Callable[[Any], Any]]]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", [optim.AdamW, Lion], ids=["rule", "own"])
+@pytest.mark.parametrize("kind", [optim.AdamW, pytest.param(Lion, marks=pytest.mark.slow)], ids=["rule", "own"])
 def test_schedule_of_its_own_for_every_member(name: str, kind: type[optim.Optimizer]) -> None:
     every, make = SCHEDULES[name]
     assert_as_alone(
