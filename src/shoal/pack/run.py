@@ -10,7 +10,9 @@ import copy
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import MemberError, describe
@@ -93,8 +95,9 @@ class Track:
         losses = self.unit.losses()
         self.done = losses.shape[1]
         ends: dict[int, str] = {}
+        first_bad = _first_bad(losses)
         for slot, member in enumerate(self.unit.members):
-            ends |= self._advance(slot, member, losses[slot])
+            ends |= self._advance(slot, member, losses, first_bad.get(slot))
         if outcome.error is not None:  # its batch is missing from the losses, or is NaN in them
             ends[outcome.error.slot] = self._fail(outcome.error)
         at_end = [s for s in range(len(self.unit.members)) if s not in ends and self._limit(s) == self.done]
@@ -104,18 +107,16 @@ class Track:
             self.total = 0
         self._leave(ends)
 
-    def _advance(self, slot: int, member: Member, losses: Tensor) -> dict[int, str]:
+    def _advance(self, slot: int, member: Member, losses_MT: Tensor, bad: int | None) -> dict[int, str]:
         """Count the steps done; a non-finite loss ends the member."""
-        batches = self.done
-        bad = (~torch.isfinite(losses)).nonzero()
-        if len(bad):
-            batches = int(bad[0])
+        batches = self.done if bad is None else bad
         k = member.job.accumulate
         whole = self.total if batches == self.total else batches - batches % k
         member.step = self.first_step[slot] + -(-whole // k)
-        if not len(bad):
+        if bad is None:
             return {}
-        member.error = f"the loss became {float(losses[batches])} in epoch {member.epoch + 1} after step {member.step}"
+        value = float(losses_MT[slot, bad])
+        member.error = f"the loss became {value} in epoch {member.epoch + 1} after step {member.step}"
         return {slot: "diverged"}
 
     def _fail(self, error: MemberError) -> str:
@@ -126,7 +127,8 @@ class Track:
         """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
         members, ends = self.unit.members, dict[int, str]()
         whole = self.done == self.total
-        losses, logs, rates = self.unit.losses(), self.unit.logs(), self.unit.rates()
+        losses, logs, rates = self.unit.losses().numpy(), self.unit.logs(), self.unit.rates()
+        rows = batch_rows(members[0], losses.shape[1])
         for slot in slots:
             members[slot].epoch += 1
         due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].finished())]
@@ -137,7 +139,7 @@ class Track:
             if isinstance(val, MemberError):
                 ends[slot] = self._fail(val)
                 continue
-            member.history.append(history_row(member, losses[slot], logs[slot], rates[slot], val))
+            member.history.append(history_row(member, losses[slot], logs[slot], rates[slot], val, rows))
             watched[slot] = member.monitor.value(member.history[-1])
         if whole:
             self.unit.end_epoch(watched)
@@ -209,20 +211,42 @@ def _cut(member: Member, order: Tensor) -> Tensor:
     return member.data.rows(order[: member.num_rows])
 
 
-def history_row(
-    member: Member, losses: Tensor, logs: dict[str, Tensor], rate: float, val: dict[str, float]
-) -> dict[str, float]:
-    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows."""
-    size = member.job.batch_size
-    rows = torch.full((len(losses),), size, dtype=torch.float64)
-    if len(losses) == member.num_batches:
-        rows[-1] = member.num_rows - size * (len(losses) - 1)
+def _first_bad(losses_MT: Tensor) -> dict[int, int]:
+    """For members with a non-finite loss, its batch."""
+    finite = torch.isfinite(losses_MT)
+    if bool(finite.all()):
+        return {}
+    return {slot: int((~row).nonzero()[0]) for slot, row in enumerate(finite) if not bool(row.all())}
 
-    def mean(values: Tensor) -> float:
-        return math.fsum((values * rows).tolist()) / float(rows.sum())
+
+def batch_rows(member: Member, batches: int) -> NDArray[np.float64]:
+    """Rows in each of the first batches of an epoch."""
+    size = member.job.batch_size
+    rows = np.full(batches, size, dtype=np.float64)
+    if batches == member.num_batches:
+        rows[-1] = member.num_rows - size * (batches - 1)
+    return rows
+
+
+def history_row(
+    member: Member,
+    losses: NDArray[np.float64],
+    logs: dict[str, Tensor],
+    rate: float,
+    val: dict[str, float],
+    rows: NDArray[np.float64],
+) -> dict[str, float]:
+    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
+
+    Sums are exact, so that they do not depend on how many members are summed at once.
+    """
+    total = math.fsum(rows.tolist())
+
+    def mean(values: NDArray[np.float64]) -> float:
+        return math.fsum((values * rows).tolist()) / total
 
     row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(losses)}
-    row |= {name: mean(values) for name, values in logs.items()}
+    row |= {name: mean(values.numpy()) for name, values in logs.items()}
     return row | val | {"lr": rate, "seconds": member.seconds}
 
 

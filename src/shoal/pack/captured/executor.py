@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ class CapturedExecutor(Executor):
 
     def __init__(self) -> None:
         self._graphs: dict[tuple[tuple[int, int], ...], torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
         self._streams: list[torch.cuda.Stream] = []
 
     def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
@@ -69,10 +67,10 @@ class CapturedExecutor(Executor):
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # One pool for all graphs, since one runs at a time. It lives as long as a graph in it: never keep its handle.
+        pool = next((other.pool() for other in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
             main = torch.cuda.current_stream()
             for stream in streams:
                 stream.wait_stream(main)
