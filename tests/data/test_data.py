@@ -123,7 +123,7 @@ def test_training_on_a_dataset(noise: bool, monkeypatch: pytest.MonkeyPatch) -> 
     reads = data.reads
     for result, job in zip(results, jobs, strict=True):
         alone = shoal.solo(job)
-        assert torch.equal(result.model.state_dict()["weight"], alone.model.state_dict()["weight"])
+        torch.testing.assert_close(result.model.state_dict()["weight"], alone.model.state_dict()["weight"])
     if noise:
         assert reads < 23 * 2 * 2 + 40, "three members with one order read the data more than once"
 

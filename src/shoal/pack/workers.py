@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
@@ -145,7 +146,8 @@ def predicted_seconds(plan: Plan, members: list[Member]) -> float:
 
 def _least_seconds(member: Member) -> float:
     """A step at 20 GFLOP/s, every weight used once a row."""
-    return 6e0 * sum(p.numel() for p in member.model.parameters()) * member.job.batch_size / 2e10
+    weights = sum(p.numel() for p in member.model.parameters() if not is_lazy(p))
+    return 6e0 * weights * member.job.batch_size / 2e10
 
 
 def run_shared(units: list[Unit], count: int, executor: Executor, watch: Watcher) -> None:
