@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,13 +37,20 @@ def run(units: list[Unit], executor: Executor | None = None, watch: Watcher | No
         while tracks := [track for track in tracks if track.ready()]:
             for track in tracks:
                 track.begin()
-            outcomes = executor.run([(track.unit, track.next_batches()) for track in tracks])
+            work = [(track.unit, track.next_batches()) for track in tracks]
+            outcomes = executor.run(work, partial(look_ahead, tracks, work))
             for track, outcome in zip(tracks, outcomes, strict=True):
                 track.settle(outcome)
     except KeyboardInterrupt:
         for track in tracks:
             track.cancel()
         raise
+
+
+def look_ahead(tracks: list[Track], work: list[tuple[Unit, int]]) -> None:
+    """What an executor may do while it waits for a device."""
+    for track, (_, batches) in zip(tracks, work, strict=True):
+        track.look_ahead(batches)
 
 
 class Track:
@@ -57,6 +65,8 @@ class Track:
         """Batches in this epoch; 0 between epochs."""
         self.first_step: list[int] = []
         """Each member's optimizer steps before this epoch."""
+        self._ahead: tuple[dict[int, int], Tensor] | None = None
+        """The next epoch's orders where they are known already, and whose rows they are."""
         for member in unit.members:
             member.tier = unit.tier
 
@@ -71,9 +81,26 @@ class Track:
         if self.total:
             return
         members = self.unit.members
-        self.unit.begin_epoch(epoch_orders(members))
+        self.unit.begin_epoch(self._orders())
         self.done, self.total = 0, members[0].num_batches
         self.first_step = [member.step for member in members]
+
+    def look_ahead(self, batches: int) -> None:
+        """Draw the next epoch's orders while the device is busy with the last batches of this one."""
+        if self._ahead is None and self.done + batches == self.total:
+            members = self.unit.members
+            self._ahead = {member.index: row for row, member in enumerate(members)}, epoch_orders(members)
+
+    def _orders(self) -> Tensor:
+        members = self.unit.members
+        if self._ahead is None:
+            return epoch_orders(members)
+        rows, orders_MN = self._ahead
+        self._ahead = None
+        if len(rows) == len(members):
+            return orders_MN
+        kept = orders_MN[[rows[member.index] for member in members]]
+        return kept if orders_MN.stride(0) else orders_MN[:1].expand(len(members), -1)
 
     def next_batches(self) -> int:
         """How many batches until something has to be settled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -14,7 +15,7 @@ from shoal.checks import prepare
 from shoal.job import Job
 from shoal.pack import workers
 from shoal.pack.plan import Plan, arrange
-from shoal.pack.run import Track
+from shoal.pack.run import Track, look_ahead
 from shoal.pack.unit import Executor, Unit
 
 
@@ -81,7 +82,8 @@ class _Steps:
                 track.begin()
             turns = [min(left[id(track)], track.next_batches()) for track in ready]
             work = [(track.unit, batches) for track, batches in zip(ready, turns, strict=True)]
-            for track, batches, outcome in zip(ready, turns, self.executor.run(work), strict=True):
+            outcomes = self.executor.run(work, partial(look_ahead, ready, work))
+            for track, batches, outcome in zip(ready, turns, outcomes, strict=True):
                 last = track.unit.losses()[:, -1].tolist()
                 latest |= {m.index: loss for m, loss in zip(track.unit.members, last, strict=True)}
                 track.settle(outcome)

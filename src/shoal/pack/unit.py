@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -129,8 +129,11 @@ class Outcome:
 class Executor:
     """Gives units their turns on the device. This one runs them one after another."""
 
-    def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
-        """Run each unit for its number of batches; an error in one does not keep the others from running."""
+    def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
+        """Run each unit for its number of batches; an error in one does not keep the others from running.
+
+        `meanwhile` is for executors that wait for a device: the host's work on what comes next, done once at most.
+        """
         return [self._turn(unit, batches) for unit, batches in work]
 
     def _turn(self, unit: Unit, batches: int) -> Outcome:

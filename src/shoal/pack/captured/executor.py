@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -21,11 +22,11 @@ class CapturedExecutor(Executor):
         self._graphs: dict[tuple[tuple[int, int], ...], torch.cuda.CUDAGraph] = {}
         self._streams: list[torch.cuda.Stream] = []
 
-    def run(self, work: list[tuple[Unit, int]]) -> list[Outcome]:
+    def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         captured = [(unit, batches) for unit, batches in work if isinstance(unit, CapturedUnit)]
         start = perf_counter()
         if captured:
-            self._run_captured(captured)
+            self._run_captured(captured, meanwhile)
         seconds = perf_counter() - start
         share = seconds / max(1, sum(len(unit.members) for unit, _ in captured))
         return [
@@ -33,7 +34,7 @@ class CapturedExecutor(Executor):
             for unit, batches in work
         ]
 
-    def _run_captured(self, work: list[tuple[CapturedUnit, int]]) -> None:
+    def _run_captured(self, work: list[tuple[CapturedUnit, int]], meanwhile: Callable[[], None] | None) -> None:
         left = {id(unit): unit.full_batches(batches) for unit, batches in work}
         short = {id(unit): batches - left[id(unit)] for unit, batches in work}
         while active := [unit for unit, _ in work if left[id(unit)]]:
@@ -46,6 +47,8 @@ class CapturedExecutor(Executor):
                 left[id(unit)] -= count
         for unit, _ in work:
             unit.run(short[id(unit)])
+        if meanwhile is not None:
+            meanwhile()
         torch.cuda.synchronize()
 
     def graph(self, units: list[CapturedUnit]) -> torch.cuda.CUDAGraph:

@@ -1,0 +1,85 @@
+"""What a GPU captures, run operator by operator on a CPU: chunks, counted draws and the rules a GPU takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.pack.test_captured import CASES, worst
+
+import shoal
+from shoal import reference
+from shoal.checks import prepare
+from shoal.pack.captured.unit import CapturedUnit
+from shoal.pack.group import group
+from shoal.pack.members import counted
+from shoal.pack.recipe import Kitchen
+from shoal.pack.run import run
+from shoal.pack.stacked import site
+from shoal.pack.unit import Executor, Outcome, Unit
+from shoal.randomness import counter_bits
+from shoal.training import collect
+
+CPU = torch.device("cpu")
+
+
+class Ahead(Executor):
+    """Looks ahead, as an executor does that waits for a device."""
+
+    def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
+        outcomes = super().run(work)
+        if meanwhile is not None:
+            meanwhile()
+        return outcomes
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference loop draws as it does on a GPU, and large kernels take the members all at once."""
+
+    @contextmanager
+    def drawing(state: Any) -> Iterator[None]:
+        with counted(state.job.seed, state.device) as mode:
+            mode.begin(len(state.losses))
+            yield
+
+    monkeypatch.setattr(reference, "_drawing", drawing)
+    monkeypatch.setattr(site, "one_by_one", lambda _: False)
+
+
+def train(jobs: list[shoal.Job], chunk: int) -> shoal.Results:
+    members, kitchen = prepare(jobs, CPU), Kitchen()
+    units: list[Unit] = [
+        CapturedUnit(found.recipes, kitchen, {}, chunk=min(chunk, len(found.recipes)), compiled=False)
+        for found in group(members, kitchen)
+    ]
+    run(units, Ahead())
+    return collect(members, CPU)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_captured_steps_equal_the_reference_loop(case: str, chunk: int) -> None:
+    jobs = CASES[case] if chunk == 8 else CASES[case][:3]
+    if chunk == 1 and case == "one diverges":
+        jobs = CASES[case]
+    for ours, own in zip(train(jobs, chunk), jobs, strict=True):
+        theirs = reference.solo(own)
+        assert (ours.status, ours.steps) == (theirs.status, theirs.steps)
+        assert worst(ours, theirs) < 1e-9
+
+
+def test_draws_are_even_and_unrelated_between_seeds_steps_calls_and_elements() -> None:
+    zeros, numbers = torch.zeros(16, dtype=torch.int64), torch.arange(16)
+    for keys in ((numbers, zeros, zeros), (zeros, numbers, zeros), (zeros, zeros, numbers)):
+        unit = counter_bits(*keys, 50_000).double() / 2**32
+        assert (unit.mean(1) - 0.5).abs().max() < 0.006
+        assert (unit.var(1) - 1 / 12).abs().max() < 0.002
+        assert torch.corrcoef(unit).fill_diagonal_(0).abs().max() < 0.025
+        assert torch.corrcoef(torch.stack([unit[0, 1:], unit[0, :-1]]))[0, 1].abs() < 0.02
+    again = counter_bits(numbers[3:4], zeros[:1], zeros[:1], 100)
+    assert torch.equal(again[0], counter_bits(numbers, zeros, zeros, 100)[3]), "a draw depends on the pack"
