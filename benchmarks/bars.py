@@ -1,4 +1,4 @@
-"""Which bars hold? Reads what `shoal bench` and `shoal reproduce` wrote with --json.
+"""Which bars hold? Reads what `shoal bench` and `shoal reproduce` wrote with --out.
 
 python benchmarks/bars.py FILE...
 """
