@@ -81,7 +81,7 @@ def test_quick_bench_writes_a_table_json_and_a_picture(tmp_path: Path, capsys: p
         "--device",
         "cpu",
     ]
-    files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    files = ["--out", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
     assert main([*args, "--threads", "1", *files]) == 0
     shown = capsys.readouterr().out
     for text in ("sequential, eager", "Floor:", "vmap needs networks of one architecture"):
@@ -96,6 +96,12 @@ def test_quick_bench_writes_a_table_json_and_a_picture(tmp_path: Path, capsys: p
     assert "here are cnn, mlp" in vmap["error"]
     assert {"commit", "source", "processor", "torch"} <= set(result["stamp"])
     assert (tmp_path / "b.png").stat().st_size > 5000
+
+
+def test_json_is_printed_in_place_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["tiny", "--members", "2", "--ways", "eager", "--quick", "--device", "cpu", "--threads", "1"]
+    assert main(["bench", *args, "--json"]) == 0
+    assert [row["way"] for row in json.loads(capsys.readouterr().out)["results"]] == ["eager"]
 
 
 @pytest.mark.parametrize(

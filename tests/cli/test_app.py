@@ -69,7 +69,14 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
     [
         (["nope"], "No such command 'nope'"),
         (["trian"], "Did you mean 'train'?"),
-        (["train"], "Missing argument"),
+        (["train"], "Missing argument 'target'; see shoal train --help"),
+        (["demo", "--nope"], "No such option: --nope; see shoal demo --help"),
+        (["train", ".:jobs"], "'.' is no module's name"),
+        (["demo", "--picture", "."], "no kind of picture"),
+        (["demo", "--picture", "/dev/null/a.png"], "cannot be written"),
+        (["bench", "--out", "."], "is a folder"),
+        (["bench", "--plot", "bars.xyz"], "no kind of picture"),
+        (["bench", "--json", "bars.json"], "no network 'bars.json'"),
         (["train", "jobs"], "names no function"),
         (["train", "nowhere.py:jobs"], "no file 'nowhere.py'"),
         (["train", "no_such_module:jobs"], "no module 'no_such_module'"),
@@ -84,6 +91,12 @@ def test_errors_are_one_line(args: list[str], says: str, capsys: pytest.CaptureF
     assert says in told.err
     assert told.err.count("\n") == 1
     assert not told.out
+
+
+def test_a_group_of_commands_without_one_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == 0
+    told = capsys.readouterr()
+    assert "unifiednn" in told.out and not told.err
 
 
 def broken(tmp_path: Path, body: str) -> str:
@@ -154,6 +167,25 @@ def test_train_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_train_says_it_for_people_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"{jobs_file(tmp_path)}:jobs", "--device", "cpu"]) == 0
     assert "lr=0.01" in capsys.readouterr().out
+
+
+def test_every_mistake_is_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = jobs_file(tmp_path)
+    file.write_text(JOBS.replace('{"lr": lr}', '{"lr": -lr}'))
+    assert main(["train", f"{file}:jobs", "--device", "cpu"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("shoal: job 'lr=0.01': lr is -0.01;")
+    assert second.startswith("shoal: job 'lr=0.1': lr is -0.1;")
+
+
+def test_a_warning_is_one_line_and_a_diverged_job_says_why(tmp_path: Path) -> None:
+    file = jobs_file(tmp_path)
+    file.write_text(JOBS.replace("/ 40", "/ 40\n    x[3] = float('nan')"))
+    done = run("train", f"{file}:jobs", "--device", "cpu")
+    assert done.returncode == 1
+    assert "shoal: warning: job 'lr=0.01': data has" in done.stderr
+    assert "train.py" not in done.stderr
+    assert "lr=0.1: the loss became nan" in done.stdout
 
 
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_a_gpu_runs_at_the_published_scale() -> None:
 
 def test_quick_run_measures_the_loop(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    args = ["mlp3", "--sizes", "2", "--quick", "--device", "cpu", "--threads", "1", "--json", str(file)]
+    args = ["mlp3", "--sizes", "2", "--quick", "--device", "cpu", "--threads", "1", "--out", str(file)]
     assert main(["reproduce", "pack", *args]) == 0
     (row,) = json.loads(file.read_text())["lines"]
     assert row["network"] == "mlp3"

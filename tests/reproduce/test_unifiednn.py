@@ -74,7 +74,7 @@ def test_what_is_saved_is_a_share_of_the_processes() -> None:
 
 @pytest.mark.slow
 def test_quick_run_saves_memory_and_keeps_accuracy(tmp_path: Path) -> None:
-    args = ["--device", "cpu", "--json", str(tmp_path / "u.json"), "--plot", str(tmp_path / "u.png")]
+    args = ["--device", "cpu", "--out", str(tmp_path / "u.json"), "--plot", str(tmp_path / "u.png")]
     assert main(["reproduce", "unifiednn", "--quick", *args]) == 0
     result = json.loads((tmp_path / "u.json").read_text())
     assert [line["ways"][1]["error"] for line in result["lines"]] == [None, None]

@@ -126,14 +126,15 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return bool(a["network"] == b["network"] and a["members"] == b["members"])
 
 
+def text(result: dict[str, Any]) -> str:
+    """The plain data as JSON."""
+    return json.dumps(result, indent=2)
+
+
 def write(result: dict[str, Any], path: Path) -> None:
-    """The plain data as JSON; `-` is standard output."""
-    text = json.dumps(result, indent=2)
-    if str(path) == "-":
-        print(text)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+    """The plain data as JSON, in a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(result) + "\n")
 
 
 def pyplot() -> Any:

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -80,11 +81,18 @@ for _name, _line in COMMANDS.items():
     app.command(_name, help=_line)(_placeholder)
 
 
+def _help_of(error: BaseException) -> str:
+    """The command line that shows the options of the command that was used wrongly."""
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'shoal'} --help"
+
+
 def describe(error: BaseException) -> str:
     """One line that says what went wrong, without the traceback."""
     format_message = getattr(error, "format_message", None)  # usage errors of the command line itself
     if callable(format_message):
-        return str(format_message())
+        text = str(format_message()).rstrip(".")
+        return text if "Did you mean" in text else f"{text}; see {_help_of(error)}"
     text = str(error).strip()
     if isinstance(error, KeyError):
         text = f"no {text}"
@@ -93,11 +101,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} (add --debug to see where)"
 
 
+def one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
+    """A warning for people who did not write the code that it comes from."""
+    return f"shoal: warning: {message}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit status, with every error told in one line."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
+    formatted, warnings.formatwarning = warnings.formatwarning, one_line
     try:
         status = get_command(app).main(args, prog_name="shoal", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -111,8 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(f"shoal: {describe(error)}", file=sys.stderr)
+            for line in describe(error).splitlines():
+                print(f"shoal: {line}", file=sys.stderr)
         return 1
+    finally:
+        warnings.formatwarning = formatted
     if status == INTERRUPTED:
         print("shoal: interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0

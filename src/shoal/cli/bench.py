@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.files import picture_ready, ready
+
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
 """What `shoal bench` runs when it is not told: every network of the bench, and unlike ones in one list."""
 
@@ -26,8 +28,9 @@ def bench(
     ] = 16,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers here; - for the screen.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")] = False,
     quick: Annotated[bool, typer.Option(help="A few short rounds on little data: does it run, not how fast.")] = False,
 ) -> None:
     """Measure Shoal against other ways to train many networks.
@@ -38,12 +41,14 @@ def bench(
     from rich.console import Console
 
     from shoal.bench.report import plot as draw
-    from shoal.bench.report import table, write
+    from shoal.bench.report import table, text, write
     from shoal.bench.run import Settings
     from shoal.bench.run import bench as measure
     from shoal.bench.titles import TITLES
     from shoal.bench.workloads import Spec
 
+    ready(out)
+    picture_ready(plot)
     place = pick_device(device)
     settings = Settings(
         ways=tuple(TITLES) if ways == "all" else tuple(way.strip() for way in ways.split(",")),
@@ -67,11 +72,13 @@ def bench(
     errors = Console(stderr=True)
     with errors.status("starting") as status:
         result = measure(specs, settings, lambda line: status.update(line))
-    if json_file is not None:
-        write(result, json_file)
+    if out is not None:
+        write(result, out)
     if plot is not None:
         draw(result, plot)
-    if str(json_file) != "-":
+    if as_json:
+        typer.echo(text(result))
+    else:
         table(result, wide_console())
 
 

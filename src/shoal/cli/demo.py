@@ -35,8 +35,10 @@ def demo(
     """
     from rich.console import Console
 
+    from shoal.cli.files import picture_ready
     from shoal.demo.compare import compare, draw
 
+    picture_ready(picture)
     console = Console(quiet=as_json)
     console.print(
         "[bold]64 small networks on handwritten digits[/bold]: 4 learning rates x 4 dropout rates x 4 seeds\n"

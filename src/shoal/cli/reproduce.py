@@ -5,18 +5,27 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.files import picture_ready, ready
+
 reproduce = typer.Typer(
     name="reproduce",
     help="Run the comparisons of published work beside ours.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
 )
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
 Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all numbers here; - for the screen.")]
+Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
 Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
+
+
+@reproduce.callback()
+def _root(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 @reproduce.command()
@@ -25,18 +34,21 @@ def unifiednn(
     epochs: Annotated[int, typer.Option(min=0, help="Epochs; 0: 20 on a GPU, 5 on a CPU.")] = 0,
     device: Device = "auto",
     limit: Limit = 1200.0,
-    json_file: Json = None,
+    out: Out = None,
     plot: Plot = None,
+    as_json: AsJson = False,
     quick: Quick = False,
 ) -> None:
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
     from rich.console import Console
 
-    from shoal.bench.report import heading, write
+    from shoal.bench.report import heading, text, write
     from shoal.cli.bench import pick_device, wide_console
     from shoal.reproduce import unifiednn as paper
     from shoal.reproduce.picture import draw
 
+    ready(out)
+    picture_ready(plot)
     place = pick_device(device)
     length = epochs or (20 if place.startswith("cuda") else 5)
     with Console(stderr=True).status("starting") as status:
@@ -47,11 +59,13 @@ def unifiednn(
             limit=limit,
             tell=lambda line: status.update(line),
         )
-    if json_file is not None:
-        write(result, json_file)
+    if out is not None:
+        write(result, out)
     if plot is not None:
         draw(plot, paper.bars(result), ylabel="saved over one process per network", title=heading(result))
-    if str(json_file) != "-":
+    if as_json:
+        typer.echo(text(result))
+    else:
         paper.table(result, wide_console())
 
 
@@ -66,19 +80,22 @@ def pack(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for both; 0: as torch chooses.")] = 0,
     limit: Limit = 1800.0,
-    json_file: Json = None,
+    out: Out = None,
     plot: Plot = None,
+    as_json: AsJson = False,
     quick: Quick = False,
 ) -> None:
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
     from rich.console import Console
 
-    from shoal.bench.report import heading, write
+    from shoal.bench.report import heading, text, write
     from shoal.bench.run import Settings
     from shoal.cli.bench import pick_device, pick_precision, quick_settings, wide_console
     from shoal.reproduce import pack as paper
     from shoal.reproduce.picture import draw
 
+    ready(out)
+    picture_ready(plot)
     place = pick_device(device)
     wanted = [size.strip() for size in sizes.split(",")]
     if not set(wanted) <= {"2", "3", "4"}:
@@ -100,9 +117,11 @@ def pack(
             quick=quick,
             tell=lambda line: status.update(line),
         )
-    if json_file is not None:
-        write(result, json_file)
+    if out is not None:
+        write(result, out)
     if plot is not None:
         draw(plot, paper.bars(result), ylabel="gain over sequential", title=heading(result))
-    if str(json_file) != "-":
+    if as_json:
+        typer.echo(text(result))
+    else:
         paper.table(result, wide_console())

@@ -18,6 +18,8 @@ TARGET_HELP = "MODULE:FUNCTION or FILE.py:FUNCTION; the function takes nothing a
 def load_module(where: str) -> ModuleType:
     """Import a module by its dotted name, from here or the installed ones, or a file by its path."""
     if not where.endswith(".py"):
+        if where.startswith("."):
+            raise ValueError(f"{where!r} is no module's name; give MODULE:FUNCTION or FILE.py:FUNCTION")
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         try:
