@@ -181,6 +181,10 @@ def test_the_dry_step_leaves_no_trace() -> None:
         ({"compile": "yes"}, "compile is 'yes'"),
         ({"memory": "much"}, "memory is 'much'"),
         ({"checkpoint_every": "soon"}, "checkpoint_every is 'soon'"),
+        ({"memory": "8GB"}, "memory is 8000000000 bytes, but there is no limit on memory yet"),
+        ({"checkpoint_every": "5m"}, "checkpoint_every is 300 seconds, but runs are not checkpointed yet"),
+        ({"compile": True, "device": "cpu"}, "steps on a CPU are not compiled; use 'auto' or False"),
+        ({"compile": 1}, "compile is 1"),
     ],
 )
 def test_settings_of_train(settings: dict[str, Any], words: str) -> None:

@@ -110,7 +110,7 @@ def field_problems(job: Job) -> list[str]:
 
 def _good_rate(rate: Any) -> bool:
     try:
-        return 0 <= number(rate) < math.inf
+        return not isinstance(rate, str) and 0 <= number(rate) < math.inf
     except (TypeError, ValueError):
         return False
 

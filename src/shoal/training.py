@@ -64,18 +64,16 @@ def train(
         out: A folder for the results: jobs.json, results.json, history/*.jsonl, weights/*.safetensors. A folder that
             holds other jobs is an error that says what differs; the same jobs are trained again and replaced.
         progress: Show a bar in terminals and notebooks, plain lines elsewhere.
-        memory: The most memory to use on the device, such as "8GB"; None: what is free.
+        memory: Not yet: anything but None is refused. `shoal.explain` says what memory to expect.
         threads: Torch's intra-op threads during the run, in this process alone; None: as they are, and on a CPU long
             runs are shared among one process per free core (SHOAL_WORKERS sets their number).
-        compile: Whether tiers may use torch.compile; "auto": where it pays.
-        checkpoint_every: Seconds, or "60s", "5m", "1h".
+        compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
+            refused.
+        checkpoint_every: Not yet: anything but 60 seconds is refused.
         deterministic: Use torch's deterministic algorithms, and raise where there is none.
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic)
-    if settings.checkpoint_every != 60.0:
-        raise ValueError(
-            f"checkpoint_every is {checkpoint_every!r}, but runs are not checkpointed yet; leave it at '60s'"
-        )
+    refuse_what_is_not_done(settings)
     folder = RunFolder(Path(out)) if out is not None else None
     with applied(settings):
         members = prepare(jobs, settings.device)
@@ -93,6 +91,19 @@ def train(
     if folder is not None:
         folder.write(results)
     return results
+
+
+def refuse_what_is_not_done(settings: Settings) -> None:
+    """No setting silently does nothing."""
+    if settings.memory is not None:
+        raise ValueError(f"memory is {settings.memory} bytes, but there is no limit on memory yet; leave it at None")
+    if settings.checkpoint_every != 60.0:
+        raise ValueError(
+            f"checkpoint_every is {settings.checkpoint_every:g} seconds, but runs are not checkpointed yet; "
+            "leave it at '60s'"
+        )
+    if settings.compile is True and settings.device.type == "cpu":
+        raise ValueError("compile is True, but steps on a CPU are not compiled; use 'auto' or False")
 
 
 def collect(members: list[Member], device: torch.device) -> Results:
@@ -124,7 +135,7 @@ def make_settings(
     """Check and convert what `train` was given."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
-    if compile not in (True, False, "auto"):
+    if not isinstance(compile, bool) and compile != "auto":
         raise ValueError(f"compile is {compile!r}; use True, False or 'auto'")
     return Settings(
         device=pick_device(device),

@@ -96,10 +96,7 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
     rng = torch.Generator().manual_seed(seed)
     twin = build_model(job).to(device)
     member = Member(job, id, name, device, twin, rng, torch.Generator(), data)
-    lines = [
-        *field_problems(job),
-        *(line for line in optimizer_problems(member) if "needs a watched value" not in line),
-    ]
+    lines = field_problems(job) or [line for line in optimizer_problems(member) if "needs a watched value" not in line]
     if lines:
         plateau = "its schedule watches a value, and a pack's moves on after every step; use shoal.train for such"
         raise JobError(*(f"{name}: {plateau if 'ReduceLROnPlateau' in line else line}" for line in lines))
