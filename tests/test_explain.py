@@ -69,6 +69,17 @@ def test_what_rides_together_and_why() -> None:
     assert all("step_seconds" not in part.predicted for part in parts)
 
 
+def test_unlike_networks_are_told_as_such() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    pair = [job("shallow"), job("deep", model=deep)]
+    first, second = shoal.explain(pair, device="cpu", measure=False).plan.parts
+    assert "parameters have other names" in first.reason and "parameters have other names" in second.reason
+    flags = [job("plain"), job("amsgrad", hparams={"lr": 0.1, "amsgrad": True})]
+    assert "optimizers' settings" in shoal.explain(flags, device="cpu", measure=False).plan.parts[0].reason
+
+
 def test_memory_is_counted() -> None:
     told = shoal.explain(jobs(), device="cpu", measure=False)
     adam, sgd = told.plan.parts[0].predicted, told.plan.parts[3].predicted

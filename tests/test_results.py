@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shoal
+from shoal.checks import prepare
 from shoal.pack.stacked.program import Program
+from shoal.progress import _Count
 from shoal.training import parse_bytes, parse_seconds
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
@@ -61,6 +63,9 @@ def test_predict(results: shoal.Results) -> None:
     torch.testing.assert_close(out[1], results[1].model(X).detach())
     assert not out.requires_grad
     torch.testing.assert_close(results.predict(X, batch_size=7), out)
+    assert torch.equal(results.predict(X.numpy()), out)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        results.predict(X, batch_size=0)
     unlike = shoal.train([job(name="a"), job(name="b", model=lambda: nn.Linear(4, 5))], device="cpu")
     with pytest.raises(ValueError, match="outputs differ"):
         unlike.predict(X)
@@ -185,6 +190,30 @@ def test_folds() -> None:
             shoal.folds(job(), k=wrong)
     with pytest.raises(ValueError, match="val= already"):
         shoal.folds(job(val=(X, Y)))
+
+
+def test_the_table_says_what_went_wrong() -> None:
+    def burst(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) * float("inf")
+
+    trained = shoal.train([job(name=f"bad{i}", seed=i, loss=burst) for i in range(12)] + [job(name="good")], "cpu")
+    lines = trained.table().splitlines()
+    assert len(lines) == 2 + 13 + 1 + 10 + 1, lines
+    assert lines[16].startswith("bad0: the loss became inf") and lines[-1] == "... and 2 more"
+
+
+def test_a_cancelled_job_has_not_done_its_whole_length() -> None:
+    class Told(_Count):
+        def show(self) -> None:
+            pass
+
+    members = prepare([job(name="a"), job(name="b")], torch.device("cpu"))
+    told = Told(members)
+    members[0].status, members[1].status = "cancelled", "done"
+    for member in members:
+        told(member)
+    assert sum(told.done.values()) == 2.0
+    assert told.text() == "2/2 ended, 1 cancelled"
 
 
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ class _Count(Progress):
         job = member.job
         if member.status != "running":
             self.ended[member.index] = member.status
+        if member.status not in ("running", "cancelled"):
             self.done[member.index] = _share(job.epochs, job.steps, member.num_batches)
         else:
             self.done[member.index] = float(
@@ -57,7 +58,7 @@ class _Count(Progress):
     def text(self) -> str:
         losses = sorted(self.losses.values())
         middle = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
-        bad = [f"{n} {s}" for s in ("diverged", "failed") if (n := list(self.ended.values()).count(s))]
+        bad = [f"{n} {s}" for s in ("diverged", "failed", "cancelled") if (n := list(self.ended.values()).count(s))]
         return f"{len(self.ended)}/{self.num_members} ended{middle}{''.join(', ' + b for b in bad)}"
 
 

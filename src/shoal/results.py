@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.job import Job
 from shoal.tables import render
+
+MOST_ERRORS = 10
+"""Errors told below a table."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -110,7 +114,10 @@ class Results(Sequence[Result]):
         return (max if mode == "max" else min)(values, default=None)
 
     def table(self) -> str:
-        """The results as text, one line each; with lines and colour where rich is installed and this is a terminal."""
+        """The results as text, one line each, and below it why some of them failed or diverged.
+
+        With lines and colour where rich is installed and this is a terminal.
+        """
         names = [name for name in self.columns() if name not in ("epoch", "step", "seconds")]
         head = ["name", "status", "tier", "epochs", "steps", *names, "seconds"]
         rows = [
@@ -125,7 +132,9 @@ class Results(Sequence[Result]):
             ]
             for r in self
         ]
-        return render(head, rows)
+        wrong = [f"{r.name}: {r.error}" for r in self if r.error]
+        more = [f"... and {len(wrong) - MOST_ERRORS} more"] if len(wrong) > MOST_ERRORS else []
+        return "\n".join([render(head, rows), *([""] if wrong else []), *wrong[:MOST_ERRORS], *more])
 
     def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
         """Draw all learning curves into a picture; without `metric`: the loss, and val_loss where there is one."""
@@ -144,17 +153,23 @@ class Results(Sequence[Result]):
             axis.set(xlabel="epoch", ylabel=name)
             if 1 < len(self) <= 12:
                 axis.legend(fontsize="small")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         return Path(path)
 
     def predict(self, *inputs: Any, batch_size: int | None = None) -> Any:
         """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
 
+        Inputs are tensors or arrays; `batch_size` rows at a time, by default all at once.
+
         Raises:
             ValueError: when the members' outputs have different shapes.
         """
         from shoal.pack.stacked.forward import Forward
 
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; use a whole number, 1 or more")
+        inputs = pytree.tree_map_only(np.ndarray, torch.tensor, inputs)
         forward = Forward([result.model for result in self])
         if batch_size is None:
             return forward(inputs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.signature import difference
+from shoal.pack.signature import difference, skeleton
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.trace import Untraceable
@@ -74,10 +74,16 @@ def why_apart(a: Group, b: Group) -> str:
         return f"{x.member.num_rows} rows an epoch against {y.member.num_rows}"
     if x.optimizer.kind is not y.optimizer.kind:
         return f"{x.optimizer.kind.__name__} against {y.optimizer.kind.__name__}"
+    for rows, graph in x.steps.items():
+        if rows not in y.steps:
+            return "other batch shapes"
+        if skeleton(graph) != skeleton(y.steps[rows]):
+            return difference(graph, y.steps[rows])
     if x.optimizer.key != y.optimizer.key:
         return "the optimizers' settings or parameter groups differ in structure"
-    rows = next(iter(x.steps))
-    return difference(x.steps[rows], y.steps[rows]) if rows in y.steps else "other batch shapes"
+    if x.member.data.source.streamed != y.member.data.source.streamed:
+        return "data read as it is needed against data kept on the device"
+    return "a step of its own against a loss" if (job.step is None) != (other.step is None) else "other frozen weights"
 
 
 def told(found: Group, groups: list[Group]) -> str:
