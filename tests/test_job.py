@@ -79,3 +79,8 @@ def test_early_stop() -> None:
     for wrong in ({"mode": "up"}, {"patience": 0}, {"min_delta": -1.0}):
         with pytest.raises(ValueError):
             shoal.EarlyStop("accuracy", **wrong)
+
+
+def test_a_job_is_shown_without_its_data() -> None:
+    shown = repr(shoal.Job(model=nn.Linear(4, 3), data=(torch.zeros(9, 4),), step=lambda m, b: m(*b).sum(), epochs=1))
+    assert "tensor(" not in shown and "epochs=1" in shown

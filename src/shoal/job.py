@@ -62,9 +62,9 @@ class Job:
 
     model: nn.Module | Callable[[], nn.Module]
     """A function that builds the network under the job's seed, or an nn.Module, which is copied first."""
-    data: Any
+    data: Any = field(repr=False)
     """Tensors or arrays in any tuple, dict or nesting with one first dimension, or a map-style Dataset."""
-    val: Any = None
+    val: Any = field(default=None, repr=False)
     """Validation data, in the same form; None: no validation."""
     collate: Callable[[list[Any]], Any] | None = None
     """How items of a Dataset become a batch; None: torch's default_collate. For Datasets only."""

@@ -1,11 +1,15 @@
 """The measuring itself: ratios, failures, limits, and the command."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.bench.child import deaf
 from shoal.bench.floor import Ceilings, count
 from shoal.bench.memory import Memory
 from shoal.bench.report import _plain, peak, size
@@ -96,6 +100,15 @@ def test_quick_bench_writes_a_table_json_and_a_picture(tmp_path: Path, capsys: p
     assert "here are cnn, mlp" in vmap["error"]
     assert {"commit", "source", "processor", "torch"} <= set(result["stamp"])
     assert (tmp_path / "b.png").stat().st_size > 5000
+
+
+def test_a_process_that_still_imports_does_not_hear_an_interrupt() -> None:
+    command = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
+    before = signal.getsignal(signal.SIGINT)
+    with deaf():
+        started = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert started.stdout.strip() == "True"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_json_is_printed_in_place_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:

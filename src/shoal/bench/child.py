@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -106,6 +108,7 @@ def _open(order: Order) -> tuple[Any, Any, Ready]:
     from shoal.bench.workloads import workload
 
     prepare(order.device, order.threads)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     meter = Meter(order.device)
     work = workload(order.spec)
     solo, solo_reserved = _solo(order, work) if order.way == "eager" else (None, None)
@@ -170,16 +173,34 @@ def _serve(order: Order, pipe: Connection) -> None:
 
 
 def _ceilings(order: Order, pipe: Connection) -> None:
-    import torch
-
-    from shoal.bench.floor import ceilings
-    from shoal.errors import describe
-
     try:
+        import torch
+
+        from shoal.bench.floor import ceilings
+
         prepare(order.device, order.threads)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         pipe.send(ceilings(torch.device(order.device), order.spec.precision, quick=order.warm_up < 2))
+    except KeyboardInterrupt:
+        pass  # the other end has been interrupted too, and tells it
     except Exception as error:
+        from shoal.errors import describe
+
         pipe.send(ChildError(describe(error)))
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes started here do not hear Ctrl-C until they ask for it: in the middle of its imports one would only
+    print a traceback. It ends when it finds that the other end of its pipe is closed."""
+    if threading.current_thread() is not threading.main_thread():  # where signals may not be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Child:
@@ -189,7 +210,8 @@ class Child:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_ceilings if ceilings else _serve, args=(order, theirs))
-        self.process.start()
+        with deaf():
+            self.process.start()
         theirs.close()
 
     def wait(self, deadline: float) -> Any:
