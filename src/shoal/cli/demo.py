@@ -25,7 +25,7 @@ def demo(
     picture: Annotated[Path, typer.Option(help="Where to write the learning curves.")] = Path("demo.png"),
     longest: Annotated[
         float, typer.Option(min=0.0, help="Seconds to spend on training alone; the rest is then estimated.")
-    ] = 25.0,
+    ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, without a progress bar.")] = False,
 ) -> None:
     """Train 64 small networks alone and packed, and compare.

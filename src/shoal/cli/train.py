@@ -13,9 +13,11 @@ def train(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for weights and histories.")] = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; by default where it pays.")
+        bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default where it pays.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default as torch has them.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads, in one process; by default a process for each free core.")
+    ] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Only kernels that give the same bits every time.")
     ] = False,
