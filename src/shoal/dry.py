@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.errors import describe
 from shoal.job import RESERVED, Job
+from shoal.pack.kept import kept
 from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
 
 ONE_VALUE = "Expected more than 1 value per channel"
@@ -62,7 +63,8 @@ def dry_run(member: Member) -> list[str]:
     sizes = [min(job.batch_size, n)]
     if n % job.batch_size == 1 and n > 1 and job.batch_size > 1:
         sizes.append(1)
-    with draws(member, keep=False):
+    metrics = list(job.metrics.values())
+    with draws(member, keep=False), kept(job.step, job.loss, metrics, member.model, skip=member.model):
         for size in sizes:
             lines = _step_problems(member, size, short=size != sizes[0])
             if lines:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.errors import JobError, describe
@@ -157,10 +158,16 @@ def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
 
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """The job's own optimizer on this model."""
-    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **job.hparams)
+    settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
+    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
     return optimizer
+
+
+def _own_copy(value: Tensor) -> Tensor:
+    """Schedulers write into a learning rate that is a tensor; the user's, which jobs may share, stays as it is."""
+    return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

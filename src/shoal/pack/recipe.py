@@ -14,13 +14,15 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
+from shoal.errors import describe
 from shoal.pack.fingerprint import fingerprint
 from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
 from shoal.pack.signature import skeleton
-from shoal.pack.trace import Call, Trace, Untraceable, trace
+from shoal.pack.trace import Call, Trace, Untraceable, trace, used_params
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,11 @@ class Kitchen:
             Untraceable: with the reason why it cannot be stacked.
         """
         steps = {rows: self.step(member, rows) for rows in batch_sizes(member)}
+        for graph in steps.values():
+            try:
+                used_params(graph)
+            except Exception as error:
+                raise Untraceable(f"its backward pass raises {describe(error)}") from error
         return Recipe(member, steps, plan_optimizer(member))
 
     def step(self, member: Member, rows: int) -> Trace:
@@ -136,7 +143,9 @@ class Kitchen:
         if key not in self._traces:
             try:
                 there = _beside(model, leaves)
-                self._traces[key] = trace(there, call, batch, precision=precision, evaluating=evaluating)
+                self._traces[key] = trace(
+                    there, call, batch, precision=precision, evaluating=evaluating, reached=function
+                )
             except Untraceable as refusal:
                 self._traces[key] = refusal
         found = self._traces[key]
@@ -151,6 +160,18 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
     if first is None or not leaves or first.device == leaves[0].device:
         return model
     return copy.deepcopy(model).to(leaves[0].device)
+
+
+def _its_own(optimizer: Optimizer) -> bool:
+    """Does this optimizer do something of its own: hooks, another step than its class's, state it came with?"""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    started = any(float(state.get("step", 1)) for state in optimizer.state.values())
+    return any(hooks) or "step" in vars(optimizer) or started
 
 
 def batch_sizes(member: Member) -> list[int]:
@@ -186,8 +207,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     with draws(member, keep=False):
         fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    splits = [None if hooked else split_hparams(kind, group) for group in settings]
+    splits = [None if _its_own(fresh) else split_hparams(kind, group) for group in settings]
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from shoal.pack.fingerprint import fingerprint
+from shoal.pack.kept import kept
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,6 +52,8 @@ class Trace:
     precision: str | None = None
     """The autocast it was recorded in: what it does to dtypes is not in the graph."""
     nodes: list[Node] = field(init=False)
+    used: list[bool] | None = None
+    """What `used_params` found."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
@@ -70,8 +73,18 @@ def autocast(precision: str | None, device: torch.device) -> Any:
     return torch.autocast(device.type, PRECISIONS[precision], cache_enabled=False)
 
 
-def trace(model: nn.Module, call: Call, batch: Any, *, precision: str | None = None, evaluating: bool = False) -> Trace:
+def trace(
+    model: nn.Module,
+    call: Call,
+    batch: Any,
+    *,
+    precision: str | None = None,
+    evaluating: bool = False,
+    reached: Any = None,
+) -> Trace:
     """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
+
+    `reached`: what Python the call may reach besides the model, such as the user's own step.
 
     Raises:
         Untraceable: with the reason, when the graph would not be the whole truth.
@@ -83,12 +96,19 @@ def trace(model: nn.Module, call: Call, batch: Any, *, precision: str | None = N
     except Exception as error:
         raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
     before = fingerprint(twin, tensors=False)
-    first = _record(twin, call, batch, precision)
-    if fingerprint(twin, tensors=False) != before:
-        raise Untraceable("its forward changes python attributes of the model")
-    if not _same_graph(first, _record(twin, call, batch, precision)):
+    with kept(twin, reached, skip=twin) as state:
+        first = _record(twin, call, batch, precision)
+        if fingerprint(twin, tensors=False) != before:
+            raise Untraceable("its forward changes python attributes of the model")
+        if state.changed:
+            raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
+        if state.written:
+            raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
+        again = _record(twin, call, batch, precision)
+    if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
+    _refuse_buffers(first)
     return first
 
 
@@ -102,7 +122,7 @@ class _Recorded(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         out = self.call(self.model, batch)
-        return out, dict(self.model.named_buffers())
+        return out, dict(self.model.named_buffers(remove_duplicate=False))
 
 
 def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> Trace:
@@ -119,7 +139,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
         out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
         outputs, spec = pytree.tree_flatten(out)
         out_spec.append(spec)
-        return list(outputs)
+        return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
 
     inputs = [*params.values(), *buffers.values(), *leaves]
     device = inputs[0].device
@@ -173,7 +193,20 @@ def _poisoned() -> Iterator[None]:
                 raise Untraceable(f"it uses {reason}")
 
             stack.enter_context(mock.patch.object(owner, name, refuse))
+        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guarded()))
         yield
+
+
+class _Guarded:
+    """Stands for torch's own generator, which a step may look at (checkpointing does) but not turn back."""
+
+    def get_state(self) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise Untraceable("it seeds torch's random numbers inside the step, or asks for their seed")
+
+    set_state = manual_seed = seed = initial_seed = _refuse
 
 
 def _refuse_at_sight(model: nn.Module) -> None:
@@ -197,6 +230,53 @@ def _refuse_at_sight(model: nn.Module) -> None:
             raise Untraceable(f"buffer {name} has layout {buffer.layout}")
     if not any(True for _ in model.parameters()):
         raise Untraceable("it has no parameters")
+    owners: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        other = owners.setdefault(_memory(tensor), name) if tensor.numel() else name
+        if other != name:
+            raise Untraceable(f"{name} and {other} are two names of the same memory")
+    for module in model.modules():
+        attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
+        for tensor in pytree.tree_leaves(attributes):
+            if type(tensor) is Tensor and tensor.layout == torch.strided and _memory(tensor) in owners:
+                raise Untraceable(f"an attribute is another name of {owners[_memory(tensor)]}")
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _refuse_buffers(recorded: Trace) -> None:
+    """A stack keeps each buffer in its place: it must stay the kind of tensor it is, and nobody else's."""
+    inputs = [node for node in recorded.nodes if node.op == "placeholder"]
+    count = len(recorded.params)
+    before = dict(zip(recorded.buffers, inputs[count:], strict=False))
+    owned = {*inputs[: count + len(before)]}
+    values = recorded.nodes[-1].args[0]
+    _, after = pytree.tree_unflatten(values, recorded.out_spec)  # type: ignore[arg-type]
+    taken: dict[Any, str] = {}
+    for name, node in after.items():
+        if name not in before or not isinstance(node, Node):
+            if taken.get(node, name) != name or name not in recorded.buffers:
+                continue  # a second name of a buffer
+            raise Untraceable(f"its forward makes or removes buffer {name}")
+        was, now = before[name].meta["val"], node.meta["val"]
+        if was.shape != now.shape or was.dtype != now.dtype:
+            raise Untraceable(f"its forward changes the shape or dtype of buffer {name}")
+        root = origin(node)
+        if (root in owned and root is not before[name]) or taken.setdefault(root, name) != name:
+            raise Untraceable(f"its forward makes buffer {name} another name of a tensor it keeps")
+    if before.keys() - after.keys():
+        raise Untraceable(f"its forward removes buffer {min(before.keys() - after.keys())}")
+
+
+def origin(node: Node) -> Node:
+    """The tensor a view was taken of."""
+    while node.op == "call_function" and node.all_input_nodes and hasattr(node.target, "_schema"):
+        if not any(result.alias_info is not None for result in node.target._schema.returns):
+            break
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _refuse_in_graph(recorded: Trace) -> None:
@@ -219,10 +299,26 @@ def _refuse_in_graph(recorded: Trace) -> None:
 def _same_graph(a: Trace, b: Trace) -> bool:
     if len(a.nodes) != len(b.nodes):
         return False
+    constants = [
+        (getattr(a.module, str(x.target), None), getattr(b.module, str(y.target), None))
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+        if x.op == y.op == "get_attr"
+    ]
+    if not all(_same_constant(x, y) for x, y in constants):
+        return False
     return all(
         x.op == y.op and x.target == y.target and str(x.args) == str(y.args) and str(x.kwargs) == str(y.kwargs)
         for x, y in zip(a.nodes, b.nodes, strict=True)
     )
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
+        return type(a) is type(b)
+    try:
+        return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    except Exception as error:
+        raise Untraceable("it uses torch.func inside the step") from error
 
 
 def _explain(error: Exception) -> str:
@@ -239,6 +335,12 @@ def _first_line(error: BaseException) -> str:
 
 def used_params(recorded: Trace) -> list[bool]:
     """Which parameters the first output (the loss) gives a gradient to: those are the ones an optimizer touches."""
+    if recorded.used is None:
+        recorded.used = _used_params(recorded)
+    return recorded.used
+
+
+def _used_params(recorded: Trace) -> list[bool]:
     mode = next(
         value.fake_mode
         for node in recorded.nodes

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from shoal.errors import JobError
+from shoal.pack.kept import kept
 from shoal.pack.optim.hparams import RULES, numbers, with_defaults
 
 Schedule = Callable[[Any], Any]
@@ -164,10 +165,11 @@ class ScheduleRunner:
         saved = None if fixed else self.state_dict()
         rows: list[list[list[float]]] = []
         try:
-            for index in range(1 if fixed else steps):
-                if index:
-                    self.step()
-                rows.append([[group[name] for name in self.names] for group in self.values()])
+            with kept(self._scheduler):  # functions of the step may keep state of their own
+                for index in range(1 if fixed else steps):
+                    if index:
+                        self.step()
+                    rows.append([[group[name] for name in self.names] for group in self.values()])
         finally:
             if saved is not None:
                 self.load_state_dict(saved)

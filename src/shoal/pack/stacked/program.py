@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shoal.pack.signature import Path, PerMember, difference, lift, skeleton
 from shoal.pack.stacked import rules
 from shoal.pack.stacked.site import NotStackable, Site
-from shoal.pack.trace import Trace
+from shoal.pack.trace import Trace, origin
 from shoal.randomness import Draw
 
 Noise = Callable[[int], Tensor]
@@ -108,7 +108,7 @@ class Program:
             }
             if not written:
                 return carries
-            forced |= {_origin(node) for node in written} | written
+            forced |= {origin(node) for node in written} | written
 
     def _widened(self, node: Node) -> bool:
         """Must a value that no member's own data went into be given the member axis all the same?"""
@@ -283,15 +283,6 @@ def _check_alike(traces: Sequence[Trace]) -> None:
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def _origin(node: Node) -> Node:
-    """The tensor a view was taken of."""
-    while node.op == "call_function" and node.all_input_nodes and hasattr(node.target, "_schema"):
-        if not any(result.alias_info is not None for result in node.target._schema.returns):
-            break
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _no_noise(index: int) -> Tensor:

@@ -27,8 +27,7 @@ def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tens
             return torch.bmm(a_MNK, b_MKO)
         return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
     rows, inner, columns = -n % _SIDE, -k % _SIDE, -o % _SIDE
-    a_MNK = F.pad(a_MNK, (0, inner, 0, rows)) if inner or rows else a_MNK.contiguous()
-    b_MKO = F.pad(b_MKO, (0, columns, 0, inner)) if inner or columns else b_MKO.contiguous()
+    a_MNK, b_MKO = _padded(a_MNK, rows, inner), _padded(b_MKO, inner, columns)
     if bias_MO is not None:
         bias_MO = F.pad(bias_MO, (0, columns)) if columns else bias_MO
         out = torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
@@ -37,9 +36,17 @@ def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tens
     return out[:, :n, :o].contiguous() if rows or columns else out
 
 
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """So many rows and columns more; a matrix that all members share is padded once."""
+    if x.stride(0) == 0 and x.shape[0] > 1:
+        return _padded(x[:1], rows, columns).expand(x.shape[0], -1, -1)
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x.contiguous()
+
+
 def _steady(x: Tensor) -> bool:
     """Whether all members' matrices start on a boundary, as they are."""
     member, row, column = x.stride()
+    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the company
     return member % _BOUNDARY == 0 and ((column == 1 and row >= x.shape[2]) or (row == 1 and column >= x.shape[1]))
 
 

@@ -41,6 +41,12 @@ def find(site: Site) -> Run:
 
 
 def _find(site: Site) -> Run:
+    if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(site.node.meta.get("val"))):
+        raise NotStackable(f"{site.name} gives no tensor")
+    if any(argument.is_out for argument in site.op._schema.arguments) and not all(
+        site.stacked(i) for i, argument in enumerate(site.op._schema.arguments) if argument.is_out
+    ):
+        raise NotStackable(f"{site.name} writes into a tensor that members would share (out=)")
     own = _RULES.get(site.op)
     if own is not None:
         return own(site)
@@ -105,6 +111,8 @@ def general(site: Site) -> Run:
 
 def once_per_member(site: Site) -> Run:
     """The operator once per member; refused for a view that a later in-place operator could be writing through."""
+    if any(argument.is_out for argument in site.op._schema.arguments):
+        raise NotStackable(f"{site.name} writes its result into another tensor (out=)")
     if _is_view(site) and any(_mutates(node) for node in site.node.graph.nodes):
         raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
     return per_member(site.call, site)

@@ -23,6 +23,11 @@ def _rates(site: Site) -> tuple[tuple[float], ...]:
     return tuple((p,) for p in value.values) if isinstance(value, PerMember) else ((value,),)
 
 
+def _dense(meta: Tensor) -> tuple[int, ...]:
+    """The layout of a fresh tensor like this one, which may be a view with gaps or an expanded one."""
+    return tuple(torch.empty_like(meta).stride())
+
+
 def _lone(site: Site, x: Tensor) -> Tensor:
     """A shared tensor needs the member axis before members' own noise meets it."""
     return x if not site.members or site.stacked(0) else x.unsqueeze(0)
@@ -39,7 +44,7 @@ def dropout(site: Site) -> Run:
         shape: tuple[int, ...] = (*meta.shape[:2], *[1] * (meta.dim() - 2))
         draw = site.draw(Draw("dropout", shape, meta.dtype, None, rates))
     else:
-        draw = site.draw(Draw("dropout", tuple(meta.shape), meta.dtype, tuple(meta.stride()), rates))
+        draw = site.draw(Draw("dropout", tuple(meta.shape), meta.dtype, _dense(meta), rates))
     if in_place:
         return lambda x, *_: x.mul_(draw())
     return lambda x, *_: _lone(site, x) * draw()
@@ -55,7 +60,7 @@ def alpha_dropout(site: Site) -> Run:
     meta = site.meta(0)
     feature = "feature" in site.name
     shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
-    stride = None if feature else tuple(meta.stride())
+    stride = None if feature else _dense(meta)
     draw = site.draw(Draw("bernoulli", shape, meta.dtype, stride, tuple((1 - p,) for (p,) in rates)))
     a = tuple(((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
     columns = [

@@ -185,6 +185,17 @@ def gathered(site: Site) -> Run:
     return lambda x, _, index, *__: torch.gather(widened(x, flags[0], members), dim, widened(index, flags[1], members))
 
 
+@rule(
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
+def scattered_view(site: Site) -> Run:
+    """Under vmap the gradient of these goes astray."""
+    return once_per_member(site)
+
+
 @rule(aten.one_hot.default)
 def one_hot(site: Site) -> Run:
     return lambda x, classes=-1: torch.nn.functional.one_hot(x, classes)
