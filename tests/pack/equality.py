@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -145,6 +146,11 @@ def planned(jobs: Sequence[shoal.Job]) -> plan.Plan:
 def reasons(jobs: Sequence[shoal.Job]) -> str:
     """Why each part of the plan rides where it rides."""
     return "; ".join(f"{part.names}: {part.tier}, {part.reason}" for part in planned(jobs).parts)
+
+
+def slowly(cases: Iterable[Any], fast: Callable[[Any], bool]) -> list[Any]:
+    """Cases of a parametrised test; those that are not `fast` run with the slow tests only."""
+    return [case if fast(case) else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 class Shape(nn.Module):

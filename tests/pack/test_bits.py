@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import First, assert_same_bits, numbers, train, whole
+from tests.pack.equality import First, assert_same_bits, numbers, slowly, train, whole
 from torch import Tensor, nn
 
 import shoal
@@ -153,17 +153,21 @@ def assert_bits_alone(pack: list[shoal.Job], *places: int) -> None:
         assert_same_bits(results[place], alone)
 
 
-@pytest.mark.parametrize("count", [1, 2, 31])
-@pytest.mark.parametrize(
-    "net", [*MAIN, *(pytest.param(net, marks=pytest.mark.slow) for net in NETS if net not in MAIN)]
-)
+def company() -> list[Any]:
+    """Networks and numbers of companions; what is left out of the fast tests is among the slow ones."""
+    pairs = [(net, count) for net in NETS for count in (1, 2, 31)]
+    fast = [("MLP", 1), ("MLP", 2), ("MLP", 31), ("CNN", 1), ("CNN", 31), ("LSTM", 31), ("transformer", 1), ("GRU", 1)]
+    return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("net", "count"), company())
 def test_alone_and_in_company(net: str, count: int) -> None:
     """First, in the middle and last in the pack: a vector's tail falls on the last."""
     pack = [job(net, seed) for seed in range(count + 1)]
     assert_bits_alone(pack, 0, count) if count < 3 else assert_bits_alone(pack, 0, 17, count)
 
 
-@pytest.mark.parametrize("net", MAIN)
+@pytest.mark.parametrize("net", slowly(MAIN, ("MLP", "CNN").__contains__))
 def test_company_that_reads_the_same_rows(net: str) -> None:
     """A batch that all share is read once and has no member axis; alone it is the member's own."""
     assert_bits_alone([job(net, seed, data_seed=5) for seed in range(3)], 2)
@@ -172,13 +176,13 @@ def test_company_that_reads_the_same_rows(net: str) -> None:
     assert_same_bits(train(others)[0], alone)
 
 
-@pytest.mark.parametrize("net", MAIN)
+@pytest.mark.parametrize("net", slowly(MAIN, ("MLP", "CNN").__contains__))
 def test_company_that_leaves_early(net: str) -> None:
     lengths = [{"epochs": 1}, {}, {"epochs": None, "steps": 2}, {"epochs": 3}, {"epochs": None, "steps": 7}]
     assert_bits_alone([job(net, seed, **changes) for seed, changes in enumerate(lengths)], *range(5))
 
 
-@pytest.mark.parametrize("net", MAIN)
+@pytest.mark.parametrize("net", slowly(MAIN, ("MLP", "transformer").__contains__))
 def test_company_that_diverges(net: str) -> None:
     pack = [job(net, 0), job(net, 1, hparams={"lr": 1e38}, clip_norm=None), job(net, 2)]
     results = train(pack)
@@ -219,7 +223,11 @@ def test_company_that_stops_early_and_company_with_other_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "ASGD", "Rprop"]
+    "kind",
+    slowly(
+        ["SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "ASGD", "Rprop"],
+        ("SGD", "Adam", "NAdam").__contains__,
+    ),
 )
 def test_optimizers_in_company(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)

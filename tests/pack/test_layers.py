@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_as_alone
+from tests.pack.equality import assert_as_alone, slowly
 from tests.pack.layers import ACTIVATIONS, INPUTS, LAYERS, LONG_TAIL, TARGETS
 from torch import Tensor, nn
 
@@ -47,17 +47,13 @@ def jobs(build: Callable[[], nn.Module], inputs: Tensor, **changes: Any) -> list
     ]
 
 
-def slowly(cases: list[Any], slow: Callable[[Any], bool]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.slow) if slow(case) else case for case in cases]
-
-
-@pytest.mark.parametrize("name", slowly(list(LAYERS), LONG_TAIL.__contains__))
+@pytest.mark.parametrize("name", slowly(LAYERS, lambda name: name not in LONG_TAIL))
 def test_layer_trains_as_it_does_alone(name: str) -> None:
     layer = LAYERS[name]
     assert_as_alone(jobs(layer.build, INPUTS[layer.inputs]), noise=layer.noise)
 
 
-@pytest.mark.parametrize("kind", slowly(ACTIVATIONS, lambda kind: kind not in COMMON), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", slowly(ACTIVATIONS, COMMON.__contains__), ids=lambda kind: kind.__name__)
 def test_activation_trains_as_it_does_alone(kind: type[nn.Module]) -> None:
     def body() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), kind(), nn.Linear(8, 5), kind())

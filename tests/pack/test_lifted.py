@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_as_alone, numbers, planned, reasons, whole
+from tests.pack.equality import assert_as_alone, numbers, planned, reasons, slowly, whole
 from tests.pack.layers import INPUTS, TARGETS, Attention, SelfAttention
 from torch import Tensor, nn
 
@@ -128,7 +128,7 @@ APART: dict[str, tuple[tuple[str, Build], tuple[Any, Any], str]] = {
     ),
     "an approximation": (rows(lambda v: nn.GELU(approximate=v)), ("none", "tanh"), "gelu"),
     "another operator": (rows(lambda v: v()), (nn.Tanh, nn.Sigmoid), "another operator"),
-    "a bias": (rows(lambda v: nn.Linear(8, 8, bias=v)), (True, False), "differ in structure"),
+    "a bias": (rows(lambda v: nn.Linear(8, 8, bias=v)), (True, False), "names"),
     "a dimension": (function(lambda x, v: x.softmax(v)), (0, 1), "softmax"),
     "a shift": (function(lambda x, v: x.roll(v, 1)), (1, 2), "roll"),
     "how often": (function(lambda x, v: x if v == 1 else x.tanh()), (1, 2), ""),
@@ -161,7 +161,34 @@ NOISY = ("0.qkv.bias", "0.attention.in_proj_bias", "0.self_attn.in_proj_bias")
 """They hold the bias of attention's keys, whose exact gradient is zero."""
 
 
-@pytest.mark.parametrize("name", LIFTED)
+OFTEN = {
+    "Dropout p",
+    "Dropout p, none for one",
+    "LSTM dropout, none for one",
+    "attention dropout, none for one",
+    "BatchNorm eps",
+    "BatchNorm momentum",
+    "LayerNorm eps",
+    "LeakyReLU slope",
+    "a factor, whole in one",
+    "a power",
+    "alpha of add",
+    "noise",
+    "a tensor",
+    "a tensor without dimensions",
+    # and of what keeps members apart
+    "stride",
+    "groups of a norm",
+    "an approximation",
+    "another operator",
+    "a bias",
+    "trained or not",
+    "training or not",
+}
+"""The cases of the fast tests."""
+
+
+@pytest.mark.parametrize("name", slowly(LIFTED, OFTEN.__contains__))
 def test_a_number_that_differs_is_each_members_own(name: str) -> None:
     (inputs, build), values = LIFTED[name]
     pack = jobs(inputs, build, values)
@@ -180,7 +207,7 @@ def test_a_number_of_the_loss_that_differs(name: str) -> None:
     assert_as_alone(pack)
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", slowly(APART, OFTEN.__contains__))
 def test_what_is_no_number_keeps_members_apart(name: str) -> None:
     (inputs, build), values, reason = APART[name]
     pack = jobs(inputs, build, (values[0], values[1], values[0]), steps=6)

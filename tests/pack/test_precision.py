@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_close, distances, numbers, optimizer_tensors, reasons, train, whole
+from tests.pack.equality import (
+    assert_close,
+    distances,
+    numbers,
+    optimizer_tensors,
+    planned,
+    reasons,
+    slowly,
+    train,
+    whole,
+)
 from tests.pack.layers import INPUTS, LAYERS, TARGETS, N
 from tests.pack.test_layers import with_head
 from torch import Tensor, nn
@@ -54,9 +64,13 @@ def backwards(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x.flip(0)), y.flip(0))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", KINDS)
-def test_layer_in_half_precision(name: str, precision: str) -> None:
+OFTEN = {"Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "RMSNorm", "GRU", "FractionalMaxPool2d"}
+PAIRS = [(name, precision) for name in KINDS for precision in EPS]
+
+
+@pytest.mark.parametrize("pair", slowly(PAIRS, lambda pair: pair[0] in OFTEN and pair[1] == "fp16"), ids=str)
+def test_layer_in_half_precision(pair: tuple[str, str]) -> None:
+    name, precision = pair
     layer = LAYERS[name]
     pack = jobs(layer.build, INPUTS[layer.inputs], precision)
     results = train(pack)
@@ -111,11 +125,12 @@ def job(seed: int, **changes: Any) -> shoal.Job:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_fifty_steps_with_batch_norm_and_dropout(kind: Any, precision: str, clip: float | None) -> None:
-    """Products, norms and losses round alike alone and in a stack: nothing differs here but the sums of float32."""
+    """Two reference loops whose sums have another order are up to 2e-3 apart here in fp16 with AdamW, 1e-6 with SGD."""
+    tolerance = EPS[precision] * (10 if kind is torch.optim.AdamW else 1)
     pack = [job(s, optimizer=kind, precision=precision, clip_norm=clip) for s in (1, 2)]
     for result, own in zip(train(pack), pack, strict=True):
         assert result.tier == "stacked"
-        assert_close(result, shoal.solo(own), tolerance=1e-4)
+        assert_close(result, shoal.solo(own), tolerance)
 
 
 def loud(times: float) -> Any:
@@ -124,7 +139,8 @@ def loud(times: float) -> Any:
 
 def test_an_overflow_skips_that_members_step_alone() -> None:
     """One scale for all would halve everybody's, and skip everybody's step."""
-    pack = [job(1), job(2, loss=loud(1e3)), job(3)]
+    pack = [job(1, loss=loud(0.5)), job(2, loss=loud(1e3)), job(3, loss=loud(0.25))]
+    assert len(planned(pack).parts) == 1
     results = train(pack)
     assert {result.tier for result in results} == {"stacked"}
     for result, own in zip(results, pack, strict=True):
@@ -135,7 +151,7 @@ def test_an_overflow_skips_that_members_step_alone() -> None:
 
 def test_a_first_step_that_overflows_leaves_no_optimizer_state() -> None:
     for steps in (1, 5, 9):
-        pack = [job(1, steps=steps), job(2, loss=loud(1e3), steps=steps)]
+        pack = [job(1, loss=loud(0.5), steps=steps), job(2, loss=loud(1e3), steps=steps)]
         for result, own in zip(train(pack), pack, strict=True):
             assert_close(result, shoal.solo(own), tolerance=1e-4)
 
