@@ -162,7 +162,7 @@ def per_member(op: Run, site: Site) -> Run:
                 columns.append([[part[m] for part in parts] for m in range(members)])
             else:
                 columns.append(pick(value, flags[i]))
-        if mutates:  # autograd does not let one of many views be written to
+        if mutates and isinstance(args[0], Tensor):  # autograd does not let one of many views be written to
             columns[0] = [args[0].select(0, m) for m in range(members)]
         results = [op(*[column[m] for column in columns]) for m in range(members)]
         if mutates:
