@@ -155,7 +155,7 @@ def per_member(op: Run, site: Site) -> Run:
         ]
 
     def run(*args: Any) -> Any:
-        columns = []
+        columns: list[list[Any]] = []
         for i, value in enumerate(args):
             if nested[i]:
                 parts = [pick(item, inner[i][j]) for j, item in enumerate(value)]
