@@ -93,7 +93,7 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1.0, 1.0, 1.0 if fast else 0.9))
+    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1e-3, 1e-3, 1.0 if fast else 0.9))
     short, long = members(2, steps=measure.FEW_STEPS - 1), members(2)
     long[0].index, long[1].index = 2, 3
     for chosen in (short, long, short + long, long[1:] + short[:1], long[:1], short[:1]):
@@ -101,6 +101,16 @@ def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast
         tiers = {index: part.tier for part in made.parts for index in part.members}
         for index, tier in tiers.items():
             assert tier == ("stacked" if fast or index < 2 else "serial")
+
+
+@pytest.mark.parametrize(("ratio", "tiers"), [(1.2, ["stacked", "stacked"]), (1.0, ["serial"] * 6)])
+def test_large_networks_must_gain_and_are_stacked_in_the_rows_that_were_tried(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, tiers: list[str]
+) -> None:
+    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1.0, 1.0, ratio))
+    made, _, _ = plan.arrange(members(6))
+    assert [part.tier for part in made.parts] == tiers
+    assert max(len(part.members) for part in made.parts) <= measure.LARGE_ROWS
 
 
 def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

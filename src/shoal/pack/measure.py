@@ -20,6 +20,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
 from shoal.pack.members import Member
@@ -37,8 +38,13 @@ FEW_STEPS = 300
 ROWS, ROUNDS = 8, 7
 LARGE_ROWS, LARGE_ROUNDS = 4, 3
 LARGE_SECONDS = 0.02
-"""A solo step from which the trial is smaller."""
-FORMAT = 1
+"""A solo step from which a network is large: its trial is smaller, its stacks have no more rows than were tried (more
+would leave the cache), and stacking must gain something, since there is little Python to save."""
+WORTH = 1.05
+"""What a large network must gain from stacking."""
+LARGE_BYTES, LARGE_FEW_STEPS = 16 << 20, 60
+"""Results of a step's operators from which a network is taken for large, and the steps that are then worth a trial."""
+FORMAT = 2
 
 _verdicts: dict[str, Verdict] = {}
 
@@ -54,11 +60,16 @@ class Verdict:
     agrees: bool = True
 
     @property
+    def large(self) -> bool:
+        """Whether it was tried as a large network."""
+        return self.solo >= LARGE_SECONDS
+
+    @property
     def reason(self) -> str:
         """Why not stacked; empty where it should be."""
         if not self.agrees:
             return "the stacked step gave other numbers than the solo step"
-        if self.ratio < LOSES:
+        if self.ratio < (WORTH if self.large else LOSES):
             return f"a stacked step runs at {self.ratio:.2f} times the speed of solo steps"
         return ""
 
@@ -73,15 +84,24 @@ def num_steps(member: Member) -> int:
 
 def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
     """What a trial says about members of one recipe, by their places; those left out are stacked, as is the rule."""
-    tried = [recipe for recipe in recipes if _worth_it(recipe.member)]
+    tried = [recipe for recipe in recipes if _worth_it(recipe)]
     found = verdict(tried[0], kitchen) if tried else None
     return {} if found is None else {recipe.member.index: found for recipe in tried}
 
 
-def _worth_it(member: Member) -> bool:
+def _worth_it(recipe: Recipe) -> bool:
     """By the job itself, never by its companions."""
+    member = recipe.member
+    few = LARGE_FEW_STEPS if result_bytes(recipe) >= LARGE_BYTES else FEW_STEPS
     in_memory = isinstance(member.data.source, TensorSource)
-    return member.device.type == "cpu" and in_memory and num_steps(member) >= FEW_STEPS
+    return member.device.type == "cpu" and in_memory and num_steps(member) >= few
+
+
+def result_bytes(recipe: Recipe) -> int:
+    """Bytes of all results of one member's step, as traced."""
+    graph = next(iter(recipe.steps.values()))
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "call_function"]
+    return sum(v.numel() * v.element_size() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
 
 
 def verdict(recipe: Recipe, kitchen: Kitchen) -> Verdict | None:

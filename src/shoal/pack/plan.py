@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.pack.group import Group, group, told
-from shoal.pack.measure import Verdict, verdicts
+from shoal.pack.measure import LARGE_ROWS, Verdict, verdicts
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
@@ -60,8 +60,11 @@ def decide(groups: list[Group], device: str, tried: Verdicts | None = None) -> P
         together = [m for m in found.members if m not in alone]
         if together:
             known = [v for m in together if (v := said[m.index]) is not None]
-            predicted = {"step_seconds": known[0].stacked * len(together)} if known else {}
-            parts.append(Part("stacked", [m.index for m in together], [m.name for m in together], reason, predicted))
+            size = LARGE_ROWS if known and known[0].large else len(together)
+            for start in range(0, len(together), size):
+                some = together[start : start + size]
+                predicted = {"step_seconds": known[0].stacked * len(some)} if known else {}
+                parts.append(Part("stacked", [m.index for m in some], [m.name for m in some], reason, predicted))
     return Plan(device, parts)
 
 
