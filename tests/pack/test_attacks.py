@@ -234,6 +234,14 @@ def counting_schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+class ByWeights(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the user's own that reads the weights."""
+
+    def get_lr(self) -> list[float]:
+        groups = zip(self.base_lrs, self.optimizer.param_groups, strict=True)
+        return [float(base) / (1 + float(group["params"][0].detach().norm())) for base, group in groups]
+
+
 def numpy_logs(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1]), {"numpy": np.float64(2), "flag": True, "whole": 3}
 
@@ -270,6 +278,7 @@ def buffered(first: Tensor, after: Any) -> Callable[[], list[shoal.Job]]:
 
 ROW, ONE = torch.zeros(8, dtype=torch.float64), torch.zeros((), dtype=torch.long)
 CASES: dict[str, Case] = {
+    "a scheduler that reads weights": Case(lambda: jobs(schedule=ByWeights)),
     "one buffer handed on to another": Case(buffered(ROW, swapped), "another name"),
     "two buffers become one": Case(buffered(ROW, same_twice), "another name"),
     "a buffer of another dtype": Case(buffered(ONE, other_dtype), "shape or dtype"),

@@ -211,5 +211,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    if runner.foreign:
+        return OptimizerPlan(kind, groups, settings, None)
     moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
     return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)

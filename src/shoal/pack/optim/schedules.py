@@ -127,6 +127,15 @@ class ScheduleRunner:
             return frozenset[str]().union(*(self._moves(part) for part in scheduler._schedulers))
         return frozenset(self.names)
 
+    @property
+    def foreign(self) -> bool:
+        """Whether a scheduler is not one of torch's own: it may read weights, which a stand-in does not have."""
+        return self._scheduler is not None and not self._torchs(self._scheduler)
+
+    def _torchs(self, scheduler: Any) -> bool:
+        parts = getattr(scheduler, "_schedulers", ())
+        return type(scheduler).__module__ == lr_scheduler.__name__ and all(self._torchs(part) for part in parts)
+
     def step(self, count: int = 1) -> None:
         """After `count` optimizer steps."""
         if self._scheduler is not None and self.every == "step":
