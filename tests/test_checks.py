@@ -190,3 +190,9 @@ def test_the_dry_step_leaves_no_trace() -> None:
 def test_settings_of_train(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         shoal.train([job()], **settings)
+
+
+def test_a_short_last_batch_that_is_never_reached_is_no_mistake() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    jobs = [job(model=network, batch_size=16, epochs=None, steps=2, name=name) for name in ("a", "b")]
+    assert [result.status for result in shoal.train(jobs, device="cpu")] == ["done", "done"]

@@ -61,7 +61,8 @@ def dry_run(member: Member) -> list[str]:
     """What a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
     job, n = member.job, member.num_rows
     sizes = [min(job.batch_size, n)]
-    if n % job.batch_size == 1 and n > 1 and job.batch_size > 1:
+    reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
+    if n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
         sizes.append(1)
     metrics = list(job.metrics.values())
     with draws(member, keep=False), kept(job.step, job.loss, metrics, member.model, skip=member.model):

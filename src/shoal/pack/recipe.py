@@ -175,9 +175,12 @@ def _its_own(optimizer: Optimizer) -> bool:
 
 
 def batch_sizes(member: Member) -> list[int]:
-    """The sizes of the batches a member will see: the full one, and the short last one."""
-    size, n = member.job.batch_size, member.num_rows
-    return sorted({min(size, n), n % size or min(size, n)}, reverse=True)
+    """The sizes of the batches a member will see: the full one, and the short last one where it comes to that."""
+    job, n = member.job, member.num_rows
+    full = min(job.batch_size, n)
+    if job.steps is not None and job.steps * job.accumulate < member.num_batches:
+        return [full]
+    return sorted({full, n % job.batch_size or full}, reverse=True)
 
 
 def sample(member: Member, rows: int) -> Any:

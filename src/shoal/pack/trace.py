@@ -9,6 +9,7 @@ be compared by comparing their graphs. What a graph cannot carry is refused with
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
     device = inputs[0].device
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with _poisoned(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
+        with _poisoned(), _quiet(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
@@ -182,6 +183,18 @@ _POISON: tuple[tuple[Any, str, str], ...] = (
     (torch, "manual_seed", "torch.manual_seed inside the step"),
 )
 """The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is patched."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch logs of an operator that fails on fake tensors is told by us, as a reason."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
