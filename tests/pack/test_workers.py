@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,10 +122,15 @@ def test_an_interrupt_brings_all_members_back() -> None:
     assert all(member.optimizer_state["state"] for member in members)
 
 
+def children() -> set[str]:
+    """This process's children; other tests may have left some of their own (a reader, a compiler's pool)."""
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
 def test_no_worker_is_left_behind() -> None:
+    before = children()
     trained(2, jobs(4))
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_what_could_not_be_traced_stays_in_this_process() -> None:
