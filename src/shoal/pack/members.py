@@ -21,9 +21,8 @@ from shoal.errors import JobError, describe
 from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
+from shoal.pack.trace import PRECISIONS
 from shoal.randomness import CounterMode
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +193,7 @@ def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     """The job's precision, around forward and loss."""
-    return torch.autocast(device.type, AUTOCAST[job.precision]) if job.precision is not None else nullcontext()
+    return torch.autocast(device.type, PRECISIONS[job.precision]) if job.precision is not None else nullcontext()
 
 
 def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
