@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.callbacks import MemberView as MemberView
     from shoal.data.rows import Rows as Rows
     from shoal.errors import JobError as JobError
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import ShoalWarning as ShoalWarning
+    from shoal.events import Event as Event
     from shoal.explanation import Explanation as Explanation
     from shoal.explanation import explain as explain
     from shoal.job import EarlyStop as EarlyStop
@@ -23,19 +25,23 @@ if TYPE_CHECKING:
     from shoal.reference import solo as solo
     from shoal.results import Result as Result
     from shoal.results import Results as Results
+    from shoal.tensorboard import TensorBoard as TensorBoard
     from shoal.training import train as train
 
 _HOME = {
     "EarlyStop": "shoal.job",
+    "Event": "shoal.events",
     "Explanation": "shoal.explanation",
     "Job": "shoal.job",
     "JobError": "shoal.errors",
+    "MemberView": "shoal.callbacks",
     "Pack": "shoal.pack.own",
     "Result": "shoal.results",
     "Results": "shoal.results",
     "Rows": "shoal.data.rows",
     "ShoalError": "shoal.errors",
     "ShoalWarning": "shoal.errors",
+    "TensorBoard": "shoal.tensorboard",
     "explain": "shoal.explanation",
     "folds": "shoal.kfold",
     "replay": "shoal.reference",
