@@ -19,6 +19,14 @@ class OutError(ShoalError, ValueError):
     """The run folder cannot take these jobs."""
 
 
+class DamagedError(OutError):
+    """A file of a run folder does not hold what was written to it: cut short, changed, or another program's."""
+
+
+class NotStorable(ShoalError):
+    """A member's state holds something that cannot be written to a file and read back."""
+
+
 class MemberError(ShoalError):
     """One member's step raised: the tier says which slot, the run ends that member alone."""
 

@@ -1,37 +1,65 @@
-"""The run folder, `out=`: what was trained, and what came of it.
+"""The run folder, `out=`: what was trained, how far it came, and what came of it.
 
-    jobs.json                 what the jobs were: names, settings, shapes, data fingerprints
-    results.json              how each ended, and the environment
-    history/0003.jsonl        one row an epoch
-    weights/0003.safetensors  the model's state_dict (.pt where it holds more than plain tensors)
+    jobs.json                   what the jobs were: names, settings, shapes, data fingerprints
+    plan.json                   how they ride, so that a resume replays the same arithmetic
+    members/0003/a.safetensors  a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
+    history/0003.jsonl          one row an epoch
+    results.json                how each ended, and the environment
+    weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
+    lock                        who is at work in it
 
-Every file is written beside its place and moved there, so that a reader never sees half of one.
+Every file is written beside its place and moved there, so that a reader never sees half of one, and a process that is
+killed at any moment leaves a folder that the next one goes on from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
+import io
 import json
-import os
-import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from shoal.errors import OutError
+from shoal.durable import atomic, store
+from shoal.durable.checkpoints import Checkpoints, Copy
+from shoal.durable.histories import Histories, from_text, to_text
+from shoal.durable.jobtable import describe_member, differences, job_key
+from shoal.durable.lock import Lock
+from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
 from shoal.pack.members import Member
 from shoal.results import Result, Results, finite
 
-VERSION = 1
+VERSION = 2
 """Of the folder's format."""
+FOLDERS = ("members", "history", "weights")
+
+
+class Saved(Protocol):
+    """What can be saved and restored: a member."""
+
+    index: int
+    name: str
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any], /) -> None: ...
 
 
 class RunFolder:
-    """A folder that holds the results of one list of jobs."""
+    """A folder that holds one list of jobs, their checkpoints and their results.
+
+    >>> with RunFolder(path) as folder:
+    ...     resumed = folder.claim(members)
+    ...     for member in members:
+    ...         folder.restore(member)
+    ...     ...  # train; now and then folder.save_many(members)
+    ...     folder.finish(results)
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,51 +67,224 @@ class RunFolder:
             raise ImportError("out= writes weights with safetensors: pip install safetensors")
         if path.exists() and not path.is_dir():
             raise OutError(f"out is {str(path)!r}, which is a file; name a folder")
+        self._lock = Lock(path)
+        self._checkpoints = Checkpoints(path / "members")
+        self._histories = Histories(path / "history")
+        self._jobs: dict[int, str] = {}
+        self._not_storable: set[int] = set()
+        self._told_of_failure = False
 
-    def claim(self, members: list[Member]) -> None:
-        """Write down the jobs; OutError where the folder holds others, or files that are not a run's."""
-        jobs = json.loads(json.dumps([describe_member(member) for member in members]))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is on its way to the disk, and let another run have the folder."""
+        self._checkpoints.wait()
+        self._lock.release()
+
+    def claim(self, members: Sequence[Member]) -> bool:
+        """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
+
+        OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
+        cannot be written; where its jobs.json is damaged.
+        """
+        jobs = [describe_member(member) for member in members]
+        self._jobs = {member.index: job_key(job) for member, job in zip(members, jobs, strict=True)}
+        if not self._is_run():
+            raise OutError(
+                f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            return self._claim(members, jobs)
+        except OSError as error:
+            self._lock.release()
+            raise OutError(
+                f"out={str(self.path)!r} cannot be written ({error.strerror or error}); "
+                "make room or give the right to, or name another folder"
+            ) from None
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _is_run(self) -> bool:
+        """Whether the folder is new, or a run's: also one that was killed before it could say so."""
+        held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
+        return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
+
+    def _saved(self) -> Iterator[Path]:
+        return self.path.glob("members/*/[ab].safetensors")
+
+    def _claim(self, members: Sequence[Member], jobs: list[dict[str, Any]]) -> bool:
         known = self.path / "jobs.json"
-        if known.exists():
-            try:
-                held = json.loads(known.read_text())["jobs"]
-            except (ValueError, KeyError, TypeError):
-                raise OutError(
-                    f"out={str(self.path)!r}: its jobs.json cannot be read; use another folder, or remove this one"
-                ) from None
-            lines = differences(held, jobs)
+        held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
+        if held is not None:
+            lines = differences(held["jobs"], jobs)
             if lines:
                 more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
                 raise OutError(
                     f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
                     "use another folder, or remove this one"
                 )
-        elif self.path.exists() and any(self.path.iterdir()):
+        else:
+            atomic.write_sealed(known, {"version": VERSION, "jobs": jobs})
+        atomic.remove_left_overs(self.path)
+        for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
+            (self.path / folder).mkdir(exist_ok=True)
+        for folder in FOLDERS:
+            atomic.write_text(self.path / folder / "probe", "can it be written?")
+            (self.path / folder / "probe").unlink()
+        atomic.sync_folder(self.path / "members")
+        return held is not None or any(self._saved())
+
+    def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
+        if not path.exists():
+            return None
+        try:
+            content = atomic.read_sealed(path)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
+        if content.get("version") != VERSION:
             raise OutError(
-                f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
+                f"{str(path)!r} was written by another version of Shoal (format {content.get('version')}); "
+                "use another folder, or remove this one"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text(known, json.dumps({"version": VERSION, "jobs": jobs}, indent=1))
+        return content
+
+    def plan(self) -> dict[str, Any] | None:
+        """The plan that was kept; None where there is none. DamagedError where it is not what was written."""
+        fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
+        content = self._read(self.path / "plan.json", fix)
+        return None if content is None else content["plan"]
+
+    def keep_plan(self, plan: Mapping[str, Any]) -> None:
+        """Remember how the jobs ride: plain data, whatever a resume needs to do the same arithmetic."""
+        try:
+            atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
+        except OSError as error:
+            raise OutError(f"out={str(self.path)!r}: plan.json cannot be written ({error.strerror or error})") from None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the disk is still at work on what was saved last: saving now would wait for it."""
+        return self._checkpoints.busy
+
+    def save(self, member: Saved) -> bool:
+        """Write a member's checkpoint and history, and wait for the disk; whether it is there."""
+        self._checkpoints.wait()
+        self._tell_failures()
+        self.save_many([member])
+        self._checkpoints.wait()
+        return not self._tell_failures() and member.index not in self._not_storable
+
+    def save_many(self, members: Sequence[Saved]) -> None:
+        """Copy members' states and let them be written while training goes on; `flush` waits for it.
+
+        What cannot be written (a full disk) leaves the checkpoints before it as they are, and is told once; what
+        cannot be stored at all is told once, and its member starts again from its beginning after a kill.
+        """
+        copies, odd = list[Copy](), dict[str, str]()
+        for member in members:
+            try:
+                copies.append(self._copy(member))
+            except NotStorable as error:
+                if member.index not in self._not_storable:
+                    odd[member.name] = str(error)
+                self._not_storable.add(member.index)
+        self._checkpoints.wait()
+        self._tell_failures()
+        self._checkpoints.put(copies)
+        if odd:
+            name, why = next(iter(odd.items()))
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            warn(f"job {name!r}{more} is not checkpointed: {why}; after a kill it starts again from its beginning")
+
+    def _copy(self, member: Saved) -> Copy:
+        state = dict(member.state())
+        lines = self._histories.lines(member.index, state.get("history"))
+        if lines is not None:
+            state["history"] = lines
+        frozen = store.freeze(state)
+        return Copy(member.index, frozen, self._jobs.get(member.index, ""), self._histories.view(member.index))
+
+    def flush(self) -> bool:
+        """Wait until what was saved is on the disk; whether all of it is."""
+        self._checkpoints.wait()
+        return not self._tell_failures()
+
+    def _tell_failures(self) -> bool:
+        """Whether something could not be written since the last look."""
+        errors, self._checkpoints.errors = self._checkpoints.errors, []
+        if errors and not self._told_of_failure:
+            self._told_of_failure = True
+            warn(
+                f"out={str(self.path)!r}: a checkpoint could not be written ({errors[0].strerror or errors[0]}); "
+                "the one before it is kept, training goes on, and writing is tried again at the next one"
+            )
+        return bool(errors)
+
+    def restore(self, member: Saved) -> bool:
+        """Put a member where its newest good checkpoint has it; False where there is none: it begins anew.
+
+        A damaged checkpoint is told in one line, and the one before it is used.
+        """
+        state, path, wrong = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
+        if wrong:
+            then = f"going on from {path.name}" if path is not None else "it starts again from its beginning"
+            warn(f"job {member.name!r}: {'; '.join(wrong)}; {then}")
+        if path is None:
+            return False
+        if isinstance(state.get("history"), bytes):
+            state["history"] = from_text(state["history"])
+        try:
+            member.load_state(state)
+        except Exception as error:
+            raise OutError(
+                f"{str(path)!r} does not fit job {member.name!r} ({describe(error)}); "
+                "put the code back as it was, or use another folder"
+            ) from error
+        return True
+
+    def finish(self, results: Results) -> None:
+        """Write down what came of the jobs; OutError where that cannot be: the checkpoints stand, and the same run
+        again goes on from them."""
+        self._checkpoints.wait()
+        try:
+            for folder in FOLDERS:
+                (self.path / folder).mkdir(exist_ok=True)
+            files = [(self._histories.path(i), [to_text(r.history)]) for i, r in enumerate(results)]
+            files += [self._weights(index, result) for index, result in enumerate(results)]
+            for error in atomic.write_many(files):
+                if error is not None:
+                    raise error
+            self._results(results)
+        except OSError as error:
+            raise OutError(
+                f"out={str(self.path)!r}: the results cannot be written ({error.strerror or error}); "
+                "make room, and run the same again: it goes on from the checkpoints"
+            ) from None
 
     def write(self, results: Results) -> None:
-        """Write down what came of the jobs."""
-        for folder in ("history", "weights"):
-            (self.path / folder).mkdir(exist_ok=True)
-        for index, result in enumerate(results):
-            lines = [json.dumps(finite(row)) for row in result.history]
-            write_text(self.path / "history" / f"{index:04d}.jsonl", "".join(line + "\n" for line in lines))
-            self._weights(index, result)
+        """Write down what came of the jobs, and let the folder go."""
+        try:
+            self.finish(results)
+        finally:
+            self.close()
+
+    def _results(self, results: Results) -> None:
         table = [
             {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")}
             for result in results
         ]
         stamp = results[0].environment
-        write_text(
-            self.path / "results.json",
-            json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1),
-        )
+        text = json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1)
+        atomic.write_text(self.path / "results.json", text)
 
-    def _weights(self, index: int, result: Result) -> None:
+    def _weights(self, index: int, result: Result) -> tuple[Path, list[bytes]]:
         from safetensors.torch import save
 
         state = result.model.state_dict()
@@ -91,91 +292,12 @@ class RunFolder:
         if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
             # A clone each: tied weights are then written once for each of their names, and load with strict=True.
             data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
-            write_bytes(stem.with_suffix(".safetensors"), lambda file: file.write(data))
-        else:
-            write_bytes(stem.with_suffix(".pt"), lambda file: torch.save(state, file))
+            return stem.with_suffix(".safetensors"), [data]
+        file = io.BytesIO()
+        torch.save(state, file)
+        return stem.with_suffix(".pt"), [file.getvalue()]
 
 
-def describe_member(member: Member) -> dict[str, Any]:
-    """What makes a job the same job, as plain data. Code is not compared, beyond names."""
-    job = member.job
-    shapes = {name: [list(t.shape), str(t.dtype)] for name, t in _tensors(member.model).items()}
-    plain = (
-        "batch_size",
-        "epochs",
-        "steps",
-        "seed",
-        "data_seed",
-        "shuffle",
-        "drop_last",
-        "accumulate",
-        "clip_norm",
-        "precision",
-    )
-    more = ("schedule_every", "val_every", "keep")
-    return {
-        "name": member.name,
-        "model": type(member.model).__qualname__,
-        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
-        "data": member.data.fingerprint(),
-        "val": member.val.fingerprint() if member.val is not None else None,
-        "optimizer": _name(job.optimizer),
-        "hparams": {name: _plain(value) for name, value in sorted(job.hparams.items())},
-        **{name: _name(getattr(job, name)) for name in ("loss", "step", "collate", "params", "schedule")},
-        **{name: getattr(job, name) for name in (*plain, *more)},
-        "metrics": sorted(job.metrics),
-        "stop": repr(job.stop) if job.stop is not None else None,
-    }
-
-
-def differences(held: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> list[str]:
-    """What differs between the jobs in a folder and these, in words."""
-    there, here = {job["name"]: job for job in held}, {job["name"]: job for job in jobs}
-    lines = [f"job {name!r} is not in it" for name in here if name not in there]
-    lines += [f"it has job {name!r}" for name in there if name not in here]
-    for name in (name for name in here if name in there):
-        for field in here[name]:
-            old, new = there[name].get(field), here[name][field]
-            if old != new:
-                lines.append(f"job {name!r} has {field} {old!r} there and {new!r} here")
-    if not lines and [job["name"] for job in held] != [job["name"] for job in jobs]:
-        lines.append("the same jobs are in it in another order")
-    return lines
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one move."""
-    write_bytes(path, lambda file: file.write(text.encode()))
-
-
-def write_bytes(path: Path, fill: Callable[[Any], Any]) -> None:
-    """Replace a file in one move."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    lazy = torch.nn.parameter.is_lazy
-    return {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor) and not lazy(t)}
-
-
-def _name(value: Any) -> str | None:
-    if value is None:
-        return None
-    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+def warn(text: str) -> None:
+    """One line, where the user's warnings go."""
+    warnings.warn(text, ShoalWarning, stacklevel=3)

@@ -1,0 +1,104 @@
+"""One run for each folder at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from shoal.errors import OutError, ShoalWarning
+
+PATIENCE = 10.0
+"""Seconds for the workers of a run that was killed to end."""
+
+
+class Lock:
+    """A lock on a file in the folder. The kernel frees it when its process ends, however it ends.
+
+    Forked workers hold it too: while one of them lives, nobody else writes to the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: IO[str] | None = None
+        self._pid = 0
+
+    def acquire(self) -> None:
+        """Take the lock; OutError, with who has it, where another run does."""
+        if self._file is not None:
+            return
+        file = (self.folder / "lock").open("a+")
+        try:
+            self._wait(file)
+        except BaseException:
+            file.close()
+            raise
+        self._file, self._pid = file, os.getpid()
+
+    def _wait(self, file: IO[str]) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            return
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if self._holder(file)[1] or time.monotonic() > until:
+                    who = self._holder(file)[0]
+                    raise OutError(
+                        f"out={str(self.folder)!r} is in use by another run{who}; wait for its end, "
+                        "or use another folder"
+                    ) from None
+            except OSError as error:
+                text = (
+                    f"out={str(self.folder)!r} cannot be locked ({error.strerror}): let only one run at a time use it"
+                )
+                warnings.warn(text, ShoalWarning, stacklevel=2)
+                break
+            time.sleep(0.02)
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        file.flush()
+
+    def _holder(self, file: IO[str]) -> tuple[str, bool]:
+        """Who has the lock, in words; and whether it lives. Of a run that was killed only workers are left."""
+        file.seek(0)
+        pid, _, host = file.read().strip().partition(" ")
+        if not pid.isdigit() or not host:
+            return "", False  # it has only just taken the lock
+        if host != socket.gethostname():
+            return f" (process {pid} on {host})", True
+        return f" (process {pid})", alive(int(pid))
+
+    def release(self) -> None:
+        """Let the folder go. What a forked process lets go, its parent keeps."""
+        if self._file is None:
+            return
+        if self._pid == os.getpid():
+            with suppress(ImportError, OSError):
+                import fcntl
+
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+        self._file = None
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine runs. One that ended and waits for its parent to look does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return True
