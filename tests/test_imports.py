@@ -7,7 +7,7 @@ SCRIPT = """
 import sys
 from importlib.machinery import PathFinder
 
-ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "pytest"}
+ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "yaml", "pytest"}
 
 class Finder:
     @staticmethod

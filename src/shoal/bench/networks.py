@@ -1,29 +1,13 @@
-"""Ordinary networks of the sizes people train many of: what the benchmark trains.
-
-Nothing here knows about packs; these are the modules a user would write.
-Shape legend: B rows of a batch, T tokens, D features, C channels, H and W height and width.
-"""
+"""What the benchmark trains: the networks of `shoal.models`, and one smaller still."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models import CNN, GPT, MLP, Encoder, LSTMClassifier, ResNet18
 
-class MLP(nn.Module):
-    """Two hidden layers of ReLU."""
-
-    def __init__(self, features: int = 784, hidden: int = 256, classes: int = 10) -> None:
-        super().__init__()
-        self.first = nn.Linear(features, hidden)
-        self.second = nn.Linear(hidden, hidden)
-        self.head = nn.Linear(hidden, classes)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        x_BD = F.relu(self.first(x_BD.flatten(1)))
-        logits: Tensor = self.head(F.relu(self.second(x_BD)))
-        return logits
+__all__ = ["CNN", "GPT", "MLP", "Encoder", "LSTMClassifier", "ResNet18", "TinyMLP"]
 
 
 class TinyMLP(nn.Module):
@@ -36,140 +20,4 @@ class TinyMLP(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         logits: Tensor = self.head(F.relu(self.hidden(x_BD.flatten(1))))
-        return logits
-
-
-class CNN(nn.Module):
-    """Two convolutions and two linear layers for 28 x 28 grey images."""
-
-    def __init__(self, classes: int = 10) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.hidden = nn.Linear(64 * 7 * 7, 128)
-        self.head = nn.Linear(128, classes)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        x_BCHW = F.max_pool2d(F.relu(self.conv1(x_BCHW)), 2)
-        x_BCHW = F.max_pool2d(F.relu(self.conv2(x_BCHW)), 2)
-        logits: Tensor = self.head(F.relu(self.hidden(x_BCHW.flatten(1))))
-        return logits
-
-
-class _Residual(nn.Module):
-    """Two 3 x 3 convolutions with batch norm, around them the identity or a 1 x 1 projection."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
-        return F.relu(self.norm2(self.conv2(y_BCHW)) + self.shortcut(x_BCHW))
-
-
-class ResNet18(nn.Module):
-    """ResNet-18 as it is used on CIFAR: a 3 x 3 stem and no pooling before the stages."""
-
-    def __init__(self, classes: int = 10, width: int = 64) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        stages: list[nn.Module] = []
-        channels = width
-        for out, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
-            stages += [_Residual(channels, out, stride), _Residual(out, out, 1)]
-            channels = out
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        x_BCHW = self.stages(F.relu(self.norm(self.stem(x_BCHW))))
-        logits: Tensor = self.head(x_BCHW.mean((2, 3)))
-        return logits
-
-
-class _Decoder(nn.Module):
-    """A pre-norm transformer block with causal attention."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, tokens, width = x_BTD.shape
-        qkv = self.qkv(self.norm1(x_BTD)).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        wide_BTD = F.gelu(self.up(self.norm2(x_BTD)))
-        out_BTD: Tensor = x_BTD + self.down(wide_BTD)
-        return out_BTD
-
-
-class GPT(nn.Module):
-    """A small decoder over bytes."""
-
-    def __init__(
-        self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, tokens: int = 128
-    ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.zeros(tokens, width))
-        self.blocks = nn.Sequential(*(_Decoder(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, x_BT: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(x_BT) + self.position)))
-        return logits
-
-
-class LSTMClassifier(nn.Module):
-    """Reads a sequence, classifies from the last hidden state."""
-
-    def __init__(self, features: int = 32, hidden: int = 64, classes: int = 10) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(features, hidden, batch_first=True)
-        self.head = nn.Linear(hidden, classes)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        states_BTD, _ = self.lstm(x_BTD)
-        logits: Tensor = self.head(states_BTD[:, -1])
-        return logits
-
-
-class Encoder(nn.Module):
-    """nn.TransformerEncoder over a short sequence, mean pooled, with dropout as it is used."""
-
-    def __init__(
-        self,
-        features: int = 32,
-        width: int = 64,
-        *,
-        layers: int = 2,
-        heads: int = 4,
-        classes: int = 10,
-        dropout: float = 0.1,
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Linear(features, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=dropout, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(self.embed(x_BTD)).mean(1))
         return logits
