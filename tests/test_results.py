@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
 from shoal.pack.stacked.program import Program
-from shoal.progress import _Count
 from shoal.training import parse_bytes, parse_seconds
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
@@ -200,20 +198,6 @@ def test_the_table_says_what_went_wrong() -> None:
     lines = trained.table().splitlines()
     assert len(lines) == 2 + 13 + 1 + 10 + 1, lines
     assert lines[16].startswith("bad0: the loss became inf") and lines[-1] == "... and 2 more"
-
-
-def test_a_cancelled_job_has_not_done_its_whole_length() -> None:
-    class Told(_Count):
-        def show(self) -> None:
-            pass
-
-    members = prepare([job(name="a"), job(name="b")], torch.device("cpu"))
-    told = Told(members)
-    members[0].status, members[1].status = "cancelled", "done"
-    for member in members:
-        told(member)
-    assert sum(told.done.values()) == 2.0
-    assert told.text() == "2/2 ended, 1 cancelled"
 
 
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

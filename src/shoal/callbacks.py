@@ -160,6 +160,8 @@ class Callbacks:
         given = _checked(callbacks)
         self._callbacks = [f for f in given if not getattr(f, "only_watches", False)]
         self._watchers = [f for f in given if getattr(f, "only_watches", False)]
+        self._raised: set[tuple[int, int]] = set()
+        """Callback and member, where the one has raised for the other: it is not called for it again."""
 
     def __bool__(self) -> bool:
         """Whether there are any that `after` calls."""
@@ -172,18 +174,22 @@ class Callbacks:
     def after(self, member: Member, write_back: WriteBack | None = None) -> Ending | None:
         """Call all of them: after an epoch, while the member's status is "running", and at its end with its last one.
 
-        Returns how it must end, if one of them says so. At its end only an exception can still say something, and only
-        of a member that ended well.
+        Returns how it must end, if one of them says so. Once it has had its length only an exception can still say
+        something, and only of a member that ended well.
         """
         ending: Ending | None = None
-        for callback in self._callbacks:
+        for place, callback in enumerate(self._callbacks):
+            if (place, member.index) in self._raised:
+                continue
             said = _call(callback, member, write_back)
+            if said is not None and said.status == "failed":
+                self._raised.add((place, member.index))
             if ending is None or (said is not None and said.status == "failed" != ending.status):
                 ending = said
-        if ending is None or member.status == "running":
-            return ending
-        if ending.status == "stopped":
+        if ending is None:
             return None
+        if ending.status == "stopped":
+            return ending if member.status == "running" and not member.finished() else None
         if member.status in ("failed", "diverged", "cancelled"):
             warnings.warn(f"{member.name} ({member.status}): {ending.error}", ShoalWarning, stacklevel=2)
             return None

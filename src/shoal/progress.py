@@ -215,7 +215,16 @@ def _sum(values: list[Any]) -> float | None:
 
 def line(tally: Tally) -> str:
     """All of it in one line."""
-    return f"{tally.share:4.0%}, {', '.join(totals(tally))}"
+    return f"{percent(tally.share)}, {', '.join(totals(tally))}"
+
+
+def percent(share: float) -> str:
+    """Whole percents that are done.
+
+    >>> percent(0.996)
+    ' 99%'
+    """
+    return f"{math.floor(share * 100 + 1e-9):3d}%"
 
 
 def totals(tally: Tally) -> Iterator[str]:
@@ -251,7 +260,7 @@ def picture(tally: Tally) -> Any:
     bar = Table.grid(padding=(0, 1))
     spent = duration(tally.clock() - tally.began)
     bar.add_row(
-        "training", ProgressBar(total=1.0, completed=tally.share, width=40), f"{tally.share:4.0%}", f"after {spent}"
+        "training", ProgressBar(total=1.0, completed=tally.share, width=40), percent(tally.share), f"after {spent}"
     )
     parts: list[Any] = [bar]
     if tally.packs:
