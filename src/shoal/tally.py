@@ -50,6 +50,7 @@ class Pack:
         "costs",
         "ends",
         "label",
+        "longest",
         "pace",
         "predicted",
         "seconds",
@@ -66,6 +67,8 @@ class Pack:
         """Batches the unit has run; a member's last batch is told on the same scale."""
         self.ends: dict[int, int] = {}
         """By member: the unit's batch at which it will have had its length."""
+        self.longest: int | None = None
+        """The largest of them; None where it has to be looked for."""
         self.total = 0
         """Their sum."""
         self.alone: dict[int, float] = {}
@@ -87,12 +90,21 @@ class Pack:
     def put(self, index: int, left: int) -> None:
         """A member is here, with so many batches left."""
         end = self.batches + left
-        self.total += end - self.ends.get(index, 0)
+        before = self.ends.get(index, 0)
+        self.total += end - before
         self.ends[index] = end
+        if self.longest is not None:
+            if end >= self.longest:
+                self.longest = end
+            elif before == self.longest:
+                self.longest = None
 
     def drop(self, index: int) -> None:
         """A member is no longer here."""
-        self.total -= self.ends.pop(index)
+        end = self.ends.pop(index)
+        self.total -= end
+        if end == self.longest:
+            self.longest = None
         self.costs -= self.alone.pop(index, 0.0)
 
     def left_of(self, index: int) -> int:
@@ -125,8 +137,9 @@ class Pack:
 
     def seconds_left(self, now: float) -> float:
         """Until the last member's end, by the clock; NaN where nothing can be said."""
-        longest = max(self.ends.values(), default=0) - self.batches
-        return self.pace.left(now, self.batches, longest)
+        if self.longest is None:
+            self.longest = max(self.ends.values(), default=0)
+        return self.pace.left(now, self.batches, self.longest - self.batches)
 
 
 class Tally:
