@@ -40,6 +40,8 @@ class Checkpoints:
         self.folder = folder
         self.errors: list[OSError] = []
         """What went wrong since somebody last looked."""
+        self._damaged: set[Path] = set()
+        """Found to be of no use, so that they are replaced first."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -76,8 +78,8 @@ class Checkpoints:
             except OSError as error:
                 failed.append(error)
                 continue
-            name, number = next_generation(folder)
-            files.append((folder / name, copy.frozen.seal({"number": str(number), "job": copy.job})))
+            path, number = self._next(folder)
+            files.append((path, copy.frozen.seal({"number": str(number), "job": copy.job})))
         failed += atomic.write_many(files)
         atomic.write_many([copy.view for copy in copies if copy.view is not None], durable=False)
         self.errors += [error for error in failed if error is not None]
@@ -94,19 +96,21 @@ class Checkpoints:
                 state, notes = store.read(path)
             except DamagedError as error:
                 wrong.append(str(error))
+                self._damaged.add(path)
                 continue
             if notes.get("job") != job:
                 wrong.append(f"{str(path)!r} is of another job")
+                self._damaged.add(path)
             elif (number := int(notes["number"])) > best[0]:
                 best = (number, state, path)
         return best[1], best[2], wrong
 
-
-def next_generation(folder: Path) -> tuple[str, int]:
-    """Which of the two files to replace, and its number. By the files themselves: a member may have been saved by
-    another process since this one last did."""
-    numbers = []
-    for name in GENERATIONS:
-        found = store.peek(folder / name, "number")
-        numbers.append(int(found) if found is not None and found.isdecimal() else -1)
-    return GENERATIONS[numbers.index(min(numbers))], max(numbers) + 1
+    def _next(self, folder: Path) -> tuple[Path, int]:
+        """Which of the two files to replace, and its number. By the files themselves: a member may have been saved by
+        another process since this one last did."""
+        paths = [folder / name for name in GENERATIONS]
+        found = [store.peek(path, "number") or "" for path in paths]
+        numbers = [int(text) if text.isdecimal() else -1 for text in found]
+        path = min(paths, key=lambda path: -1 if path in self._damaged else numbers[paths.index(path)])
+        self._damaged.discard(path)
+        return path, max(numbers) + 1
