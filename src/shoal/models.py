@@ -6,6 +6,8 @@ Shape legend: B rows of a batch, T tokens, D features, C channels, H and W heigh
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         widths = [features, *[hidden] * layers]
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.head = nn.Linear(widths[-1], classes)
         self.dropout = dropout
 

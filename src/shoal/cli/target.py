@@ -1,18 +1,92 @@
-"""A list of jobs named on the command line: MODULE:FUNCTION or FILE.py:FUNCTION."""
+"""Jobs named on the command line: a job file, MODULE:FUNCTION or FILE.py:FUNCTION."""
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import Job
+    from shoal.jobfile import JobFile
 
-TARGET_HELP = "MODULE:FUNCTION or FILE.py:FUNCTION; the function takes nothing and returns a list of shoal.Job."
+TARGET_HELP = (
+    "A job file (.toml, .yaml), or MODULE:FUNCTION or FILE.py:FUNCTION: "
+    "a function that takes nothing and returns a list of shoal.Job."
+)
+FILE_ENDS = (".toml", ".yaml", ".yml")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Target:
+    """What a target holds."""
+
+    jobs: "list[Job]"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments for `shoal.train` that a job file gives; `tensorboard` is a folder."""
+    file: "JobFile | None" = None
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Around `shoal.train` and `shoal.explain`: mistakes in the jobs are told with their line in the file."""
+        from shoal import JobError
+
+        try:
+            yield
+        except JobError as error:
+            if self.file is None:
+                raise
+            raise self.file.placed(error) from error
+
+
+def load_target(target: str) -> Target:
+    """The jobs of a job file with its settings, or those of a function."""
+    if target.lower().endswith(FILE_ENDS):
+        from shoal.jobfile import load
+
+        file = load(target)
+        return Target(jobs=file.jobs, settings=file.settings, file=file)
+    return Target(jobs=_called(target))
+
+
+def load_jobs(target: str) -> "list[Job]":
+    """The jobs of a job file, or those that the named function returns (or the list itself, if the name is one)."""
+    return load_target(target).jobs
+
+
+def load_settings(target: str) -> dict[str, Any]:
+    """What a job file says about how to run; nothing for a function."""
+    return load_target(target).settings if target.lower().endswith(FILE_ENDS) else {}
+
+
+def _called(target: str) -> "list[Job]":
+    where, colon, name = target.rpartition(":")
+    if where.lower().endswith(FILE_ENDS):
+        raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
+    if not colon or not where or not name:
+        raise ValueError(_no_function(target))
+    module = load_module(where)
+    if not hasattr(module, name):
+        near = get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where} has no {name!r}{hint}")
+    found = getattr(module, name)
+    made = found() if callable(found) else found
+    return check_jobs(made, target)
+
+
+def _no_function(target: str) -> str:
+    path = Path(target)
+    if path.is_dir():
+        return f"{target!r} is a folder; name a job file in it (.toml, .yaml)"
+    if path.is_file() and path.suffix != ".py":
+        return f"{target!r} is no job file; the name of one ends in .toml, .yaml or .yml"
+    return f"{target!r} names no function; give a job file (.toml, .yaml), MODULE:FUNCTION or FILE.py:FUNCTION"
 
 
 def load_module(where: str) -> ModuleType:
@@ -41,21 +115,6 @@ def load_module(where: str) -> ModuleType:
     sys.modules[name] = module  # classes in the file must be importable by name where they are pickled
     spec.loader.exec_module(module)
     return module
-
-
-def load_jobs(target: str) -> "list[Job]":
-    """The jobs that the named function returns (or the list itself, if the name is one)."""
-    where, colon, name = target.rpartition(":")
-    if not colon or not where or not name:
-        raise ValueError(f"{target!r} names no function; give MODULE:FUNCTION or FILE.py:FUNCTION")
-    module = load_module(where)
-    if not hasattr(module, name):
-        near = get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where} has no {name!r}{hint}")
-    found = getattr(module, name)
-    made = found() if callable(found) else found
-    return check_jobs(made, target)
 
 
 def check_jobs(made: object, target: str) -> "list[Job]":

@@ -1,17 +1,37 @@
 """`shoal train TARGET`: train a list of jobs together."""
 
+import inspect
+import json
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.target import TARGET_HELP, load_jobs
+from shoal.cli.target import TARGET_HELP, load_target
+
+if TYPE_CHECKING:
+    from shoal import Results
 
 
 def train(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for weights and histories.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints, weights and histories; the same command goes on there.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="The most to use, such as 20GB; by default 90 % of the free.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Who goes first: fifo, priority, shortest, round-robin or fair.")
+    ] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs, one below it a job.")] = None,
+    progress: Annotated[
+        bool | None, typer.Option("--progress/--no-progress", help="Show how it goes, on stderr; by default yes.")
+    ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default where it pays.")
     ] = None,
@@ -19,26 +39,67 @@ def train(
         int | None, typer.Option(min=1, help="CPU threads, in one process; by default a process for each free core.")
     ] = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Only kernels that give the same bits every time.")
+        bool | None,
+        typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what happens as JSON, an object a line; the last one is the results.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, without a progress bar.")] = False,
 ) -> None:
     """Train a list of jobs together.
 
-    The exit status is 1 when a job failed or diverged.
+    What the command line says wins over the run table of a job file.
+    The exit status is 1 when a job failed or diverged, 130 after Ctrl-C.
     """
-    jobs = load_jobs(target)
-    import shoal
-
-    results = shoal.train(
-        jobs,
-        device=device,
-        out=None if out is None else str(out),
-        progress=not as_json,
-        threads=threads,
-        compile="auto" if compiled is None else compiled,
-        deterministic=deterministic,
-    )
-    typer.echo(results.to_json() if as_json else results.table())
+    given = {
+        "device": device,
+        "out": None if out is None else str(out),
+        "memory": memory,
+        "policy": policy,
+        "checkpoint_every": checkpoint_every,
+        "tensorboard": None if tensorboard is None else str(tensorboard),
+        "progress": progress,
+        "compile": compiled,
+        "threads": threads,
+        "deterministic": deterministic,
+    }
+    read = load_target(target)
+    settings = {**read.settings, **{name: value for name, value in given.items() if value is not None}}
+    with read.placed():
+        results = _train(read.jobs, settings, as_json)
+    if as_json:
+        typer.echo(last_line(results))
+    else:
+        typer.echo(results.table())
     if any(result.status in ("failed", "diverged") for result in results):
         raise typer.Exit(1)
+
+
+def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results":
+    import shoal
+    from shoal.events import JsonLines
+
+    settings.setdefault("progress", not as_json)
+    folder = settings.pop("tensorboard", None)
+    if folder is not None:
+        settings["callbacks"] = [shoal.TensorBoard(folder)]
+    if as_json and "events" in inspect.signature(shoal.train).parameters:
+        settings["events"] = JsonLines(sys.stdout)
+    try:
+        return shoal.train(jobs, **settings)
+    except KeyboardInterrupt:
+        print(f"shoal: {how_to_go_on(settings.get('out'))}", file=sys.stderr)
+        raise
+
+
+def last_line(results: "Results") -> str:
+    """The results as one line of JSON, after the events."""
+    return json.dumps({"kind": "results", "results": json.loads(results.to_json())})
+
+
+def how_to_go_on(out: str | None) -> str:
+    """What to do after Ctrl-C."""
+    if out is None:
+        return "nothing was kept, as there is no --out; with one, the same command goes on where it was"
+    given = ["shoal", *sys.argv[1:]] if Path(sys.argv[0]).name in ("shoal", "__main__.py") else ["the same command"]
+    return f"saved in {out!r}; to go on where it was: {shlex.join(given) if len(given) > 1 else given[0]}"

@@ -1,0 +1,136 @@
+"""Job files: a list of jobs and how to run them, in TOML or YAML. See docs/jobfiles.md.
+
+    file -> tree with lines -> a table of fields for each job -> jobs
+
+Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are told at once, as one JobError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import JobError
+from shoal.jobfile.tree import Node, Problems, too_large
+
+if TYPE_CHECKING:
+    from shoal.job import Job
+    from shoal.jobfile.places import Places
+
+SUFFIXES = (".toml", ".yaml", ".yml")
+MOST_BYTES = 4_000_000
+MOST_LINES = 20
+"""Mistakes that are told at once."""
+QUOTED = re.compile(r"job ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"): (.*)")
+"""A line about a job, as `shoal.checks` writes it."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class JobFile:
+    """What a job file holds."""
+
+    path: str
+    jobs: list[Job]
+    settings: dict[str, Any]
+    """Arguments for `shoal.train`, as far as the file gives them; `tensorboard` is a folder."""
+    setting_lines: dict[str, int] = field(default_factory=dict)
+    places: dict[str, Places] = field(default_factory=dict)
+
+    def placed(self, error: ValueError) -> JobError:
+        """An error of `shoal.train` or `shoal.explain` about these jobs, with the lines of the file that it is about.
+
+        What several jobs have in common is told once.
+        """
+        told: dict[tuple[int, str], list[str]] = {}
+        by_text = {repr(name): name for name in self.places}
+        for text in str(error).splitlines():
+            name, line, rest = self._place(text, by_text)
+            told.setdefault((line, rest), []).extend([name] if name else [])
+        lines = []
+        for (line, rest), names in told.items():
+            where = f"{self.path}:{line}: " if line else ""
+            more = "" if not names else f" (job {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''})"
+            lines.append(f"{where}{rest}{more}")
+        return JobError(*_few(lines))
+
+    def _place(self, text: str, by_text: dict[str, str]) -> tuple[str, int, str]:
+        """The job that a line is about, the line in the file (0: none), and the rest of the text."""
+        found = QUOTED.match(text)
+        if found and found[1] in by_text:
+            name = by_text[found[1]]
+            return name, self.places[name].line_of(found[2]), found[2]
+        return "", self.setting_lines.get(re.split(r"\W", text, maxsplit=1)[0], 0), text
+
+
+def load(path: str | os.PathLike[str]) -> JobFile:
+    """Read a job file and build its jobs; JobError with a line for each mistake."""
+    told = os.fspath(path)
+    problems = Problems(told)
+    text = _text(Path(told), told)
+    root = _tree(told, text, problems)
+    for node in too_large(root):
+        problems.add(node, "a whole number has more than 64 bits; use a smaller one")
+    problems.stop_if_any()
+    from shoal.jobfile import blocks
+    from shoal.jobfile.build import Builder
+    from shoal.jobfile.settings import settings
+
+    folder = Path(told).resolve().parent
+    chosen = settings(root, folder, problems)
+    try:
+        found = blocks.cases(root, problems)
+        builder = Builder(folder, problems)
+        jobs = [job for case in found for job in builder.jobs(case)]
+        problems.stop_if_any()
+    except JobError as error:
+        raise JobError(*_few(list(error.lines))) from None
+    run = root.value.get("run")
+    lines = {key: node.line for key, node in run.value.items()} if isinstance(run, Node) else {}
+    return JobFile(path=told, jobs=jobs, settings=chosen, setting_lines=lines, places=builder.places)
+
+
+def _few(lines: list[str]) -> list[str]:
+    more = [f"... and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    return [*lines[:MOST_LINES], *more]
+
+
+def _text(path: Path, told: str) -> str:
+    """The file as text; errors that have no line name line 1, or the file alone where there is none."""
+    try:
+        if path.is_dir():
+            raise JobError(f"{told} is a folder; name a job file in it, such as {told.rstrip('/')}/sweep.toml")
+        if not path.exists():
+            raise JobError(f"{told}: there is no such file; check the name, it is taken from the current folder")
+        if not path.is_file():
+            raise JobError(f"{told} is no plain file; write the jobs into one")
+        if path.stat().st_size > MOST_BYTES:
+            raise JobError(f"{told}:1: it has {path.stat().st_size:,} bytes; a job file has at most {MOST_BYTES:,}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"{told}: it cannot be read ({error.strerror}); check the name and its permissions") from None
+    except ValueError as error:
+        if isinstance(error, JobError):
+            raise
+        raise JobError(f"{told!r}: this is no file's name; check it") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise JobError(f"{told}:{line}: this is not text in UTF-8; save the file as UTF-8") from None
+
+
+def _tree(told: str, text: str, problems: Problems) -> Node:
+    if not text.strip():
+        raise problems.one(1, "the file is empty; it needs model, data, loss and epochs at least")
+    if told.lower().endswith(".toml"):
+        from shoal.jobfile import from_toml
+
+        return from_toml.read(text, problems)
+    if told.lower().endswith(SUFFIXES):
+        from shoal.jobfile import from_yaml
+
+        return from_yaml.read(text, problems)
+    raise JobError(f"{told}: a job file ends in .toml, .yaml or .yml; rename it")

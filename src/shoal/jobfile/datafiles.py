@@ -1,0 +1,186 @@
+"""Data for job files: the digits that scikit-learn ships, and files of arrays, tables and text."""
+
+from __future__ import annotations
+
+import csv
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FORMS = ("flat", "image", "rows")
+
+
+def digits(form: str = "flat", side: int = 8) -> tuple[Tensor, Tensor]:
+    """1797 handwritten digits from 0 to 1: flat [64], image [1, 8, 8], or rows [8, 8], a sequence of 8 rows."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("'digits' comes with scikit-learn: pip install 'shoal[demo]'") from None
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; use one of {', '.join(FORMS)}")
+    if not 1 <= side <= 256:
+        raise ValueError(f"side is {side}; use 1 to 256 pixels")
+    images, classes = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    if side != 8:
+        x = F.interpolate(x, size=(side, side), mode="bilinear", align_corners=False)
+    x = x if form == "image" else x.squeeze(1) if form == "rows" else x.flatten(1)
+    return x.contiguous(), torch.tensor(classes, dtype=torch.int64)
+
+
+def arrays(file: Path, inputs: str | list[str] = "x", target: str | None = "y", dtype: str | None = None) -> Any:
+    """Arrays by name from .npz, .safetensors or .pt: (*inputs, target). A .pt may also hold a tuple of tensors."""
+    held = _held(file)
+    if not isinstance(held, Mapping):
+        if isinstance(held, (tuple, list)) and held and all(isinstance(t, Tensor) for t in held):
+            return tuple(held)
+        raise ValueError(f"it holds a {type(held).__name__}; save a dict or a tuple of tensors")
+    wanted = [inputs] if isinstance(inputs, str) else list(inputs)
+    names = [*wanted, *([] if target is None else [target])]
+    for name in names:
+        if name not in held:
+            there = ", ".join(map(str, held)) or "nothing"
+            raise ValueError(f"it has no {name!r}; it has {there}: say which with inputs and target")
+    made = [_tensor(name, held[name]) for name in names]
+    made = [_as(t, dtype if i < len(wanted) else None) for i, t in enumerate(made)]
+    return tuple(made)
+
+
+def _held(file: Path) -> Any:
+    if file.suffix.lower() == ".npz":
+        try:
+            with np.load(file, allow_pickle=False) as held:
+                return {name: held[name] for name in held.files}
+        except (zipfile.BadZipFile, EOFError, AttributeError, TypeError):
+            raise ValueError("it is no .npz file; write it with numpy.savez") from None
+        except ValueError as error:
+            if "pickle" not in str(error):
+                raise
+            raise ValueError("it is no .npz file of plain arrays; write numbers with numpy.savez") from None
+    if file.suffix.lower() == ".safetensors":
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except Exception as error:
+            raise ValueError(f"it is no .safetensors file ({error})") from None
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        raise ValueError(
+            "it is no .pt file of plain tensors; write it with torch.save({'x': x, 'y': y}, file)"
+        ) from None
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(f"{name!r} holds {kind}; save numbers")
+    if value.dtype.kind == "u" and value.dtype.itemsize > 1:
+        value = value.astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="))))
+
+
+def _as(tensor: Tensor, dtype: str | None) -> Tensor:
+    """float64 becomes float32 and small whole numbers int64, unless told."""
+    if dtype is not None:
+        wanted = getattr(torch, dtype, None)
+        if not isinstance(wanted, torch.dtype):
+            raise ValueError(f"dtype is {dtype!r}; use float32, float64, int64 or the like")
+        return tensor.to(wanted)
+    if tensor.dtype == torch.float64:
+        return tensor.float()
+    whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
+    return tensor.long() if whole else tensor
+
+
+def table(
+    file: Path,
+    target: str | None = None,
+    inputs: list[str] | None = None,
+    classes: bool | None = None,
+    delimiter: str = ",",
+) -> tuple[Tensor, Tensor]:
+    """A .csv with a head line. The target is a column, the last unless told; words and whole numbers are classes."""
+    if len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}; use one character")
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        reader = csv.reader(text, delimiter=delimiter)
+        rows = [(reader.line_num, row) for row in reader if row]
+    if len(rows) < 2:
+        raise ValueError("it has no rows below its head line")
+    head, body = [name.strip() for name in rows[0][1]], rows[1:]
+    if len(set(head)) < len(head):
+        raise ValueError("two of its columns have one name")
+    for line, row in body:
+        if len(row) != len(head):
+            raise ValueError(f"line {line} has {len(row)} cells, its head has {len(head)}")
+    goal = head[-1] if target is None else target
+    chosen = [name for name in head if name != goal] if inputs is None else inputs
+    for name in (goal, *chosen):
+        if name not in head:
+            raise ValueError(f"it has no column {name!r}; it has {', '.join(head)}")
+    if not chosen:
+        raise ValueError("it has one column only; inputs and a target are needed")
+    places = [head.index(name) for name in chosen]
+    x = torch.tensor([[_number(row[i], line, head[i]) for i in places] for line, row in body], dtype=torch.float32)
+    return x, _target([(line, row[head.index(goal)].strip()) for line, row in body], goal, classes)
+
+
+def _number(cell: str, line: int, column: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise ValueError(f"line {line} has {cell[:40]!r} in column {column!r}; it must be a number") from None
+
+
+def _target(cells: list[tuple[int, str]], column: str, classes: bool | None) -> Tensor:
+    """Classes as whole numbers [N], or numbers [N, 1]. Words are classes, in alphabetical order."""
+    try:
+        numbers = [float(cell) for _, cell in cells]
+    except ValueError:
+        if classes is False:
+            return torch.tensor([[_number(cell, line, column)] for line, cell in cells])
+        numbered = {name: i for i, name in enumerate(sorted({cell for _, cell in cells}))}
+        return torch.tensor([numbered[cell] for _, cell in cells])
+    whole = all(number.is_integer() for number in numbers)
+    if classes and not whole:
+        raise ValueError(f"column {column!r} is to hold classes, but has numbers that are not whole")
+    if classes or (classes is None and whole):
+        return torch.tensor([int(number) for number in numbers])
+    return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)
+
+
+def text(file: Path, tokens: int = 128) -> tuple[Tensor, Tensor]:
+    """A .txt as sequences of bytes: inputs [N, tokens], and the same one byte later."""
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}; use 1 or more")
+    held = (
+        torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
+        if file.stat().st_size
+        else torch.empty(0)
+    )
+    rows = (len(held) - 1) // tokens
+    if rows < 1:
+        raise ValueError(f"it has {len(held)} bytes; a sequence of {tokens} tokens needs {tokens + 1}")
+    inputs, targets = held[: rows * tokens], held[1 : rows * tokens + 1]
+    return inputs.view(rows, tokens), targets.reshape(rows, tokens)
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"digits": digits}
+READERS: dict[str, Callable[..., Any]] = {
+    ".npz": arrays,
+    ".pt": arrays,
+    ".safetensors": arrays,
+    ".csv": table,
+    ".txt": text,
+}
+"""How a file is read, by the end of its name."""

@@ -1,0 +1,134 @@
+"""What job files know by name: losses, metrics, optimizers, schedules. Models are in `shoal.models`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+
+def token_cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+    """Mean cross entropy over every token of every sequence."""
+    return F.cross_entropy(logits_BTV.flatten(0, -2), target_BT.flatten())
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "token_cross_entropy": token_cross_entropy,
+    "nll_loss": F.nll_loss,
+    "mse_loss": F.mse_loss,
+    "l1_loss": F.l1_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "binary_cross_entropy": F.binary_cross_entropy,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "poisson_nll_loss": F.poisson_nll_loss,
+    "soft_margin_loss": F.soft_margin_loss,
+    "multi_margin_loss": F.multi_margin_loss,
+    "kl_div": F.kl_div,
+}
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of rows (or tokens) whose largest output is their class."""
+    return (outputs.argmax(-1) == targets).double().mean().item()
+
+
+def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of rows on the right side: outputs are logits, targets 0 or 1."""
+    return ((outputs > 0) == (targets > 0.5)).double().mean().item()
+
+
+def mse(outputs: Tensor, targets: Tensor) -> float:
+    """Mean squared error."""
+    return (outputs.double() - targets.double()).square().mean().item()
+
+
+def rmse(outputs: Tensor, targets: Tensor) -> float:
+    """Root of the mean squared error."""
+    return math.sqrt(mse(outputs, targets))
+
+
+def mae(outputs: Tensor, targets: Tensor) -> float:
+    """Mean absolute error."""
+    return (outputs.double() - targets.double()).abs().mean().item()
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "accuracy": accuracy,
+    "binary_accuracy": binary_accuracy,
+    "mse": mse,
+    "rmse": rmse,
+    "mae": mae,
+}
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name: value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+}
+
+SCHEDULERS: dict[str, Callable[..., Any]] = {
+    name: value
+    for name, value in vars(lr_scheduler).items()
+    if isinstance(value, type)
+    and issubclass(value, lr_scheduler.LRScheduler)
+    and value is not lr_scheduler.LRScheduler
+    and not name.startswith("_")
+    and name not in ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")  # their arguments are code
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """A factor on the learning rate over the whole of a job: up during `warmup`, then down to `floor`."""
+
+    warmup: int = 0
+    """Steps (epochs, with schedule_every = "epoch") of a rise from near 0."""
+    floor: float = 0.0
+    """The factor at the end."""
+    total: int = 1
+    """Steps or epochs of the job; known once its data is."""
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "floor"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; use a number, 0 or more")
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        left = max(1, self.total - self.warmup)
+        return self.floor + (1 - self.floor) * self.shape(min(1.0, (step - self.warmup) / left))
+
+    def shape(self, done: float) -> float:
+        """From 1 to 0 as `done` goes from 0 to 1."""
+        return 1.0
+
+
+class Constant(Over):
+    """Stays at 1 after the warm-up."""
+
+
+class Linear(Over):
+    """A straight line."""
+
+    def shape(self, done: float) -> float:
+        return 1 - done
+
+
+class Cosine(Over):
+    """Half a cosine."""
+
+    def shape(self, done: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * done))
+
+
+OVERS: dict[str, type[Over]] = {"cosine": Cosine, "linear": Linear, "constant": Constant}
