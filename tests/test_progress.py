@@ -329,10 +329,12 @@ def test_an_event_costs_under_20_microseconds_among_ten_thousand_members() -> No
     events += [turn(100, 1, unit=unit) for unit in range(100)] * 100
     events += [happened("epoch", member, loss=1.0) for member in many]  # type: ignore[arg-type]
     with told:
-        start = perf_counter()
-        for event in events:
-            told(event)
-        cost = (perf_counter() - start) / len(events)
+        cost = math.inf
+        for _ in range(3):
+            start = perf_counter()
+            for event in events:
+                told(event)
+            cost = min(cost, (perf_counter() - start) / len(events))
         start = perf_counter()
         told.show()
         one = perf_counter() - start
