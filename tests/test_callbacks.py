@@ -245,7 +245,7 @@ def test_a_run_with_callbacks_and_members_that_nobody_touches() -> None:
     plain = shoal.train(jobs, device="cpu", deterministic=True)
     results = shoal.train(jobs, device="cpu", deterministic=True, callbacks=[look])
     found = {r.name: r for r in results}
-    assert {name: r.status for name, r in found.items()} == ends
+    assert {name: r.status for name, r in found.items() if name != "s2"} == ends, "it raised for s2: not called again"
     assert (found["s1"].status, found["s1"].error, len(found["s1"].history)) == ("stopped", "enough", 2)
     assert found["s2"].status == "failed" and "raised RuntimeError: no" in str(found["s2"].error)
     for before, after in zip(plain, results, strict=True):
