@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -393,6 +394,61 @@ def test_a_forked_process_saves_while_its_parent_writes(tmp_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
         folder.save_many([Rider(1).train(8)])
     assert restored(tmp_path, 1, 2).step == 8 and restored(tmp_path, 0, 2).step == 1
+
+
+# --- kills ----------------------------------------------------------------------------------------------------------
+
+
+def save_for_ever(path: Path, count: int, ready: int) -> NoReturn:
+    """A process that does nothing but go on and save, in several threads, until it is killed."""
+    riders = [Rider(i, size=2000) for i in range(count)]
+    with opened(path, count) as folder:
+        for rider in riders:
+            folder.restore(rider)
+        os.write(ready, b"x")
+        while True:
+            folder.save_many([rider.train() for rider in riders])
+            folder.save(riders[0].train())
+
+
+def test_a_kill_while_saving_loses_no_checkpoint(tmp_path: Path) -> None:
+    """Killed at random moments: what is there is whole, of one moment, and never older than before."""
+    draw, count = random.Random(0), 5
+    before = [0] * count
+    for turn in range(25):
+        read, ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.closerange(1, 3)
+            save_for_ever(tmp_path, count, ready)
+        if turn % 5:
+            os.read(read, 1)
+        time.sleep(draw.uniform(0, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(ready)
+        riders = [Rider(i) for i in range(count)]
+        with opened(tmp_path, count) as folder:
+            for rider in riders:
+                folder.restore(rider)  # a warning is an error here
+                assert rider.step == len(rider.history) == rider.weight.min() == rider.weight.max()
+        after = [rider.step for rider in riders]
+        assert all(new >= old for new, old in zip(after, before, strict=True))
+        before = after
+    assert min(before) > 1
+    assert not list(tmp_path.rglob(".*")), "what a kill left is cleared away"
+
+
+@pytest.mark.slow
+def test_a_killed_training_ends_like_one_that_was_not(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "kill.py"
+    command = [sys.executable, str(script), "--kills", "5", "--length", "4", "--out", str(tmp_path / "seen.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["kills"] == 5 and seen["different"] == 0
+    assert any(kill["checkpoints"] for trial in seen["trials"] for kill in trial["kills"])
 
 
 # --- disks that are full, or may not be written ---------------------------------------------------------------------

@@ -136,7 +136,7 @@ class RunFolder:
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
         for folder in FOLDERS:
-            atomic.write_text(self.path / folder / "probe", "can it be written?")
+            atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
             (self.path / folder / "probe").unlink()
         atomic.sync_folder(self.path / "members")
         return held is not None or any(self._saved())

@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.errors import DamagedError
 
-AT_ONCE = 16
-"""Files that wait for the disk together: it serves several in nearly the time of one."""
+AT_ONCE = 64
+"""Files that are written together."""
+WAITING = 16
+"""Of them, those that wait for the disk together: it serves several in nearly the time of one."""
 
 Chunks = Sequence[bytes]
+T = TypeVar("T")
 
 
 def write(path: Path, chunks: Chunks, *, durable: bool = True) -> None:
@@ -55,7 +58,7 @@ def _write_some(files: Sequence[tuple[Path, Chunks]], durable: bool) -> list[OSE
                 handles[place] = _stage(path, chunks)
             except OSError as error:
                 errors[place] = error
-        synced = _sync(list(handles.values())) if durable else [None] * len(handles)
+        synced = _each(_sync, list(handles.values())) if durable else [None] * len(handles)
         for place, failed in zip(handles, synced, strict=True):
             errors[place] = failed
     finally:
@@ -68,8 +71,7 @@ def _write_some(files: Sequence[tuple[Path, Chunks]], durable: bool) -> list[OSE
             with suppress(OSError):
                 _beside(path).unlink(missing_ok=True)
     if durable:
-        for folder in dict.fromkeys(path.parent for place, (path, _) in enumerate(files) if errors[place] is None):
-            sync_folder(folder)
+        _each(sync_folder, list({path.parent for place, (path, _) in enumerate(files) if errors[place] is None}))
     return errors
 
 
@@ -90,17 +92,17 @@ def _stage(path: Path, chunks: Chunks) -> int:
     return handle
 
 
-def _sync(handles: list[int]) -> list[OSError | None]:
-    if len(handles) < 2:
-        return [_sync_one(handle) for handle in handles]
+def _each(sync: Callable[[T], OSError | None], what: list[T]) -> list[OSError | None]:
+    if len(what) < 2:
+        return [sync(one) for one in what]
     try:
-        with ThreadPoolExecutor(min(8, len(handles))) as pool:
-            return list(pool.map(_sync_one, handles))
+        with ThreadPoolExecutor(min(WAITING, len(what))) as pool:
+            return list(pool.map(sync, what))
     except RuntimeError:  # Python is on its way out, and starts no more threads
-        return [_sync_one(handle) for handle in handles]
+        return [sync(one) for one in what]
 
 
-def _sync_one(handle: int) -> OSError | None:
+def _sync(handle: int) -> OSError | None:
     try:
         os.fsync(handle)
     except OSError as error:

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from shoal.errors import NotStorable
 
+NUMPY = {torch.float32, torch.float64, torch.int64, torch.uint8}
+"""Those that numpy has as they are, and that are common."""
+
 Path = tuple[Any, ...]
 
 
@@ -98,7 +101,6 @@ class _Encoder:
             return self._saved(value, path)
         if value.is_meta:
             raise NotStorable(f"{_where(path)} is a tensor without memory")
-        value = value.detach()
         # All tensors of the state are alive, so that equal addresses mean the same memory.
         address = value.data_ptr() if value.numel() else id(value)
         key = (address, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
@@ -107,15 +109,16 @@ class _Encoder:
         return self.seen[key]
 
     def _new_tensor(self, value: Tensor, path: Path) -> dict[str, Any]:
-        value = value.resolve_conj().resolve_neg().cpu()
+        dtype = value.dtype
+        value = value.detach().resolve_conj().resolve_neg().cpu()
         shape, stride = tuple(value.shape), value.stride()
         out: dict[str, Any] = {}
         if value.numel() and stride != plain(shape) and dense(shape, stride):
             out = {"stride": list(stride)}
-            flat = value.as_strided((value.numel(),), (1,))
-        else:
-            flat = value.contiguous().view(-1)
-        return {"tensor": self._leaf(path, value.dtype, shape, flat.view(torch.uint8).numpy().tobytes()), **out}
+            value = value.as_strided((value.numel(),), (1,))
+        if value.dtype not in NUMPY:
+            value = value.contiguous().view(-1).view(torch.uint8)
+        return {"tensor": self._leaf(path, dtype, shape, value.numpy().tobytes()), **out}
 
     def _saved(self, value: Any, path: Path) -> dict[str, Any]:
         """Whatever torch.load reads without running code."""
