@@ -42,6 +42,8 @@ class Target:
             if self.file is None:
                 raise
             raise self.file.placed(error) from error
+        except SystemExit as left:
+            raise ValueError(f"code of a job left the program (SystemExit: {left.code}); remove that call") from left
 
 
 def load_target(target: str) -> Target:

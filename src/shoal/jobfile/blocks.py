@@ -39,21 +39,22 @@ class Case:
 
 
 def cases(root: Node, problems: Problems) -> list[Case]:
-    """All jobs of the file; every mistake in keys, grid, seeds and jobs is noted first."""
+    """All jobs of the file, as far as they can be made out; mistakes in keys, grid, seeds and jobs are noted."""
     if not root.is_table:
         raise problems.one(root, f"the file is {root.kind}; write keys and values, such as model and data")
     _check_keys(root, TOP, problems)
     shared = {key: as_table(key, node) for key, node in root.value.items() if key in BLOCK}
     blocks = list(_blocks(root, shared, problems))
-    problems.stop_if_any()
     total = sum(block.count(problems) for block in blocks)
-    problems.stop_if_any()
     if total > MOST_JOBS:
-        line = next((block.fields["grid"].line for block in blocks if "grid" in block.fields), root.line)
+        guilty = [
+            block.fields[key].line for block in blocks for key in ("grid", "folds", "seeds") if key in block.fields
+        ]
+        line = guilty[0] if guilty else root.line
         raise problems.one(line, f"the file gives {_many(total)} jobs; the most is {MOST_JOBS:,}: take fewer values")
     found = [case for block in blocks for case in block.cases(problems)]
-    problems.stop_if_any()
-    _same_names(found, problems)
+    if not problems:
+        _same_names(found, problems)
     return found
 
 
@@ -204,6 +205,9 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
 
 def _known_axis(path: Keys, node: Node, problems: Problems) -> bool:
     known = tuple(field for field in FIELDS if field != "name")
+    if path[0] in ("name", "seeds", "folds"):
+        problems.add(node, f"grid has {path[0]!r}, which it cannot vary; set {path[0]} outside of it")
+        return False
     if path[0] not in known:
         _check_keys(Node({path[0]: node}, node.line), known, problems)
         return False
@@ -273,4 +277,3 @@ def _same_names(found: list[Case], problems: Problems) -> None:
                 line,
                 f"two jobs have the name {case.name!r}; give each [[jobs]] entry a name, or name = with {{fields}}",
             )
-    problems.stop_if_any()

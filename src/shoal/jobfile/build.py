@@ -20,8 +20,8 @@ from shoal.jobfile import datafiles, known
 from shoal.jobfile.blocks import TABLES, Case
 from shoal.jobfile.places import Places
 from shoal.jobfile.references import Mistake, bound, check_arguments, find, guarded, noted, split
-from shoal.jobfile.tree import Node, Problems
-from shoal.jobfile.values import check_hparams, fold_settings, stop, tuples
+from shoal.jobfile.tree import Node, Problems, shown
+from shoal.jobfile.values import check_hparams, check_schedule, fold_settings, stop, tuples
 from shoal.kfold import folds
 from shoal.models import MODELS
 from shoal.pack.members import open_data
@@ -44,6 +44,8 @@ class Builder:
     def __init__(self, folder: Path, problems: Problems) -> None:
         self.folder = folder
         self.problems = problems
+        self.keys_are_wrong = bool(problems)
+        """What is missing may then be there under a wrong key: only other mistakes are told."""
         self.places: dict[str, Places] = {}
         """Job name -> the lines of its fields."""
         self._made: dict[Any, Any] = {}
@@ -56,12 +58,14 @@ class Builder:
             return []
         place = Places(case.fields, case.line)
         with noted(self.problems):
-            self._required(case)
+            if not self._complete(case):
+                return []
             self._hparams(case, made.get("optimizer", torch.optim.AdamW))
             if "val" in case.fields:
                 made["data"], made["val"] = self._validation(case.fields["val"], made["data"])
             schedule = made.pop("schedule", None)
             job = self._job({**made, "name": case.name}, place)
+            self._check_schedule(job, schedule, case)
             parts = [job] if case.folds is None else self._folds(job, case.folds)
             parts = [self._scheduled(part, schedule, case) for part in parts]
             self.places.update({part.name: place for part in parts})
@@ -70,20 +74,22 @@ class Builder:
             return parts
         return []
 
-    def _required(self, case: Case) -> None:
-        missing = [name for name in ("model", "data") if name not in case.fields]
+    def _complete(self, case: Case) -> bool:
+        """Whether a job has what every job needs."""
+        given = case.fields
+        missing = [name for name in ("model", "data") if name not in given]
+        if self.keys_are_wrong:
+            return not missing and ("loss" in given or "step" in given) and ("epochs" in given or "steps" in given)
         if missing:
             raise Mistake(case.line, f"a job has no {' and no '.join(missing)}; set {' = ..., '.join(missing)} = ...")
+        return True
 
     def _hparams(self, case: Case, optimizer: Any) -> None:
         node = case.fields.get("hparams")
         key = ("hparams", id(optimizer), repr(node.plain() if node is not None else None))
 
-        def check() -> Any:
-            check_hparams(optimizer, node, case.line)
-            return optimizer  # kept, so that its id stays its own
-
-        self._once(key, node.line if node is not None else case.line, check)
+        line = node.line if node is not None else case.line
+        self._once(key, line, lambda: check_hparams(optimizer, node, case.line))
 
     def _job(self, made: dict[str, Any], place: Places) -> Job:
         try:
@@ -197,6 +203,12 @@ class Builder:
             schedule = replace(schedule, total=_length(job, self._rows(job)))
         return replace(job, schedule=schedule)
 
+    def _check_schedule(self, job: Job, schedule: Any, case: Case) -> None:
+        if schedule is not None:
+            node = case.fields["schedule"]
+            key = ("try", id(schedule), id(job.optimizer), repr(sorted(job.hparams)))
+            self._once(key, node.line, lambda: check_schedule(node, job, schedule))
+
     def _data(self, field: str, node: Node) -> Any:
         use, arguments = split(field, node)
         text = str(use.value)
@@ -226,15 +238,11 @@ class Builder:
             words = node.plain() if node is not None else ""
             if not isinstance(words, (str, list)) or not all(isinstance(word, str) for word in words):
                 raise Mistake(arguments[name], f"{field}.{name} is {arguments[name].shown()}; use a list of names")
-        try:
-            there = path.is_file()
-        except (OSError, ValueError):
-            there = False
-        if not there:
-            what = "is a folder" if path.is_dir() else "is not there"
-            raise Mistake(use, f"{field} file {str(use.value)!r} {what}; paths are taken from the job file's folder")
+        if not _is(path.is_file):
+            what = "is a folder" if _is(path.is_dir) else "is not there"
+            raise Mistake(use, f"{field} file {shown(use.value)} {what}; paths are taken from the job file's folder")
         plain = {key: child.plain() for key, child in arguments.items()}
-        return _value_checked(use, f"{field} file {str(use.value)!r}", lambda: reader(path, **plain))
+        return _value_checked(use, f"{field} file {shown(use.value)}", lambda: reader(path, **plain))
 
     def _validation(self, node: Node, data: Any) -> tuple[Any, Any]:
         """Data to train on and to validate on: data of its own, or a share of the rows."""
@@ -281,6 +289,14 @@ class Builder:
             return folds(job, **settings)
         except JobError as error:
             raise Mistake(node, error.lines[0].partition(": ")[2].replace("k is", "folds is")) from None
+
+
+def _is(test: Callable[[], bool]) -> bool:
+    """Whether a path is this; a name that no file can have is nothing."""
+    try:
+        return test()
+    except (OSError, ValueError):
+        return False
 
 
 def _value_checked(use: Node, what: str, call: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,7 +72,9 @@ def _held(file: Path) -> Any:
         except Exception as error:
             raise ValueError(f"it is no .safetensors file ({error})") from None
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what it cannot read: told below
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(
             "it is no .pt file of plain tensors; write it with torch.save({'x': x, 'y': y}, file)"
@@ -112,9 +115,7 @@ def table(
     """A .csv with a head line. The target is a column, the last unless told; words and whole numbers are classes."""
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}; use one character")
-    with file.open(newline="", encoding="utf-8-sig") as text:
-        reader = csv.reader(text, delimiter=delimiter)
-        rows = [(reader.line_num, row) for row in reader if row]
+    rows = _rows(file, delimiter)
     if len(rows) < 2:
         raise ValueError("it has no rows below its head line")
     head, body = [name.strip() for name in rows[0][1]], rows[1:]
@@ -133,6 +134,18 @@ def table(
     places = [head.index(name) for name in chosen]
     x = torch.tensor([[_number(row[i], line, head[i]) for i in places] for line, row in body], dtype=torch.float32)
     return x, _target([(line, row[head.index(goal)].strip()) for line, row in body], goal, classes)
+
+
+def _rows(file: Path, delimiter: str) -> list[tuple[int, list[str]]]:
+    """The lines that are not empty, each with its number."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as text:
+            reader = csv.reader(text, delimiter=delimiter)
+            return [(reader.line_num, row) for row in reader if row]
+    except UnicodeDecodeError:
+        raise ValueError("it is not text in UTF-8; save it as UTF-8") from None
+    except (csv.Error, TypeError) as error:
+        raise ValueError(f"it is no .csv file ({error})") from None
 
 
 def _number(cell: str, line: int, column: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.jobfile.tree import Node, Problems
 
 STANDARD = "tag:yaml.org,2002:"
-MOST_NODES = 1_000_000
+MOST_NODES = 200_000
 """Values in a file once its aliases are written out."""
 DEEPEST = 100
 WHOLE = re.compile(r"[-+]?[0-9]+")
@@ -50,6 +50,8 @@ def read(text: str, problems: Problems) -> Node:
         raise problems.one(1, "lists or tables are nested too deep; write the file flatter") from None
     if root is None:
         return Node({}, 1)
+    if root.id == "scalar" and _hint(text):
+        raise problems.one(1, f"this is not YAML{_hint(text)}")
     return Reader(problems).node(root, root.start_mark.line + 1, 0)
 
 

@@ -23,6 +23,9 @@ WORDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 TYPED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
+MISSING = object()
+
+
 class Mistake(Exception):
     """What is wrong with one reference, and on which line."""
 
@@ -86,11 +89,12 @@ def imported(field: str, use: Node, folder: Path) -> Any:
     module = guarded(use, f"{field}: importing {where!r}", lambda: _module(field, use, where, folder))
     found: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            names = [n for n in dir(found) if not n.startswith("_")]
-            near = get_close_matches(part, names, n=1)
-            raise Mistake(use, f"{field}: {where!r} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        found = guarded(use, f"{field}: taking {name!r} from {where!r}", partial(getattr, found, part))
+        inner = guarded(use, f"{field}: taking {name!r} from {where!r}", partial(getattr, found, part, MISSING))
+        if inner is MISSING:
+            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; check the name"
+            raise Mistake(use, f"{field}: {where!r} has no {name!r}{hint}")
+        found = inner
     return found
 
 

@@ -42,8 +42,9 @@ def settings(root: Node, folder: Path, problems: Problems) -> dict[str, Any]:
             continue
         if type(node.value) not in kinds:
             problems.add(node, f"run.{key} is {node.shown()} ({node.kind}); use {wanted}")
-        elif key in FOLDERS and not node.value.strip():
-            problems.add(node, f"run.{key} is empty; use {wanted}")
+        elif key in FOLDERS and (not node.value.strip() or "\0" in node.value or (folder / node.value).is_file()):
+            what = "is a file" if node.value.strip() and "\0" not in node.value else "names nothing"
+            problems.add(node, f"run.{key} {node.shown()} {what}; use {wanted}")
         else:
             made[key] = str(folder / node.value) if key in FOLDERS else node.value
     _check_values(run, made, problems)

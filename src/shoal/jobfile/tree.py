@@ -43,8 +43,7 @@ class Node:
 
     def shown(self) -> str:
         """The value as an error shows it."""
-        text = repr(self.plain()) if not isinstance(self.value, (bool, type(None))) else text_of(self.value)
-        return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+        return shown(self.plain())
 
 
 def kind_of(value: object) -> str:
@@ -62,6 +61,12 @@ def kind_of(value: object) -> str:
         if isinstance(value, kinds):
             return name
     return type(value).__name__
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, cut where it is long."""
+    text = text_of(value) if isinstance(value, (bool, type(None))) else repr(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def text_of(value: object) -> str:

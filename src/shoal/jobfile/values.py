@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.errors import JobError
-from shoal.job import EarlyStop
+from shoal.errors import JobError, describe
+from shoal.job import EarlyStop, Job
+from shoal.jobfile import known
 from shoal.jobfile.references import Mistake
 from shoal.jobfile.tree import Node, did_you_mean
+from shoal.pack.optim.schedules import needs_metric
 
 STOP_FIELDS = tuple(field.name for field in fields(EarlyStop))
 FOLD_FIELDS = {"k": int, "seed": int, "shuffle": bool}
@@ -51,14 +54,14 @@ def stop(node: Node) -> EarlyStop:
         raise Mistake(node.value.get(text.partition(" ")[0], node), f"stop.{text}") from None
 
 
-def check_hparams(optimizer: Any, hparams: Node | None, line: int) -> None:
-    """Whether the optimizer takes these settings, tried on one dummy parameter."""
+def check_hparams(optimizer: Any, hparams: Node | None, line: int) -> Any:
+    """Whether the optimizer takes these settings, tried on one dummy parameter. Gives back the optimizer."""
     table: dict[str, Node] = hparams.value if hparams is not None else {}
     name = getattr(optimizer, "__name__", "the optimizer")
     try:
         signature = inspect.signature(optimizer)
     except (TypeError, ValueError):
-        return
+        return optimizer
     free = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = [n for n in signature.parameters if n not in ("params", "self")]
     for key, node in table.items():
@@ -73,12 +76,13 @@ def check_hparams(optimizer: Any, hparams: Node | None, line: int) -> None:
     plain = {key: tuples(node.plain()) for key, node in table.items()}
     try:
         optimizer([nn.Parameter(torch.zeros(1, 1))], **plain)
-    except (TypeError, ValueError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (TypeError, ValueError, LookupError) as error:
+        text = describe(error)
         guilty = next((node for key, node in table.items() if _says(text, key)), None)
         raise Mistake(guilty or hparams or line, f"{name} refuses these hparams: {text}; change them") from None
     except Exception:
-        return  # it may want a real model: building the members decides
+        return optimizer  # it may want a real model: building the members decides
+    return optimizer
 
 
 def _says(text: str, key: str) -> bool:
@@ -89,3 +93,21 @@ def _says(text: str, key: str) -> bool:
 def tuples(value: Any) -> Any:
     """Lists as tuples, as optimizers have them (betas)."""
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def check_schedule(node: Node, job: Job, schedule: Any) -> Any:
+    """Whether a scheduler of torch's takes its arguments: one step on a dummy parameter. Gives both back."""
+    if getattr(schedule, "func", schedule) not in known.SCHEDULERS.values():
+        return schedule, job.optimizer
+    try:
+        optimizer = job.optimizer([nn.Parameter(torch.zeros(1, 1))], **job.hparams)
+    except Exception:
+        return schedule, job.optimizer  # it may want a real model: building the members decides
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no step of the optimizer comes first here
+            made = schedule(optimizer)
+            made.step(0.0) if needs_metric(made) else made.step()
+    except Exception as error:
+        raise Mistake(node, f"schedule raised {describe(error)}; change its arguments") from None
+    return schedule, job.optimizer
