@@ -13,7 +13,7 @@ import shoal
 from shoal.checks import prepare
 from shoal.pack.evaluate import evaluate
 from shoal.pack.recipe import Kitchen
-from shoal.pack.run import epoch_orders
+from shoal.pack.orders import deal
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.unit import StackedUnit
 
@@ -108,7 +108,7 @@ def test_one_program_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     found = evaluate(unit, [0, 1, 3])
     assert calls == [4, 4, 4] and sorted(found) == [0, 1, 3], "23 rows are three batches of 8"
     assert all(torch.equal(a, b) for a, b in zip(before, unit.stack.buffers, strict=True))
-    unit.begin_epoch(epoch_orders(members))
+    deal(members)
 
 
 def test_a_metric_that_raises_ends_its_own_member() -> None:

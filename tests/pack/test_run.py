@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import shoal
 from shoal.checks import prepare
 from shoal.errors import MemberError
 from shoal.pack.members import Member
-from shoal.pack.run import epoch_orders, run
+from shoal.pack.orders import deal
+from shoal.pack.run import run
 from shoal.pack.serial import SerialUnit, serial_units
 from shoal.pack.unit import Unit
 from shoal.training import collect
@@ -168,33 +170,23 @@ class Lockstep(Unit):
         self.parts = parts
         self.members = [part.member for part in parts]
 
-    def begin_epoch(self, orders_MN: Tensor) -> None:
-        for part, order in zip(self.parts, orders_MN, strict=True):
-            part.begin_epoch(order[None])
-
     def run(self, batches: int) -> None:
         for _ in range(batches):
+            caught = None
             for slot, part in enumerate(self.parts):
                 try:
                     part.run(1)
                 except MemberError as error:
-                    for other in self.parts[slot + 1 :]:
-                        other.run(1)
-                    part._losses.append(float("nan"))
-                    raise MemberError(slot, error.cause) from error
-
-    def losses(self) -> Tensor:
-        return torch.cat([part.losses() for part in self.parts])
-
-    def logs(self) -> list[dict[str, Tensor]]:
-        return [part.logs()[0] for part in self.parts]
+                    caught = MemberError(slot, error.cause)
+            if caught is not None:
+                raise caught
 
     def rates(self) -> list[float]:
         return [part.rates()[0] for part in self.parts]
 
-    def end_epoch(self, values: list[float | None]) -> None:
-        for part, value in zip(self.parts, values, strict=True):
-            part.end_epoch([value])
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        for slot, value in values.items():
+            self.parts[slot].end_epoch({0: value})
 
     def write_back(self, slots: list[int] | None = None) -> None:
         for part in self.parts:
@@ -233,13 +225,19 @@ def test_members_of_one_unit_leave_at_their_own_ends() -> None:
 
 def test_orders_that_agree_are_kept_once() -> None:
     members = prepare([job(seed=s, data_seed=7, name=str(s)) for s in range(3)], CPU)
-    orders = epoch_orders(members)
-    assert orders.shape == (3, N) and orders.stride(0) == 0
+    deal(members)
+    first = members[0].order
+    assert first is not None and all(member.order is first for member in members)
     expected = torch.Generator().manual_seed(7)
-    assert torch.equal(orders[2], torch.randperm(N, generator=expected))
-    assert torch.equal(epoch_orders(members)[1], torch.randperm(N, generator=expected))
-    apart = epoch_orders(prepare([job(seed=s, name=str(s)) for s in range(3)], CPU))
-    assert apart.stride(0) != 0 and not torch.equal(apart[0], apart[1])
+    assert torch.equal(first, torch.randperm(N, generator=expected))
+    for member in members:
+        member.close_epoch()
+    deal(members)
+    assert members[1].order is not None and torch.equal(members[1].order, torch.randperm(N, generator=expected))
+    apart = prepare([job(seed=s, name=str(s)) for s in range(3)], CPU)
+    deal(apart)
+    assert apart[0].order is not None and apart[1].order is not None
+    assert not torch.equal(apart[0].order, apart[1].order)
 
 
 def test_ctrl_c_cancels_and_is_passed_on() -> None:

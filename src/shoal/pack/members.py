@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -22,7 +24,7 @@ from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.trace import PRECISIONS
-from shoal.randomness import CounterMode
+from shoal.randomness import CounterMode, OpenRecurrent
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +37,7 @@ class Member:
     name: str
     device: torch.device
     model: nn.Module
-    """Built under the job's seed on the CPU, then moved to the device."""
+    """Built under the job's seed on the CPU; it moves to the device when the member gets a place there."""
     rng: torch.Generator
     """CPU generator in the state of the default one right after the model was built."""
     orders: torch.Generator
@@ -52,11 +54,29 @@ class Member:
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     optimizer_state: dict[str, Any] = field(default_factory=dict)
+    schedule_state: dict[str, Any] | None = None
+    """The scheduler's own state_dict(), where there is a schedule and it has moved."""
+    scaler_state: dict[str, Any] | None = None
+    """torch.amp.GradScaler's state_dict(), where the precision is fp16."""
     monitor: Monitor = field(init=False)
     best: dict[str, Any] | None = None
     """The best weights so far, on the CPU, where keep="best"."""
     batches: int = 0
     """Batches it has had: with the seed, what its draws on a GPU are a function of."""
+    order: Tensor | None = None
+    """This epoch's rows of the source, on the CPU; None between epochs."""
+    order_state: Tensor | None = None
+    """`orders` as it was before this epoch's rows were drawn."""
+    ahead: tuple[Tensor, Tensor] | None = None
+    """The next epoch's `order` and `order_state`, where they are known already."""
+    place: int = 0
+    """Batches of this epoch that are done."""
+    first_step: int = 0
+    """Optimizer steps before this epoch."""
+    losses: list[float] = field(default_factory=list)
+    """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
+    logs: dict[str, list[float]] = field(default_factory=dict)
+    """What the step logged, for each of this epoch's batches."""
 
     def __post_init__(self) -> None:
         self.monitor = Monitor.of(self.job)
@@ -72,12 +92,88 @@ class Member:
         """Batches in one epoch, the short last one included."""
         return -(-self.num_rows // self.job.batch_size)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is between optimizer steps, so that it can leave, and be saved."""
+        return self.place % self.job.accumulate == 0 or self.place == self.num_batches
+
+    def rows_in(self, batches: int) -> int:
+        """Rows in the coming batches of this epoch."""
+        size = self.job.batch_size
+        return min((self.place + batches) * size, self.num_rows) - self.place * size
+
+    def steps_in(self, batches: int) -> int:
+        """Optimizer steps in the coming batches of this epoch."""
+        k, end = self.job.accumulate, self.place + batches
+        return end // k - self.place // k + (end == self.num_batches and end % k > 0)
+
     def finished(self) -> bool:
         """Whether the job has had its full length."""
         if self.job.epochs is not None:
             return self.epoch >= self.job.epochs
         assert self.job.steps is not None
         return self.step >= self.job.steps
+
+    def close_epoch(self) -> None:
+        """Between epochs again."""
+        self.order, self.place, self.first_step = None, 0, self.step
+        self.losses, self.logs = [], {}
+
+    def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
+        """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
+        for name in self.logs.keys() | logs.keys():
+            known = self.logs.setdefault(name, [])
+            known += [math.nan] * (self.place - done - len(known))
+            known += logs.get(name, [math.nan] * done)
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on from here, as tensors and plain values; for a member that was written back."""
+        drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "history": [dict(row) for row in self.history],
+            "model": _stored(dict(self.model.state_dict())),
+            "optimizer": _stored(self.optimizer_state),
+            "best": self.best,
+            "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
+            "rng": self.rng.get_state(),
+            "orders": self.orders.get_state() if drawn is None else drawn,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Be where `state()` was taken: the same training goes on, here or in another process."""
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.history = [dict(row) for row in state["history"]]
+        self.model.load_state_dict(state["model"])
+        self.optimizer_state, self.best = state["optimizer"], state["best"]
+        self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
+        self.rng.set_state(state["rng"])
+        self.orders.set_state(state["orders"])
+        self.order = self.order_state = self.ahead = None
+        self.losses = state["losses"].tolist()
+        self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+
+
+_PLAIN = (
+    "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
+    "schedule_state", "scaler_state",
+)  # fmt: skip
+
+
+def _stored(value: Any) -> Any:
+    """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_lazy(x):
+            return x
+        x = x.detach()
+        part = x.untyped_storage().nbytes() > x.nbytes + 1024
+        return x.cpu().clone() if part or x.device.type != "cpu" else x
+
+    return pytree.tree_map(own, value)
 
 
 def names(jobs: Sequence[Job]) -> list[str]:
@@ -107,7 +203,7 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
-    return Member(job, index, name, pool.device, model.to(pool.device), rng, orders, data, val)
+    return Member(job, index, name, pool.device, model, rng, orders, data, val)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:
@@ -150,8 +246,9 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
-    """Counter-based draws on a GPU; attention is computed in the open, since fused kernels draw inside themselves."""
-    with sdpa_kernel(SDPBackend.MATH), CounterMode(seed, device) as mode:
+    """Counter-based draws on a GPU; attention and recurrent layers are computed in the open, since their fused kernels
+    draw inside themselves."""
+    with sdpa_kernel(SDPBackend.MATH), OpenRecurrent(), CounterMode(seed, device) as mode:
         yield mode
 
 

@@ -7,11 +7,12 @@ and its optimizer as a rule. Members with equal recipe keys are one stack; why a
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -23,6 +24,13 @@ from shoal.pack.members import Member, draws, make_optimizer, make_schedule, nee
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
 from shoal.pack.signature import skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, trace, used_params
+
+if TYPE_CHECKING:
+    from shoal.pack.stacked.program import Program
+
+
+MOST_PROGRAMS = 256
+"""Compositions of stacks whose programs are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +82,7 @@ class Kitchen:
     def __init__(self) -> None:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+        self._programs: dict[Hashable, Program] = {}
 
     def recipe(self, member: Member) -> Recipe:
         """The member's recipe.
@@ -88,6 +97,21 @@ class Kitchen:
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
         return Recipe(member, steps, plan_optimizer(member))
+
+    def program(self, traces: Sequence[Trace], stacked_batch: Sequence[bool], device: torch.device) -> Program:
+        """The stacked program of these traces of mine, made once for each composition of a stack.
+
+        Raises:
+            NotStackable: when an operator has no exact member axis.
+        """
+        from shoal.pack.stacked.program import Program
+
+        key = (tuple(id(trace) for trace in traces), tuple(stacked_batch), device)
+        if key not in self._programs:
+            while len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = Program(traces, device=device, stacked_batch=stacked_batch)
+        return self._programs[key]
 
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
@@ -216,5 +240,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
     if runner.foreign:
         return OptimizerPlan(kind, groups, settings, None)
+    if member.optimizer_state:
+        runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
     moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
     return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)

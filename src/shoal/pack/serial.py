@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.errors import MemberError
 from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
+from shoal.pack.stream import Stream
 from shoal.pack.unit import Unit
-
-_NO_LOGS: dict[str, float] = {}
 
 
 class SerialUnit(Unit):
@@ -28,15 +28,13 @@ class SerialUnit(Unit):
         self.members = [member]
         self.member = member
         self.job = member.job
-        self.model = member.model
-        with draws(member):
+        self.model = member.model.to(member.device)
+        with draws(member, keep=not member.batches):
             self.optimizer = make_optimizer(self.job, self.model)
             self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
-        self._feed: Iterator[Any] = iter(())
-        self._losses: list[float] = []
-        self._logs: list[dict[str, float]] = []
+        self._stream = Stream()
         self._rate: float | None = None
         """The learning rate of the last step, where the schedule has moved on since."""
         self._stuck = False
@@ -44,40 +42,35 @@ class SerialUnit(Unit):
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._others = [p for p in self.model.parameters() if id(p) not in own]
         """Parameters that the optimizer does not have: it does not clear their gradients, which clipping sees."""
+        self._resume()
 
-    def begin_epoch(self, orders_MN: Tensor) -> None:
+    def _resume(self) -> None:
+        """Go on where the member is."""
         member = self.member
-        source, size = member.data.source, self.job.batch_size
-        self._feed = source.feed(orders_MN[0], size, seed=self.job.order_seed, epoch=member.epoch)
-        self._losses, self._logs = [], []
+        if member.optimizer_state:
+            self.optimizer.load_state_dict(member.optimizer_state)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+        if self.schedule is not None and member.schedule_state is not None:
+            self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        if self.scaler is not None and member.scaler_state is not None:
+            self.scaler.load_state_dict(member.scaler_state)
 
     def run(self, batches: int) -> None:
         """Batches in the member's own random stream, which is swapped in once for all of them."""
-        with draws(self.member) as begin:
+        member = self.member
+        feed = self._stream.at(member)
+        with draws(member) as begin:
             for _ in range(batches):
                 begin()
-                self._batch()
-                self.member.batches += 1
-        if len(self._losses) == self.member.num_batches:
-            self._feed = iter(())  # the epoch's order need not stay on the device while others have their turn
-
-    def losses(self) -> Tensor:
-        return torch.tensor([self._losses], dtype=torch.float64)
-
-    def logs(self) -> list[dict[str, Tensor]]:
-        keys = {key for row in self._logs for key in row}
-        return [
-            {
-                k: torch.tensor([row.get(k, float("nan")) for row in self._logs], dtype=torch.float64)
-                for k in sorted(keys)
-            }
-        ]
+                self._batch(feed)
+                member.batches += 1
+        self._stream.went(member)
 
     def rates(self) -> list[float]:
         return [self._current_rate() if self._rate is None else self._rate]
 
-    def end_epoch(self, values: list[float | None]) -> None:
-        if self.schedule is None or self.job.schedule_every != "epoch":
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        if self.schedule is None or self.job.schedule_every != "epoch" or 0 not in values:
             return
         if isinstance(self.schedule, ReduceLROnPlateau):
             if values[0] is not None:
@@ -86,60 +79,67 @@ class SerialUnit(Unit):
             self.schedule.step()
 
     def write_back(self, slots: list[int] | None = None) -> None:
-        self.member.optimizer_state = self.optimizer.state_dict()
+        member = self.member
+        member.optimizer_state = self.optimizer.state_dict()
+        member.schedule_state = None if self.schedule is None else self.schedule.state_dict()
+        member.scaler_state = None if self.scaler is None else self.scaler.state_dict()
 
     def keep(self, slots: list[int]) -> Unit:
         assert slots == [0], "a serial unit has one member"
         return self
 
-    def _batch(self) -> None:
+    def _batch(self, feed: Iterator[Any]) -> None:
+        member = self.member
         if self._stuck:
-            self._losses.append(float("nan"))
+            member.losses.append(float("nan"))
+            member.place += 1
             return
         self._buffers.save()
         try:
-            loss = self._step()
+            loss, logs = self._step(feed)
         except Exception as error:
             self._stuck = True
             self._buffers.restore()
             raise MemberError(0, error) from error
-        self._losses.append(loss)
+        member.losses.append(loss)
+        member.place += 1
+        if logs or member.logs:
+            member.log(1, {name: [number(x)] for name, x in logs.items()})
         if not _finite(loss):
             self._stuck = True
             self._buffers.restore()
 
-    def _step(self) -> float:
+    def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
         """One batch: forward, backward, and at the end of its group the optimizer. A non-finite loss stops here."""
-        place, k = len(self._losses), self.job.accumulate
+        place, k = self.member.place, self.job.accumulate
         group_start = place - place % k
         group = min(k, self.member.num_batches - group_start)
-        batch = next(self._feed)
+        batch = next(feed)
         if place == group_start:
             self._clear()
-        value, loss = self._forward(batch)
+        value, loss, logs = self._forward(batch)
         if not _finite(value):
-            return value
+            return value, logs
         if self.closure:
             self._close(batch, loss)
         else:
             loss = loss / group if group > 1 else loss
             (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
             if place + 1 < group_start + group:
-                return value
+                return value, logs
             self._apply()
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
             self.schedule.step()
-        return value
+        return value, logs
 
-    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+    def _forward(self, batch: Any) -> tuple[float, Tensor, dict[str, Any]]:
         if self.job.precision is None:
             loss, logs = run_step(self.job, self.model, batch)
         else:
             with autocast(self.job, self.member.device):
                 loss, logs = run_step(self.job, self.model, batch)
-        self._logs.append({name: number(x) for name, x in logs.items()} if logs else _NO_LOGS)
-        return loss.item(), loss
+        return loss.item(), loss, logs
 
     def _apply(self) -> None:
         if self.scaler is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -15,7 +14,8 @@ from shoal.checks import prepare
 from shoal.job import Job
 from shoal.pack import workers
 from shoal.pack.plan import Plan, arrange
-from shoal.pack.run import Track, look_ahead
+from shoal.pack.ride import Ride
+from shoal.pack.run import turn
 from shoal.pack.unit import Executor, Unit
 
 
@@ -70,25 +70,22 @@ class _Steps:
     """Units taken so many batches further, all of them side by side."""
 
     def __init__(self, units: list[Unit], executor: Executor) -> None:
-        self.tracks = [Track(unit, lambda member: None) for unit in units]
+        self.latest: dict[int, float] = {}
+        self.rides = [Ride(unit, lambda member: None) for unit in units]
         self.executor = executor
 
     def step(self, n: int) -> dict[int, float]:
         """The members' latest losses, by their places."""
-        latest: dict[int, float] = {}
-        left = {id(track): n for track in self.tracks}
-        while ready := [track for track in self.tracks if left[id(track)] and track.ready()]:
-            for track in ready:
-                track.begin()
-            turns = [min(left[id(track)], track.next_batches()) for track in ready]
-            work = [(track.unit, batches) for track, batches in zip(ready, turns, strict=True)]
-            outcomes = self.executor.run(work, partial(look_ahead, ready, work))
-            for track, batches, outcome in zip(ready, turns, outcomes, strict=True):
-                last = track.unit.losses()[:, -1].tolist()
-                latest |= {m.index: loss for m, loss in zip(track.unit.members, last, strict=True)}
-                track.settle(outcome)
-                left[id(track)] -= batches
-        return latest
+        left = {id(ride): n for ride in self.rides}
+        while ready := [ride for ride in self.rides if left[id(ride)] and ride.ready()]:
+            turns = [min(left[id(ride)], ride.next_batches()) for ride in ready]
+            turn(ready, turns, self.executor, self._look)
+            for ride, batches in zip(ready, turns, strict=True):
+                left[id(ride)] -= batches
+        return self.latest
+
+    def _look(self, ride: Ride) -> None:
+        self.latest |= {member.index: member.losses[-1] for member in ride.members if member.losses}
 
 
 def _serve(units: list[Unit], pipe: Connection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,50 +17,50 @@ from shoal.pack.members import Member, autocast, draws, evaluating
 
 
 class Unit(ABC):
-    """Members of one tier with the same number of rows, batch size, accumulate and drop_last.
+    """Members of one tier that are run together. Each has its own place in its own epoch.
 
-    A member whose loss turns non-finite keeps the weights, buffers and optimizer state from before that batch, and
-    takes no further step. An exception in one member's step is raised as MemberError(slot, cause), with all other
-    members at the same batch.
+    A member's `order`, `place`, `losses` and `logs` say where it is; a unit moves them on. A member whose loss turns
+    non-finite keeps the weights, buffers and optimizer state from before that batch, and takes no further step. An
+    exception in one member's step is raised as MemberError(slot, cause), with that batch undone for it.
     """
 
     tier: str
     members: list[Member]
 
     @abstractmethod
-    def begin_epoch(self, orders_MN: Tensor) -> None:
-        """Start an epoch with each member's rows of its source, in order: int64 on the CPU, cut already for drop_last.
-
-        Its first stride is 0 where all members have the same order.
-        """
-
-    @abstractmethod
     def run(self, batches: int) -> None:
-        """The next `batches` batches of this epoch, for every member."""
-
-    @abstractmethod
-    def losses(self) -> Tensor:
-        """CPU float64 [M, batches since begin_epoch], not divided by accumulate; non-finite: diverged at that batch."""
+        """The next `batches` batches of every member's epoch; nobody's epoch ends before that."""
 
     @abstractmethod
     def rates(self) -> list[float]:
         """The learning rate of each member's first parameter group at its last step."""
 
     @abstractmethod
-    def end_epoch(self, values: list[float | None]) -> None:
-        """Move epoch schedules on; the watched value of each member, where measured, is for ReduceLROnPlateau."""
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        """Move the epoch schedules of these slots on; the watched value, where measured, is for ReduceLROnPlateau."""
 
     @abstractmethod
     def write_back(self, slots: list[int] | None = None) -> None:
-        """Weights and buffers into member.model, optimizer state into member.optimizer_state; None: all members'."""
+        """All that members have become into the members themselves, as `Member.state` gives it; None: all of them."""
 
     @abstractmethod
     def keep(self, slots: list[int]) -> Unit:
-        """The same training with only these members, in the same place of the same epoch, with the losses they have."""
+        """The same training with only these members."""
 
-    def logs(self) -> list[dict[str, Tensor]]:
-        """For each member, its step's logs: name -> CPU float64 [batches run since begin_epoch]."""
-        return [{} for _ in self.members]
+    @property
+    def settled(self) -> bool:
+        """Whether all members are between optimizer steps, with nothing of theirs held back by the unit."""
+        return all(member.settled for member in self.members)
+
+    def begin_epoch(self, orders_MN: Tensor) -> None:
+        """Start an epoch for all members with these rows, [M, n] or, the same for all, [1, n]."""
+        for slot, member in enumerate(self.members):
+            member.order = orders_MN[slot] if len(orders_MN) > 1 else orders_MN[0]
+            member.place, member.losses, member.logs = 0, [], {}
+
+    def losses(self) -> Tensor:
+        """The losses of this epoch, [M, batches], float64 on the CPU, for members that are at the same place."""
+        return torch.tensor([member.losses for member in self.members], dtype=torch.float64)
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         """Eval-mode forward of these members over one shared batch of inputs: a pytree of [M, B, ...].
@@ -72,6 +72,7 @@ class Unit(ABC):
         self.write_back(slots)
         for slot in range(len(self.members)) if slots is None else slots:
             member = self.members[slot]
+            member.model.to(member.device)
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
                 outputs.append(member.model(*inputs))
         return stack_outputs(outputs)

@@ -32,7 +32,8 @@ from torch.utils import _pytree as pytree
 from shoal.errors import describe
 from shoal.pack.members import Member
 from shoal.pack.plan import Plan
-from shoal.pack.run import Watcher, run
+from shoal.pack.ride import Watcher
+from shoal.pack.run import run
 from shoal.pack.unit import Executor, Unit
 
 WORTH_SECONDS = 2.0

@@ -1,4 +1,8 @@
-"""A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis."""
+"""A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
+
+Its rows are seats. A member that leaves makes its seat free, and another one may take it while every address stays the
+same: what was compiled and captured goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from shoal.data.source import TensorSource
 from shoal.pack.captured.compile import Executable, executable, warm_up
 from shoal.pack.captured.step import Inputs, Step, stack_tensors
 from shoal.pack.members import Member
+from shoal.pack.optim import merge_flags
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack, StackedOptimizer
@@ -25,20 +30,12 @@ class Chunk:
     """Members in one stack, with static inputs: every address stays the same from the first step to the last."""
 
     def __init__(
-        self,
-        stack: Stack,
-        kitchen: Kitchen,
-        cache: Cache,
-        *,
-        solo: bool,
-        shared: bool,
-        compiled: bool,
-        counts: Sequence[int],
+        self, stack: Stack, kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
     ) -> None:
         self.stack, self.kitchen, self.cache = stack, kitchen, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
-        self.alive = list(range(len(stack.members)))
-        """Rows of the members still in training."""
+        self.seats: list[Member | None] = list(stack.members)
+        """Who sits in each row; None: nobody, and the row stands still."""
         member = stack.members[0]
         size, n, device = len(stack.rows), member.num_rows, stack.device
         source = member.data.source
@@ -49,17 +46,20 @@ class Chunk:
             table = torch.zeros(batches + 1, *stack.optimizer.columns.packed.shape, dtype=torch.float64, device=device)
         self.inputs = Inputs(
             data=source.leaves,
-            orders=torch.zeros(n, dtype=torch.int64, device=device)
-            if shared
-            else torch.zeros(size, n, dtype=torch.int64, device=device),
-            place=torch.zeros((), dtype=torch.int64, device=device),
-            count=torch.tensor([counts[row] for row in stack.rows], dtype=torch.int64, device=device),
-            seeds=torch.tensor(
-                [signed(stack.members[row].job.seed) for row in stack.rows], dtype=torch.int64, device=device
-            ),
+            orders=torch.zeros(n if shared else (size, n), dtype=torch.int64, device=device),
+            place=torch.zeros(() if shared else size, dtype=torch.int64, device=device),
+            tick=torch.zeros((), dtype=torch.int64, device=device),
+            moving=torch.ones(size, dtype=torch.bool, device=device),
+            count=torch.tensor([m.batches for m in stack.members], dtype=torch.int64, device=device),
+            seeds=torch.tensor([signed(m.job.seed) for m in stack.members], dtype=torch.int64, device=device),
             losses=torch.zeros(batches, size, dtype=torch.float64, device=device),
             table=table,
         )
+        self._orders: list[Tensor | None] = [None] * size
+        """The orders that are on the device, row by row."""
+        self._places = [0] * size
+        self._moving = [True] * size
+        self._staged = torch.empty(0, dtype=torch.int64)
         self.view = StackedUnit.around(stack, kitchen)
         """For what is not a training step: validation, schedules, writing back."""
         self._steps: dict[int, Step] = {}
@@ -69,32 +69,130 @@ class Chunk:
     def build(
         cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
     ) -> Chunk:
-        """A fresh chunk; its members' models move to the host, since the stack has their weights now."""
+        """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
         for recipe in recipes:
             recipe.member.model.to("cpu")
-        counts = [recipe.member.batches for recipe in recipes]
-        return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled, counts=counts)
+        return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled)
+
+    @property
+    def alive(self) -> list[int]:
+        """Rows of the members still in training."""
+        return [row for row, member in enumerate(self.seats) if member is not None]
 
     @property
     def members(self) -> list[Member]:
-        return [self.stack.members[row] for row in self.alive]
+        return [member for member in self.seats if member is not None]
 
-    def begin_epoch(self, orders_MN: Tensor) -> None:
-        """Orders of the living members; rows nobody looks at go on with the first one's."""
-        assert self.inputs.orders is not None
-        if self.shared:
-            self.inputs.orders.copy_(orders_MN[0])
-        else:
-            place = {row: i for i, row in enumerate(self.alive)}
-            self.inputs.orders.copy_(orders_MN[[place.get(row, 0) for row in range(len(self.stack.rows))]])
-        self.inputs.place.zero_()
+    # --- seats ------------------------------------------------------------------------------------------------------
+
+    def free_seat(self, recipe: Recipe) -> int | None:
+        """A row that this member can take as it is: same computation, same numbers in it, no term that is not there."""
+        member, optimizer = recipe.member, self.stack.optimizer
+        first = self.stack.recipes[0]
+        assert isinstance(optimizer, StackedOptimizer) and optimizer.plans[0].flags is not None
+        plan, job = recipe.optimizer, recipe.member.job
+        stepped = job.schedule is not None and job.schedule_every == "step"
+        if (
+            self.shared
+            or recipe.key != first.key
+            or member.data.source is not first.member.data.source
+            or (stepped and self.inputs.table is None)
+            or (job.clip_norm is not None and self.stack.max_norm is None)
+            or plan.flags is None
+            or any(
+                merge_flags(plan.kind, [rule.flags, flags]) != rule.flags
+                for (rule, _), flags in zip(optimizer.groups, plan.flags, strict=True)
+            )
+        ):
+            return None
+        for row, seat in enumerate(self.seats):
+            theirs = self.stack.recipes[row].steps
+            if seat is None and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
+                return row
+        return None
+
+    def sit(self, row: int, recipe: Recipe) -> None:
+        """Put a member, wherever it is in its training, into a free row."""
+        member = recipe.member
         self.view.rates_of.settle()
+        self.stack.put(row, Stack([recipe], size=1))
+        member.model.to("cpu")
+        self.inputs.count[row] = member.batches
+        self.inputs.seeds[row] = signed(member.job.seed)
+        self._orders[row] = None
+        self.seats[row] = member
+        last = self.view.rates_of.last
+        self.view = StackedUnit.around(self.stack, self.kitchen)
+        self.view.rates_of.last = [*last[:row], self.view.rates_of.last[row], *last[row + 1 :]]
+
+    def stand(self, row: int) -> None:
+        """Make a row free."""
+        self.seats[row] = None
+
+    def fitted(self) -> Chunk:
+        """This chunk, or a smaller one with the same members where half of the seats are free."""
+        rows = self.alive
+        if len(rows) > len(self.seats) // 2 or not rows:
+            return self
+        self.view.rates_of.settle()
+        stack = self.stack.keep(rows, len(rows))
+        kept = Chunk(stack, self.kitchen, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
+        kept.view.rates_of.last = [self.view.rates_of.last[row] for row in rows]
+        return kept
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def load(self, batches: int, rows: int) -> None:
+        """Make ready for so many batches of those members whose next batch has so many rows."""
+        self._load_orders()
+        places = [0 if member is None else member.place for member in self.seats]
+        if places != self._places:
+            self.inputs.place.copy_(torch.tensor(places[self.alive[0]] if self.shared else places))
+            self._places = places
+        self.move(rows)
+        self.inputs.tick.zero_()
+        rates = self.view.rates_of
+        rates.settle()
         if self.inputs.table is not None:
-            self.view.rates_of.begin(self.stack.members[0].num_batches)
-            table = self.view.rates_of.table
-            assert table is not None, "schedules that cannot be foreseen are not captured"
-            self.inputs.table.copy_(table.permute(3, 0, 1, 2))
+            rates.begin(batches, least=1)
+            assert rates.table is not None, "schedules that cannot be foreseen are not captured"
+            self.inputs.table[: batches + 1].copy_(rates.table.permute(3, 0, 1, 2))
+
+    def move(self, rows: int, after: int = 0) -> None:
+        """Let those move whose batch has so many rows, `after` batches from where they are; the others stand still."""
+        moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
+        if moving != self._moving:
+            self.inputs.moving.copy_(torch.tensor(moving))
+            self._moving = moving
+
+    def _load_orders(self) -> None:
+        held = self.inputs.orders
+        assert held is not None
+        if self.shared:
+            order = self.members[0].order
+            if self._orders[0] is not order and order is not None:
+                held.copy_(order)
+                self._orders = [order] * len(self.seats)
+            return
+        orders = [self._orders[row] if member is None else member.order for row, member in enumerate(self.seats)]
+        fresh = [row for row, order in enumerate(orders) if order is not None and order is not self._orders[row]]
+        if len(fresh) == len(orders):
+            self._stage([order for order in orders if order is not None])
+            held.copy_(self._staged, non_blocking=True)
+        else:
+            for row in fresh:
+                order = orders[row]
+                assert order is not None
+                held[row].copy_(order)
+        self._orders = orders
+
+    def _stage(self, orders: list[Tensor]) -> None:
+        """All rows' orders in memory that the device reads by itself."""
+        if not self._staged.numel():
+            shape = len(orders), len(orders[0])
+            self._staged = torch.empty(shape, dtype=torch.int64, pin_memory=self.stack.device.type == "cuda")
+        torch.stack(orders, out=self._staged)
 
     def step(self, rows: int) -> Step:
         """The step on batches of so many rows."""
@@ -111,6 +209,8 @@ class Chunk:
 
     def prepare(self, rows: int) -> float:
         """Make the full batch's step ready to be captured; seconds spent compiling now."""
+        if self._full is not None:
+            return 0.0
         step = self.step(rows)
         traces = tuple(id(self.stack.recipes[row].steps[rows]) for row in self.stack.rows)
         optimizer = self.stack.optimizer
@@ -134,35 +234,14 @@ class Chunk:
         """One step on a batch of another size, operator by operator."""
         self.step(rows).run(self.stack, self.inputs)
 
-    def advanced(self, steps: int) -> None:
-        """Note on the host that so many steps were taken on the device."""
-        for member in self.members:
-            member.batches += steps
-        rates = self.view.rates_of
+    def note(self, batches: int) -> None:
+        """What so many batches of everybody gave, to the members."""
+        losses = self.inputs.losses[:batches].T.tolist()
+        for row, member in enumerate(self.seats):
+            if member is not None:
+                member.losses += losses[row]
+                member.place += batches
+                member.batches += batches
+        self._places = [0 if member is None else member.place for member in self.seats]
         if self.inputs.table is not None:
-            rates.skip(steps)
-
-    def keep(self, rows: list[int]) -> Chunk:
-        """The chunk with only these rows alive. It shrinks, and is made ready anew, once half of it is dead."""
-        if len(rows) > len(self.stack.rows) // 2 or len(self.stack.rows) == 1:
-            self.alive = rows
-            return self
-        counts = self.inputs.count.tolist()
-        self.view.rates_of.settle()
-        stack = self.stack.keep(rows, len(rows))
-        kept = Chunk(
-            stack,
-            self.kitchen,
-            self.cache,
-            solo=self.solo,
-            shared=self.shared,
-            compiled=self.compiled,
-            counts=[counts[row] for row in rows],
-        )
-        assert kept.inputs.orders is not None and self.inputs.orders is not None
-        kept.inputs.orders.copy_(self.inputs.orders if self.shared else self.inputs.orders[rows])
-        kept.inputs.place.copy_(self.inputs.place)
-        kept.inputs.losses.copy_(self.inputs.losses[:, rows])
-        if kept.inputs.table is not None and self.inputs.table is not None:
-            kept.inputs.table.copy_(self.inputs.table[..., rows])
-        return kept
+            self.view.rates_of.skip(batches)

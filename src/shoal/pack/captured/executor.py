@@ -35,21 +35,21 @@ class CapturedExecutor(Executor):
         ]
 
     def _run_captured(self, work: list[tuple[CapturedUnit, int]], meanwhile: Callable[[], None] | None) -> None:
-        left = {id(unit): unit.full_batches(batches) for unit, batches in work}
-        short = {id(unit): batches - left[id(unit)] for unit, batches in work}
+        left = {id(unit): unit.load(batches) for unit, batches in work}
         while active := [unit for unit, _ in work if left[id(unit)]]:
             count = min(left[id(unit)] for unit in active)
             graph = self.graph(active)
             for _ in range(count):
                 graph.replay()
             for unit in active:
-                unit.advanced(count)
                 left[id(unit)] -= count
         for unit, _ in work:
-            unit.run(short[id(unit)])
+            unit.finish()
         if meanwhile is not None:
             meanwhile()
         torch.cuda.synchronize()
+        for unit, _ in work:
+            unit.note()
 
     def graph(self, units: list[CapturedUnit]) -> torch.cuda.CUDAGraph:
         """One step of all these units, captured once."""

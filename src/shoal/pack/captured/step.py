@@ -29,26 +29,31 @@ class Inputs:
     orders: Tensor | None
     """Rows for this epoch, [M, n] or [n] where all members read the same; None: `data` is the batch itself."""
     place: Tensor
-    """The batch within the epoch, [] int64."""
+    """Each member's next batch within its epoch, [M] int64; [] where all read the same."""
+    tick: Tensor
+    """Batches since the host last looked, [] int64."""
+    moving: Tensor
+    """[M] bool: the others stand still, row, clock and all."""
     count: Tensor
     """Batches each member has had, [M] int64: the clock of its random draws."""
     seeds: Tensor
     """[M] int64."""
     losses: Tensor
-    """[batches, M]: the loss of every batch of this epoch is written here."""
+    """[batches, M]: the loss of every batch since the host last looked is written here."""
     table: Tensor | None = None
-    """Scheduled numbers of every step of this epoch, [steps + 1, G, names, M]; None: they do not change."""
+    """Scheduled numbers of every step until it looks again, [steps + 1, G, names, M]; None: they do not change."""
 
     def tensors(self) -> list[Tensor]:
-        found = [*self.data, self.place, self.count, self.seeds, self.losses]
+        found = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
         return found + [t for t in (self.orders, self.table) if t is not None]
 
     def bind(self, tensors: list[Tensor]) -> Inputs:
         rest = list(tensors)
         data = [rest.pop(0) for _ in self.data]
-        place, count, seeds, losses = (rest.pop(0) for _ in range(4))
+        place, tick, moving, count, seeds, losses = (rest.pop(0) for _ in range(6))
         orders = rest.pop(0) if self.orders is not None else None
-        return Inputs(data, orders, place, count, seeds, losses, rest.pop(0) if self.table is not None else None)
+        table = rest.pop(0) if self.table is not None else None
+        return Inputs(data, orders, place, tick, moving, count, seeds, losses, table)
 
 
 def stack_tensors(stack: Stack) -> list[Tensor]:
@@ -115,26 +120,31 @@ class Step:
         optimizer = stack.optimizer
         assert isinstance(optimizer, StackedOptimizer)
         if inputs.table is not None:
-            optimizer.columns.packed.copy_(inputs.table.index_select(0, inputs.place.view(1)).squeeze(0))
+            optimizer.columns.packed.copy_(inputs.table.index_select(0, inputs.tick.view(1)).squeeze(0))
         before = [buffer.clone() for buffer in stack.buffers]
         losses, after = self._forward(stack, batch, inputs)
         total = losses if stack.scaler is None else stack.scaler.scale(losses)
         grads: list[Tensor | None] = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
         with torch.no_grad():
             losses = losses.detach()
-            stack.active.copy_(stack.active & torch.isfinite(losses))
-            stack.set_buffers({k: v.detach() for k, v in after.items()}, stack.active, before)
-            stack.apply(grads, stack.active)
-            seen = torch.where(stack.active | ~torch.isfinite(losses), losses, float("nan"))
-            inputs.losses.index_copy_(0, inputs.place.view(1), seen.to(inputs.losses.dtype).unsqueeze(0))
-            inputs.place.add_(1)
-            inputs.count.add_(1)
+            finite, moving = torch.isfinite(losses), inputs.moving
+            stack.active.copy_(stack.active & (finite | ~moving))
+            stepping = stack.active & moving
+            stack.set_buffers({k: v.detach() for k, v in after.items()}, stepping, before)
+            stack.apply(grads, stepping)
+            known = inputs.losses.index_select(0, inputs.tick.view(1)).squeeze(0)
+            seen = torch.where(stack.active | ~finite, losses, float("nan")).to(inputs.losses.dtype)
+            seen = torch.where(moving, seen, known)
+            inputs.losses.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
+            inputs.place.add_(moving.any() if inputs.place.dim() == 0 else moving)
+            inputs.count.add_(moving)
+            inputs.tick.add_(1)
 
     def _gather(self, inputs: Inputs) -> list[Tensor]:
         if inputs.orders is None:
             return inputs.data
-        at = inputs.place * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
-        rows = inputs.orders.index_select(inputs.orders.dim() - 1, at)
+        at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
+        rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         flat = rows.reshape(-1)
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
@@ -163,5 +173,6 @@ def _laid_out(x: Tensor) -> Tensor:
 
 def inputs_like(inputs: Inputs) -> Inputs:
     """The same inputs with everything a step writes copied."""
-    copied: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "seeds", "table")}
-    return Inputs(**copied, place=inputs.place.clone(), count=inputs.count.clone(), losses=inputs.losses.clone())
+    same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "table")}
+    copied = {name: getattr(inputs, name).clone() for name in ("place", "tick", "count", "losses")}
+    return Inputs(**same, **copied)

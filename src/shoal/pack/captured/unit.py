@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.pack.captured.chunk import Cache, Chunk
 from shoal.pack.members import Member
@@ -29,27 +28,47 @@ class CapturedUnit(Unit):
         self.chunks = [
             Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
         ]
-        self.members = [member for part in self.chunks for member in part.members]
-        self.done = 0
         self.version = 0
         """Changes whenever a captured graph no longer fits."""
-        self._full = min(self.members[0].job.batch_size, self.members[0].num_rows)
+        self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
+        self._short: list[int] = []
+        self._mixed = False
+        """Whether some have a full batch now and others a short one."""
+        self._batches = 0
+        self._seated()
+
+    def _seated(self) -> None:
+        self.members = [member for chunk in self.chunks for member in chunk.members]
 
     def prepare(self) -> float:
         """Make full batches ready for capture; seconds spent compiling."""
         return sum(chunk.prepare(self._full) for chunk in self.chunks)
 
-    def begin_epoch(self, orders_MN: Tensor) -> None:
-        start = 0
-        for chunk in self.chunks:
-            chunk.begin_epoch(orders_MN[start : start + len(chunk.alive)])
-            start += len(chunk.alive)
-        self.done = 0
+    # --- batches ----------------------------------------------------------------------------------------------------
 
-    def full_batches(self, batches: int) -> int:
-        """How many of the next `batches` are full."""
-        left = self.members[0].num_rows // self._full - self.done
-        return min(batches, left)
+    def load(self, batches: int) -> int:
+        """Make ready for so many batches; how many of them are full, for anybody. `finish` does what is not."""
+        self._fit()
+        self._batches = batches
+        last = {member.rows_in(batches) - (batches - 1) * self._full for member in self.members}
+        assert len(last) == 1 or batches == 1, "members with batches of different sizes go one batch at a time"
+        self._short = [size for size in last if size != self._full]
+        self._mixed = len(last) > 1
+        full = batches if self._mixed or not self._short else batches - 1
+        for chunk in self.chunks:
+            if chunk.members:
+                chunk.load(batches, self._full if full else self._short[0])
+        return full
+
+    def _fit(self) -> None:
+        """Let go of seats that nobody has taken, where they are half of all."""
+        chunks = [chunk for chunk in self.chunks if chunk.members]
+        chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
+        chunks = [chunk.fitted() for chunk in chunks]
+        if any(a is not b for a, b in zip(chunks, self.chunks, strict=False)) or len(chunks) != len(self.chunks):
+            self.chunks = chunks
+            self.version += 1
+            self._seated()
 
     def enqueue(self, streams: Sequence[torch.cuda.Stream], offset: int = 0) -> None:
         """One full batch of every chunk, spread over the streams."""
@@ -57,29 +76,38 @@ class CapturedUnit(Unit):
             with torch.cuda.stream(streams[(index + offset) % len(streams)]):
                 chunk.enqueue()
 
-    def advanced(self, batches: int) -> None:
-        """Note that so many full batches were replayed."""
-        self.done += batches
+    def finish(self) -> None:
+        """The last batch, of those for whom it is not full."""
+        for rows in self._short:
+            for chunk in self.chunks:
+                if chunk.members:
+                    if self._mixed:
+                        chunk.inputs.tick.zero_()
+                    chunk.move(rows, self._batches - 1)
+                    chunk.short(rows)
+
+    def note(self) -> None:
+        """Tell the members what the batches gave; for when the device is done with them."""
         for chunk in self.chunks:
-            chunk.advanced(batches)
+            if chunk.members:
+                chunk.note(self._batches)
 
     def run(self, batches: int) -> None:
-        """Batch by batch without a captured graph: short batches, and devices that capture nothing."""
-        member = self.members[0]
-        for _ in range(batches):
-            rows = min(self._full, member.num_rows - self.done * self._full)
+        """Batch by batch without a captured graph: for devices that capture nothing."""
+        for _ in range(self.load(batches)):
             for chunk in self.chunks:
-                chunk.short(rows)
-            self.advanced(1)
+                if chunk.members:
+                    chunk.short(self._full)
+        self.finish()
+        self.note()
 
     def rewind(self) -> None:
         """Back to the epoch's first batch, for a trial that is thrown away."""
         for chunk in self.chunks:
             chunk.inputs.place.zero_()
+            chunk.inputs.tick.zero_()
 
-    def losses(self) -> Tensor:
-        parts = [chunk.inputs.losses[: self.done, chunk.alive].T for chunk in self.chunks]
-        return torch.cat(parts).double().cpu()
+    # --- epochs -----------------------------------------------------------------------------------------------------
 
     def rates(self) -> list[float]:
         found = []
@@ -88,14 +116,14 @@ class CapturedUnit(Unit):
             found += [chunk.view.rates_of.last[row] for row in chunk.alive]
         return found
 
-    def end_epoch(self, values: list[float | None]) -> None:
-        start = 0
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        places = self._places()
         for chunk in self.chunks:
-            wide: list[float | None] = [None] * len(chunk.stack.members)
-            for row in chunk.alive:
-                wide[row] = values[start]
-                start += 1
-            chunk.view.end_epoch(wide)
+            own = {places[slot][1]: value for slot, value in values.items() if places[slot][0] is chunk}
+            if own:
+                chunk.view.end_epoch(own)
+
+    # --- in and out -------------------------------------------------------------------------------------------------
 
     def write_back(self, slots: list[int] | None = None) -> None:
         wanted = set(range(len(self.members)) if slots is None else slots)
@@ -104,15 +132,22 @@ class CapturedUnit(Unit):
                 chunk.view.write_back([row])
 
     def keep(self, slots: list[int]) -> Unit:
-        places = self._places()
-        kept: list[Chunk] = []
-        for chunk in self.chunks:
-            rows = [row for slot, (own, row) in enumerate(places) if own is chunk and slot in set(slots)]
-            if rows:
-                kept.append(chunk.keep(rows))
-        self.chunks = kept
-        self.members = [self.members[slot] for slot in slots]
-        self.version += 1
+        for slot, (chunk, row) in enumerate(self._places()):
+            if slot not in slots:
+                chunk.stand(row)
+        self._seated()
+        return self
+
+    def accepts(self, recipe: Recipe) -> bool:
+        """Whether there is a free seat for a member."""
+        return any(chunk.free_seat(recipe) is not None for chunk in self.chunks)
+
+    def join(self, recipes: Sequence[Recipe]) -> Unit:
+        """Give each of these members a free seat; nothing is compiled or captured anew."""
+        for recipe in recipes:
+            chunk, row = next((c, r) for c in self.chunks if (r := c.free_seat(recipe)) is not None)
+            chunk.sit(row, recipe)
+        self._seated()
         return self
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
@@ -156,7 +191,7 @@ def _orders_agree(members: list[Member]) -> bool:
     return len(members) > 1 and all(
         member.data.same(first.data)
         and member.job.shuffle == first.job.shuffle
-        and member.epoch == first.epoch
+        and (member.epoch, member.place) == (first.epoch, first.place)
         and (not first.job.shuffle or member.job.order_seed == first.job.order_seed)
         for member in members
     )

@@ -201,6 +201,17 @@ class ScheduleRunner:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
 
+    def resume(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+        """Go on from an optimizer's `param_groups` and a scheduler's own state_dict()."""
+        state = scheduler if scheduler is not None or self._scheduler is None else self._scheduler.state_dict()
+        plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self.load_state_dict({"groups": plain, "scheduler": state})
+
+    @property
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """The scheduler's own state_dict(); None where there is no schedule."""
+        return None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+
 
 def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Optimizer:
     """A real optimizer with one dummy parameter per group; tensors among the settings are copied, never shared."""

@@ -14,7 +14,6 @@ from shoal.pack.members import Member, draws, run_step
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.stack import OwnOptimizers
 from shoal.pack.stacked.unit import StackedUnit
 from shoal.pack.trace import autocast
 
@@ -91,9 +90,7 @@ class HandedStack:
 
     def join(self, recipes: Sequence[Recipe]) -> None:
         """Take these members in; the others go on with the bits they have."""
-        self.unit.write_back()
-        grown = StackedUnit([*self.unit.stack.recipes, *recipes], self.kitchen)
-        grown.stack.adopt(self.unit.stack)
+        grown = self.unit.join(recipes)
         self.unit = grown
         self._settle()
 
@@ -111,22 +108,7 @@ class HandedStack:
         return [self._alone(slot) for slot in range(len(self.members))]
 
     def _alone(self, slot: int) -> SerialUnit:
-        stack, member = self.unit.stack, self.members[slot]
-        unit = SerialUnit(member)
-        unit.optimizer.load_state_dict(member.optimizer_state)
-        if unit.schedule is not None:
-            if isinstance(stack.optimizer, OwnOptimizers):
-                theirs = stack.optimizer.schedules[slot]
-                state = None if theirs is None else theirs.state_dict()
-            else:
-                runner = stack.optimizer.plans[slot].runner
-                state = None if runner is None else runner.state_dict()["scheduler"]
-            assert state is not None
-            unit.schedule.load_state_dict(state)
-            unit.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, in the stack
-        if unit.scaler is not None and stack.scaler is not None:
-            unit.scaler.load_state_dict(stack.scaler.state_dict(slot))
-        return unit
+        return SerialUnit(self.members[slot])
 
     def outputs(self, inputs: tuple[Any, ...]) -> Any:
         """Eval-mode outputs of all members for the same inputs, members first."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.pack.stacked.stack import OwnOptimizers, Stack, StackedOptimizer
+
+FEW = 4
+"""Steps from which looking ahead costs less than asking each time."""
 
 
 class Rates:
@@ -18,11 +23,11 @@ class Rates:
         self._table: Tensor | None = None
         self._ahead = 0
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, least: int = FEW) -> None:
         """Look `steps` optimizer steps ahead, where schedules allow it, so that no step has to ask Python."""
         self._table, self._ahead = None, 0
         optimizer = self.stack.optimizer
-        if not isinstance(optimizer, StackedOptimizer) or not self._stepped() or steps < 1:
+        if not isinstance(optimizer, StackedOptimizer) or not self._stepped() or steps < least:
             return
         tables = [plan.runner.table(steps + 1) for plan in optimizer.plans if plan.runner is not None]
         if all(table is not None for table in tables):
@@ -90,10 +95,11 @@ class Rates:
                 plan.runner.step(self._ahead)
         self._table, self._ahead = None, 0
 
-    def epoch(self, values: list[float | None]) -> None:
-        """At the end of an epoch, with the watched value of each member."""
+    def epoch(self, values: Mapping[int, float | None]) -> None:
+        """At the end of some members' epochs, with the watched value of each."""
         optimizer = self.stack.optimizer
-        for slot, (member, value) in enumerate(zip(self.stack.members, values, strict=True)):
+        for slot, value in values.items():
+            member = self.stack.members[slot]
             if member.job.schedule_every != "epoch" or member.job.schedule is None:
                 continue
             if isinstance(optimizer, OwnOptimizers):

@@ -8,7 +8,7 @@ any company.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,19 @@ from shoal.pack.optim import (
     MemberScaler,
     Rule,
     clip_,
+    from_torch_state,
     merge_flags,
     optimizer_state_dict,
     rule_for,
     to_torch_state,
 )
-from shoal.pack.recipe import Recipe
+from shoal.pack.recipe import OptimizerPlan, Recipe
 from shoal.pack.stacked.fused import FusedAdam, suits
 from shoal.pack.trace import used_params
 
 Grads = list[Tensor | None]
+Put = Callable[[Tensor, Tensor], None]
+"""Copies some rows of the second tensor into the first."""
 
 
 class Stack:
@@ -57,6 +60,10 @@ class Stack:
         self.active = torch.ones(size, dtype=torch.bool, device=self.device)
         job = first.member.job
         self.scaler = MemberScaler(size, device=self.device) if job.precision == "fp16" else None
+        for row, own in enumerate(self.rows):
+            scale = recipes[own].member.scaler_state
+            if self.scaler is not None and scale is not None:
+                self.scaler.load_state_dict(row, scale)
         norms = [r.member.job.clip_norm for r in recipes]
         self.max_norm = None
         if any(norm is not None for norm in norms):
@@ -122,20 +129,78 @@ class Stack:
         for stacked, name in zip(self.buffers, self.buffer_names, strict=True):
             buffers[name].copy_(stacked[slot])
         member.optimizer_state = self.optimizer.state_dict(slot)
+        member.schedule_state = self.optimizer.schedule_state(slot)
+        member.scaler_state = None if self.scaler is None else self.scaler.state_dict(slot)
 
     @torch.no_grad()
-    def adopt(self, other: Stack) -> None:
-        """Go on where another stack is, whose members are this one's first: their optimizers, scales and standing.
+    def merged(self, other: Stack, size: int) -> Stack:
+        """One stack of this one's members and the other's, each as it is."""
+        mine, theirs = list(range(len(self.recipes))), list(range(len(other.recipes)))
+        count = len(mine) + len(theirs)
+        rows = [*range(count), *[0] * (size - count)]
 
-        Weights and buffers came with the members themselves, which were written back before this stack was made.
-        """
-        known = len(other.recipes)
-        for row, own in enumerate(self.rows):
-            if own < known:
-                self.active[row] = other.active[own]
-                if self.scaler is not None and other.scaler is not None:
-                    self.scaler.load_state_dict(row, other.scaler.state_dict(own))
-        self.optimizer.adopt(other.optimizer, known)
+        def both(a: Tensor, b: Tensor) -> Tensor:
+            return torch.cat([a.detach()[mine], b.detach()[theirs]])[rows]
+
+        new = object.__new__(Stack)
+        new.recipes, new.rows = [*self.recipes, *other.recipes], rows
+        new.device, new.trained, new._channels_last = self.device, self.trained, False
+        new.param_names, new.buffer_names = self.param_names, self.buffer_names
+        new.params = [
+            both(a, b).requires_grad_(a.requires_grad) for a, b in zip(self.params, other.params, strict=True)
+        ]
+        new.buffers = [both(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)]
+        new.active = both(self.active, other.active)
+        new.scaler = None
+        if self.scaler is not None and other.scaler is not None:
+            new.scaler = MemberScaler(size, device=self.device)
+            new.scaler.scale_M.copy_(both(self.scaler.scale_M, other.scaler.scale_M))
+            new.scaler.growth_tracker_M.copy_(both(self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
+        new.max_norm = None
+        if self.max_norm is not None or other.max_norm is not None:
+            new.max_norm = both(self._limits(), other._limits())
+        new.optimizer = self.optimizer.merged(new, other.optimizer)
+        return new
+
+    def _limits(self) -> Tensor:
+        if self.max_norm is not None:
+            return self.max_norm
+        return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def put(self, row: int, one: Stack) -> None:
+        """Make a row what a stack of one is, in place: its member sits there now."""
+        self.recipes[row] = one.recipes[0]
+        optimizer, theirs = self.optimizer, one.optimizer
+        assert isinstance(optimizer, StackedOptimizer) and isinstance(theirs, StackedOptimizer)
+        pairs = [*zip(self.params, one.params, strict=True), *zip(self.buffers, one.buffers, strict=True)]
+        pairs.append((self.active, one.active))
+        if self.scaler is not None and one.scaler is not None:
+            pairs.append((self.scaler.scale_M, one.scaler.scale_M))
+            pairs.append((self.scaler.growth_tracker_M, one.scaler.growth_tracker_M))
+        if self.max_norm is not None:
+            pairs.append((self.max_norm, one._limits()))
+        for ours, value in [*pairs, *optimizer.pairs(theirs)]:
+            ours.detach()[row].copy_(value.detach()[0])
+        optimizer.columns.packed[:, :, row].copy_(theirs.columns.packed[:, :, 0])
+        optimizer.plans[row] = theirs.plans[0]
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[int], part: Stack) -> None:
+        """Be, for these slots, what `part` is, which was kept from this stack."""
+        rows = [row for row, own in enumerate(self.rows) if own in slots]
+        theirs = [list(slots).index(self.rows[row]) for row in rows]
+
+        def put(ours: Tensor, value: Tensor) -> None:
+            ours.detach()[rows] = value.detach()[theirs]
+
+        for ours, value in zip([*self.params, *self.buffers], [*part.params, *part.buffers], strict=True):
+            put(ours, value)
+        put(self.active, part.active)
+        if self.scaler is not None and part.scaler is not None:
+            put(self.scaler.scale_M, part.scaler.scale_M)
+            put(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
+        self.optimizer.take(part.optimizer, put, rows, theirs)
 
     def keep(self, slots: Sequence[int], size: int) -> Stack:
         """The same training with only these members."""
@@ -173,7 +238,20 @@ class StackedOptimizer:
             held = [place[p] for p in positions if p in place]
             self.groups.append((rule, held))
             self.states.append(rule.init_all([stack.leaves[i].detach() for i in held], self.columns.groups[g]))
+        for row, own in enumerate(stack.rows):
+            self._load(row, plans[own], stack.members[own])
         self._set_up()
+
+    def _load(self, row: int, plan: OptimizerPlan, member: Member) -> None:
+        """What a member's optimizer has become elsewhere."""
+        known = member.optimizer_state.get("state")
+        if not known:
+            return
+        order = [position for group in plan.groups for position in group]
+        entries = {position: known.get(i, {}) for i, position in enumerate(order)}
+        for (rule, held), states in zip(self.groups, self.states, strict=True):
+            for i, state in zip(held, states, strict=True):
+                from_torch_state(rule, entries[self.stack.trained[i]], state, row, step=member.step)
 
     def _set_up(self) -> None:
         """What refers to the stack's tensors, as they are now."""
@@ -214,15 +292,52 @@ class StackedOptimizer:
         skeleton = make_optimizer(member.job, member.model)
         return optimizer_state_dict(skeleton, [entries.get(p, {}) for p in order], plan.runner.groups())
 
-    def adopt(self, other: StackedOptimizer | OwnOptimizers, known: int) -> None:
-        """The first members' state; a term that only a newcomer has begins at zero for the others."""
+    def schedule_state(self, slot: int) -> dict[str, Any] | None:
+        runner = self.plans[slot].runner
+        assert runner is not None
+        return runner.scheduler_state
+
+    def merged(self, stack: Stack, other: StackedOptimizer | OwnOptimizers) -> StackedOptimizer:
+        """For a stack of both's members; a term that only some of them have is zero for the others."""
         assert isinstance(other, StackedOptimizer)
+        count = len(self.plans)
+        new = StackedOptimizer.__new__(StackedOptimizer)
+        new.stack, new.plans = stack, [*self.plans, *other.plans]
+        sources = [(self if own < count else other, own if own < count else own - count) for own in stack.rows]
+        new.columns = Columns([source.columns.row(row) for source, row in sources], device=stack.device)
+        new.groups, new.states = [], []
+        for g, (_, held) in enumerate(self.groups):
+            flags = merge_flags(new.plans[0].kind, [plan.flags[g] for plan in new.plans if plan.flags is not None])
+            assert flags is not None, "members of one recipe key have one structure"
+            rule = rule_for(new.plans[0].kind, flags)
+            new.groups.append((rule, held))
+            new.states.append(rule.init_all([stack.leaves[i].detach() for i in held], new.columns.groups[g]))
+            for i, state in enumerate(new.states[-1]):
+                for name, value in state.items():
+                    parts = [part.states[g][i].get(name) for part in (self, other)]
+                    for rows, part in zip((slice(0, count), slice(count, len(new.plans))), parts, strict=True):
+                        if part is not None:
+                            value[rows] = part[: rows.stop - rows.start]
+                    value[len(new.plans) :] = value[:1]
+        new._set_up()
+        return new
+
+    def pairs(self, other: StackedOptimizer) -> list[tuple[Tensor, Tensor]]:
+        """This optimizer's state tensors and the other's that mean the same; what the other has not, is zero."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         for states, theirs in zip(self.states, other.states, strict=True):
             for state, their in zip(states, theirs, strict=True):
-                for row, own in enumerate(self.stack.rows):
-                    if own < known:
-                        for name in state.keys() & their.keys():
-                            state[name][row] = their[name][own]
+                for name, value in state.items():
+                    if id(value) not in found:
+                        found[id(value)] = value, their[name] if name in their else torch.zeros_like(value)
+        return list(found.values())
+
+    def take(self, part: StackedOptimizer | OwnOptimizers, put: Put, rows: list[int], theirs: list[int]) -> None:
+        """Be, for some rows, what `part` is."""
+        assert isinstance(part, StackedOptimizer)
+        for mine, other in self.pairs(part):
+            put(mine, other)
+        self.columns.packed[:, :, rows] = part.columns.packed[:, :, theirs]
 
     def keep(self, stack: Stack, rows: Sequence[int]) -> StackedOptimizer:
         kept = object.__new__(StackedOptimizer)
@@ -247,6 +362,12 @@ class OwnOptimizers:
         self._point()
         self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(stack.members, self.twins, strict=True)]
         self.schedules = [make_schedule(m.job, opt) for m, opt in zip(stack.members, self.optimizers, strict=True)]
+        for member, optimizer, schedule in zip(stack.members, self.optimizers, self.schedules, strict=True):
+            if member.optimizer_state:
+                optimizer.load_state_dict(member.optimizer_state)
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+            if schedule is not None and member.schedule_state is not None:
+                schedule.load_state_dict(copy.deepcopy(member.schedule_state))
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -274,11 +395,23 @@ class OwnOptimizers:
     def state_dict(self, slot: int) -> dict[str, Any]:
         return copy.deepcopy(self.optimizers[slot].state_dict())
 
-    def adopt(self, other: StackedOptimizer | OwnOptimizers, known: int) -> None:
-        """The first members' optimizer and scheduler objects themselves."""
+    def schedule_state(self, slot: int) -> dict[str, Any] | None:
+        schedule = self.schedules[slot]
+        return None if schedule is None else copy.deepcopy(schedule.state_dict())
+
+    def merged(self, stack: Stack, other: StackedOptimizer | OwnOptimizers) -> OwnOptimizers:
+        """For a stack of both's members: the optimizer and scheduler objects themselves."""
         assert isinstance(other, OwnOptimizers)
-        for name in ("twins", "optimizers", "schedules"):
-            getattr(self, name)[:known] = getattr(other, name)
+        new = object.__new__(OwnOptimizers)
+        new.stack = stack
+        new.twins = [*self.twins, *other.twins]
+        new.optimizers = [*self.optimizers, *other.optimizers]
+        new.schedules = [*self.schedules, *other.schedules]
+        new._point()
+        return new
+
+    def take(self, part: StackedOptimizer | OwnOptimizers, put: Put, rows: list[int], theirs: list[int]) -> None:
+        """The objects of `part` are this one's: only their parameters have to be this stack's again."""
         self._point()
 
     def keep(self, stack: Stack, rows: Sequence[int]) -> OwnOptimizers:

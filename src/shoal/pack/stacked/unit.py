@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import Stack
+from shoal.pack.stream import Stream
 from shoal.pack.trace import Trace, Untraceable, autocast
 from shoal.pack.unit import Findings, Unit
 from shoal.randomness import counter_draw, draw_members, generator_at, signed, site_numbers
@@ -36,10 +37,8 @@ class StackedUnit(Unit):
         self.kitchen = kitchen
         self.stack = Stack(recipes, size=max(len(recipes), LEAST))
         self._set_up()
-        for rows in recipes[0].steps:
-            self.program(
-                rows, [True] * recipes[0].steps[rows].batch_spec.num_leaves
-            )  # NotStackable shows here, before any step
+        for rows, step in recipes[0].steps.items():
+            self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
 
     @classmethod
     def around(cls, stack: Stack, kitchen: Kitchen) -> StackedUnit:
@@ -52,13 +51,12 @@ class StackedUnit(Unit):
     def _set_up(self) -> None:
         self.members: list[Member] = self.stack.members
         self.rates_of = Rates(self.stack)
-        self._programs: dict[Any, Program] = {}
-        self._forwards: dict[Any, Program | None] = {}
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
-        self._feed: Feed | None = None
+        self._streams: dict[int, Stream] = {}
+        self._forwards: dict[Any, Program | None] = {}
         self._everybody = bool(self.stack.active.all())
         """Whether all rows still train."""
         self._generators = [
@@ -66,63 +64,103 @@ class StackedUnit(Unit):
             for i, member in enumerate(self.members[row] for row in self.stack.rows)
         ]
 
-    # --- the epoch --------------------------------------------------------------------------------------------------
-
-    def begin_epoch(self, orders_MN: Tensor) -> None:
-        self._feed = Feed(self.members, self.stack.rows, orders_MN)
-        self._losses, self._logs = [], []
-        self.rates_of.settle()
-        batches, k = self.members[0].num_batches, self.members[0].job.accumulate
-        self.rates_of.begin(-(-batches // k))
+    # --- many batches -----------------------------------------------------------------------------------------------
 
     def run(self, batches: int) -> None:
-        for _ in range(batches):
-            self._batch()
-        self.rates_of.settle_rates()
+        alike = self._by_rows(batches)
+        if len(alike) > 1:
+            self._run_apart(alike, batches)
+            return
+        self.rates_of.settle()
+        self.rates_of.begin(self.members[0].steps_in(batches))
+        feed = Feed(self.members, self.stack.rows, batches, self._streams)
+        self._losses, self._logs = [], []
+        try:
+            for index in range(batches):
+                self._batch(feed, index)
+        finally:
+            self.rates_of.settle_rates()
+            self._note()
+        feed.used()
 
-    def losses(self) -> Tensor:
-        if not self._losses:
-            return torch.empty(len(self.members), 0, dtype=torch.float64)
-        return torch.stack(self._losses, 1)[: len(self.members)].double().cpu()
+    def _by_rows(self, batches: int) -> list[list[int]]:
+        """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
+        found: dict[int, list[int]] = {}
+        for slot, member in enumerate(self.members):
+            found.setdefault(member.rows_in(batches), []).append(slot)
+        return list(found.values())
 
-    def logs(self) -> list[dict[str, Tensor]]:
+    def _run_apart(self, alike: list[list[int]], batches: int) -> None:
+        """Members whose batches have the same shape go together, the others after them."""
+        caught: MemberError | None = None
+        for slots in alike:
+            part = self.keep(slots)
+            assert isinstance(part, StackedUnit)
+            try:
+                part.run(batches)
+            except MemberError as error:  # a second one raises again when its batch is tried again
+                caught = caught or MemberError(slots[error.slot], error.cause)
+            self._take(slots, part)
+        if caught is not None:
+            raise caught from caught.cause
+
+    def _take(self, slots: list[int], part: StackedUnit) -> None:
+        """Be, for these slots, where a part of this unit is."""
+        part.rates_of.settle()
+        self.stack.take(slots, part.stack)
+        self._everybody = bool(self.stack.active.all())
+        for slot, rate in zip(slots, part.rates_of.last, strict=True):
+            self.rates_of.last[slot] = rate
+
+    def _note(self) -> None:
+        """What the batches since the last note gave, to the members."""
+        done, rows = len(self._losses), len(self.stack.rows)
+        if not done:
+            return
+        losses = torch.stack(self._losses, 1)[: len(self.members)].double().tolist()
         names = sorted({name for row in self._logs for name in row})
-        nan = torch.full((len(self.stack.rows),), float("nan"))
-        wide = {
-            name: torch.stack([_as_column(row.get(name, nan), len(nan)) for row in self._logs], 1).double().cpu()
+        nan = torch.full((rows,), float("nan"))
+        logs = {
+            name: torch.stack([_as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
             for name in names
         }
-        return [{name: values[slot] for name, values in wide.items()} for slot in range(len(self.members))]
+        for slot, member in enumerate(self.members):
+            member.losses += losses[slot]
+            member.place += done
+            if names or member.logs:
+                member.log(done, {name: values[slot] for name, values in logs.items()})
+        self._losses, self._logs = [], []
+
+    @property
+    def settled(self) -> bool:
+        return self._noise is None and super().settled
 
     def rates(self) -> list[float]:
         return list(self.rates_of.last)
 
-    def end_epoch(self, values: list[float | None]) -> None:
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
         self.rates_of.settle()
         self.rates_of.epoch(values)
 
     # --- one batch --------------------------------------------------------------------------------------------------
 
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
-        key = (rows, tuple(stacked_batch))
-        if key not in self._programs:
-            traces = [self.stack.recipes[row].steps[rows] for row in self.stack.rows]
-            self._programs[key] = Program(traces, device=self.stack.device, stacked_batch=stacked_batch)
-        return self._programs[key]
+        """The step on batches of so many rows."""
+        traces = [self.stack.recipes[r].steps[rows] for r in self.stack.rows]
+        return self.kitchen.program(traces, stacked_batch, self.stack.device)
 
-    def _batch(self) -> None:
-        feed, job = self._feed, self.members[0].job
-        assert feed is not None
-        index, k = len(self._losses), job.accumulate
-        first = index - index % k
-        group = min(k, self.members[0].num_batches - first)
-        batch = feed.batch(index)
-        size = batch[0].shape[0 if feed.shared else 1]
-        program = self.program(size, [not feed.shared] * len(batch))
+    def _batch(self, feed: Feed, index: int) -> None:
+        member, done = self.members[0], len(self._losses)
+        place, k = member.place + done, member.job.accumulate
+        first = place - place % k
+        group = min(k, member.num_batches - first)
         try:
-            self.advance(program, batch, group, first == index, index + 1 == first + group)
+            batch = feed.batch(index)
+            size = batch[0].shape[0 if feed.shared else 1]
+            program = self.program(size, [not feed.shared] * len(batch))
+            self.advance(program, batch, group, first == place, place + 1 == first + group)
         except Exception as error:
-            raise self._blame(index, error) from error
+            raise self._blame(done, error) from error
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -190,18 +228,19 @@ class StackedUnit(Unit):
         else:
             self._grads = [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
 
-    def _blame(self, index: int, error: Exception) -> Exception:
+    def _blame(self, done: int, error: Exception) -> Exception:
         """Find the member whose own step raises on this batch; the others lose nothing."""
-        assert self._feed is not None
         for slot, member in enumerate(self.members):
             self.stack.write_back(slot)
-            batch = member.data.source.take(
-                self._feed.orders[slot][index * self._feed.size : (index + 1) * self._feed.size]
-            )
+            assert member.order is not None
+            size, job = member.job.batch_size, member.job
+            start = (member.place + done) * size
             model = member.model.to(member.device)
             try:
-                with draws(member, keep=False), torch.no_grad(), autocast(member.job.precision, member.device):
-                    run_step(member.job, model, batch)
+                rows = member.order[start : start + size]
+                batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
+                with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
+                    run_step(job, model, batch)
             except Exception as own:
                 return MemberError(slot, own)
         return error
@@ -214,22 +253,39 @@ class StackedUnit(Unit):
             self.stack.write_back(slot)
 
     def keep(self, slots: list[int]) -> Unit:
-        kept = object.__new__(type(self))
-        kept.kitchen = self.kitchen
         self.rates_of.settle()
-        kept.stack = self.stack.keep(slots, max(len(slots), LEAST))
-        kept._set_up()
+        kept = self._changed(self.stack.keep(slots, max(len(slots), LEAST)))
         rows = [slots[own] for own in kept.stack.rows]
-        kept._losses = [value[rows] for value in self._losses]
-        kept._logs = [{k: _as_column(v, len(self.stack.rows))[rows] for k, v in row.items()} for row in self._logs]
         kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
         kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
         kept.rates_of.last = [self.rates_of.last[slot] for slot in slots]
-        if self._feed is not None:
-            kept._feed = self._feed.keep(kept.members, slots, kept.stack.rows)
-            k = self.members[0].job.accumulate
-            kept.rates_of.begin(-(-(self.members[0].num_batches - len(self._losses)) // k))
         return kept
+
+    def accepts(self, recipe: Recipe) -> bool:
+        """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step."""
+        first, member = self.members[0], recipe.member
+        apart = member.job.accumulate > 1 or member.data.source.streamed
+        return (
+            self.settled
+            and recipe.key == self.stack.recipes[0].key
+            and (not apart or all(m.place == member.place for m in self.members))
+            and member.data.source.streamed == first.data.source.streamed
+        )
+
+    def join(self, recipes: Sequence[Recipe]) -> StackedUnit:
+        """The same training with these members too, wherever each of them is."""
+        self.rates_of.settle()
+        count = len(self.members) + len(recipes)
+        newcomers = Stack(recipes, size=len(recipes))
+        grown = self._changed(self.stack.merged(newcomers, max(count, LEAST)))
+        grown.rates_of.last[: len(self.members)] = self.rates_of.last
+        return grown
+
+    def _changed(self, stack: Stack) -> Self:
+        unit = object.__new__(type(self))
+        unit.kitchen, unit.stack = self.kitchen, stack
+        unit._set_up()
+        return unit
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         program = self._evaluation("forward", tuple(inputs), self.kitchen.forward)
@@ -275,7 +331,7 @@ class StackedUnit(Unit):
         if key not in self._forwards:
             try:
                 traces = [graph(self.members[row], batch) for row in self.stack.rows]
-                self._forwards[key] = Program(traces, device=self.stack.device, stacked_batch=[False] * len(leaves))
+                self._forwards[key] = self.kitchen.program(traces, [False] * len(leaves), self.stack.device)
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]

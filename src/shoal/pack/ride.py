@@ -1,0 +1,215 @@
+"""One unit on its way: turns, epochs, validation, early stopping, and members that end and leave."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.errors import MemberError, describe
+from shoal.monitor import validates
+from shoal.pack import orders
+from shoal.pack.evaluate import evaluate
+from shoal.pack.members import Member
+from shoal.pack.unit import Outcome, Unit
+
+STREAM_CHUNK = 8
+"""Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
+
+Watcher = Callable[[Member], None]
+"""Called after each epoch of a member, and when it leaves."""
+
+
+class Ride:
+    """A unit with its members, each at its own place in its own training."""
+
+    def __init__(self, unit: Unit, watch: Watcher) -> None:
+        self.unit = unit
+        self.watch = watch
+        self.batch_seconds = 0.0
+        """What a batch of all members took, lately."""
+        self._before: list[int] = []
+        for member in unit.members:
+            member.tier = unit.tier
+
+    @property
+    def members(self) -> list[Member]:
+        return self.unit.members
+
+    def ready(self) -> bool:
+        """Let members that have had their length go; whether any are left."""
+        ended = {s: "done" for s, member in enumerate(self.members) if not member.place and member.finished()}
+        self.leave(ended)
+        return bool(self.members)
+
+    def begin(self) -> None:
+        """Rows for those who are at the beginning of an epoch."""
+        orders.deal(self.members)
+
+    def look_ahead(self, batches: int) -> None:
+        """Draw the next epoch's orders while the device is busy with the last batches of this one."""
+        orders.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
+
+    def next_batches(self, seconds: float = math.inf) -> int:
+        """How many batches until something has to be settled, or until so much time is over."""
+        batches = min(_limit(member) - member.place for member in self.members)
+        if any(member.data.source.streamed for member in self.members):
+            batches = min(batches, self._whole_steps(STREAM_CHUNK))
+        if self.batch_seconds and seconds < batches * self.batch_seconds:
+            batches = min(batches, self._whole_steps(max(1, int(seconds / self.batch_seconds))))
+        if batches > 1 and len({member.rows_in(batches) for member in self.members}) > 1:
+            batches -= 1  # somebody's last batch is short: it comes by itself
+        return batches
+
+    def _whole_steps(self, batches: int) -> int:
+        """At least so many batches that they end with an optimizer step."""
+        member = self.members[0]
+        k = member.job.accumulate
+        return -(-(member.place + batches) // k) * k - member.place
+
+    def start(self) -> None:
+        """Remember where everybody is: `settle` looks at what came after."""
+        self._before = [member.place for member in self.members]
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take in what a turn did: who failed, who diverged, who is at the end of an epoch or of its training."""
+        members = self.members
+        ends: dict[int, str] = {}
+        done = 0
+        for slot, (member, before) in enumerate(zip(members, self._before, strict=True)):
+            member.seconds += outcome.seconds / len(members)
+            done = max(done, member.place - before)
+            ends |= _advance(slot, member, before)
+        if done:
+            self.batch_seconds = outcome.seconds / done
+        if outcome.error is not None:
+            ends[outcome.error.slot] = self._fail(outcome.error)
+        at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
+        if at_end:
+            ends |= self._end_epoch(at_end)
+        self.leave(ends)
+
+    def _fail(self, error: MemberError) -> str:
+        self.members[error.slot].error = describe(error.cause)
+        return "failed"
+
+    def _end_epoch(self, slots: list[int]) -> dict[int, str]:
+        """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
+        members, ends = self.members, dict[int, str]()
+        rates = self.unit.rates()
+        whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
+        for slot in slots:
+            members[slot].epoch += 1
+        due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].finished())]
+        values = evaluate(self.unit, due) if due else {}
+        watched: dict[int, float | None] = {}
+        for slot in slots:
+            member, val = members[slot], values.get(slot, {})
+            if isinstance(val, MemberError):
+                ends[slot] = self._fail(val)
+                continue
+            member.history.append(history_row(member, rates[slot], val))
+            watched[slot] = member.monitor.value(member.history[-1])
+        self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
+        for slot in slots:
+            if slot in whole:
+                members[slot].close_epoch()
+            if slot not in ends:
+                ends |= self._look(slot)
+        return ends
+
+    def _look(self, slot: int) -> dict[int, str]:
+        """After a member's epoch: keep its weights if they are its best, and see whether it is at its end."""
+        member = self.members[slot]
+        best, stop = member.monitor.see(member.history[-1])
+        if best and member.job.keep == "best":
+            self.unit.write_back([slot])
+            member.best = weights(member.model)
+        self.watch(member)
+        if member.finished():
+            return {slot: "done"}
+        return {slot: "stopped"} if stop else {}
+
+    def leave(self, ends: dict[int, str]) -> None:
+        """Let members go, each with its weights and the way it ended, and go on with the others."""
+        if not ends:
+            return
+        self.unit.write_back(list(ends))
+        for slot, status in ends.items():
+            member = self.members[slot]
+            member.status = status
+            if member.best is not None:
+                member.model.load_state_dict(member.best)
+            self.watch(member)
+        self.drop(list(ends))
+
+    def drop(self, slots: list[int]) -> None:
+        """Go on without these members, who have been written back."""
+        stay = [slot for slot in range(len(self.members)) if slot not in slots]
+        if stay:
+            self.unit = self.unit.keep(stay)
+        else:
+            self.unit.members = []
+
+    def cancel(self) -> None:
+        """Stop here: members keep what they have."""
+        self.leave(dict.fromkeys(range(len(self.members)), "cancelled"))
+
+
+def _limit(member: Member) -> int:
+    """Batches of this epoch that a member takes part in: all, or up to its last step."""
+    job = member.job
+    if job.steps is None:
+        return member.num_batches
+    return min(member.num_batches, (job.steps - member.first_step) * job.accumulate)
+
+
+def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
+    """Count the steps done; a non-finite loss ends the member."""
+    new = member.losses[before:]
+    bad = None if math.isfinite(sum(new)) else next((i for i, x in enumerate(new) if not math.isfinite(x)), None)
+    batches, k = member.place if bad is None else before + bad, member.job.accumulate
+    whole = batches == member.num_batches
+    member.step = member.first_step + (-(-batches // k) if whole else batches // k)
+    if bad is None:
+        return {}
+    member.error = f"the loss became {new[bad]} in epoch {member.epoch + 1} after step {member.step}"
+    return {slot: "diverged"}
+
+
+def batch_rows(member: Member, batches: int) -> NDArray[np.float64]:
+    """Rows in each of the first batches of an epoch."""
+    size = member.job.batch_size
+    rows = np.full(batches, size, dtype=np.float64)
+    if batches == member.num_batches:
+        rows[-1] = member.num_rows - size * (batches - 1)
+    return rows
+
+
+def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
+    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
+
+    Sums are exact, so that they do not depend on how many members are summed at once.
+    """
+    rows = batch_rows(member, member.place)
+    total = math.fsum(rows.tolist())
+
+    def mean(values: list[float]) -> float:
+        return math.fsum((np.array(values) * rows).tolist()) / total
+
+    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
+    row |= {name: mean(values) for name, values in sorted(member.logs.items())}
+    return row | val | {"lr": rate, "seconds": member.seconds}
+
+
+def weights(model: torch.nn.Module) -> dict[str, object]:
+    """A copy of a model's state on the CPU."""
+    return {
+        k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
+        for k, v in model.state_dict().items()
+    }
