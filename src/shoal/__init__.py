@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from shoal.job import Job as Job
     from shoal.kfold import folds as folds
     from shoal.pack.own import Pack as Pack
+    from shoal.pack.policy import FairShare as FairShare
+    from shoal.pack.policy import Fifo as Fifo
+    from shoal.pack.policy import Policy as Policy
+    from shoal.pack.policy import Priority as Priority
+    from shoal.pack.policy import RoundRobin as RoundRobin
+    from shoal.pack.policy import ShortestFirst as ShortestFirst
+    from shoal.pack.policy import Ticket as Ticket
     from shoal.reference import replay as replay
     from shoal.reference import solo as solo
     from shoal.results import Result as Result
@@ -32,16 +39,23 @@ _HOME = {
     "EarlyStop": "shoal.job",
     "Event": "shoal.events",
     "Explanation": "shoal.explanation",
+    "FairShare": "shoal.pack.policy",
+    "Fifo": "shoal.pack.policy",
     "Job": "shoal.job",
     "JobError": "shoal.errors",
     "MemberView": "shoal.callbacks",
     "Pack": "shoal.pack.own",
+    "Policy": "shoal.pack.policy",
+    "Priority": "shoal.pack.policy",
     "Result": "shoal.results",
     "Results": "shoal.results",
+    "RoundRobin": "shoal.pack.policy",
     "Rows": "shoal.data.rows",
     "ShoalError": "shoal.errors",
     "ShoalWarning": "shoal.errors",
+    "ShortestFirst": "shoal.pack.policy",
     "TensorBoard": "shoal.tensorboard",
+    "Ticket": "shoal.pack.policy",
     "explain": "shoal.explanation",
     "folds": "shoal.kfold",
     "replay": "shoal.reference",

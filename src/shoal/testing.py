@@ -1,0 +1,164 @@
+"""Contract tests for what users may write themselves, as our own tests run them. Needs no test framework."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.pack.policy import Policy, Ticket
+from shoal.pack.queue import Admission, Queue, admit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A job as a simulated queue knows it."""
+
+    seconds: float
+    """How long it must ride in all."""
+    arrives: float = 0.0
+    owner: str = ""
+    priority: int = 0
+    bytes: int = 1
+    known: bool = True
+    """Whether its length is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One decision in a simulated queue."""
+
+    now: float
+    tickets: list[Ticket]
+    """As they were before it."""
+    admission: Admission
+    after: list[Ticket]
+
+    @property
+    def riding(self) -> list[Ticket]:
+        return [t for t in self.after if t.riding]
+
+
+def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 1.0) -> Iterator[Moment]:
+    """Decide every `tick` seconds who rides, until all loads have had their time; bytes never exceed `room`."""
+    if too_large := [load for load in loads if load.bytes > room]:
+        raise ValueError(f"{too_large[0]} does not fit into {room} bytes; give it fewer, or more room")
+    queue = Queue(policy)
+    coming = sorted(range(len(loads)), key=lambda i: (loads[i].arrives, i), reverse=True)
+    step = 0
+    while len(queue) or coming:
+        now = step * tick
+        while coming and loads[coming[-1]].arrives <= now:
+            queue.add(_arrival(coming[-1], loads[coming.pop()], now))
+        before = queue.tickets
+        admission = queue.admit(lambda some: sum(t.bytes for t in some) <= room, now)
+        moment = Moment(now, before, admission, queue.tickets)
+        yield moment
+        for t in moment.riding:
+            queue.rode(t.index, tick, t.seconds - tick)
+            if t.ridden + tick >= loads[t.index].seconds:
+                queue.remove(t.index)
+        step += 1
+
+
+def _arrival(index: int, load: Load, now: float) -> Ticket:
+    return Ticket(
+        index=index,
+        name=f"job {index}",
+        owner=load.owner,
+        priority=load.priority,
+        arrived=now,
+        since=now,
+        seconds=load.seconds if load.known else math.nan,
+        bytes=load.bytes,
+        riding=False,
+    )
+
+
+def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
+    """Raise AssertionError, in one line, where a policy breaks its contract.
+
+    Its order holds each ticket once, is the same when it is asked again, and leaves what it was given alone. In
+    simulated queues every job ends, nobody waits longer than `shoal.pack.queue` promises, nothing exceeds the room, and
+    a decision stands until time has passed.
+    """
+    assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"
+    draw = random.Random(seed)
+    _check_order(policy, [], 0.0)
+    for _ in range(rounds):
+        _check_order(policy, _draw_tickets(draw), 100.0)
+    unit = policy.slice_seconds if policy.slice_seconds is not None else min(policy.patience, 600.0) / 8
+    for _ in range(rounds):
+        loads = [_draw_load(draw, unit) for _ in range(draw.randint(1, 8))]
+        check_moments(policy, simulate(policy, loads, room=4, tick=unit / 2), loads, room=4, tick=unit / 2)
+
+
+def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Load], *, room: int, tick: float) -> None:
+    """What must hold at every decision of a simulated queue, whatever the policy."""
+    longest = max((load.seconds for load in loads), default=0.0)
+    ride = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
+    company: dict[tuple[int, float], int] = {}
+    """How many were there when a wait began."""
+    work = sum(load.seconds + tick for load in loads) + max((load.arrives for load in loads), default=0.0)
+    for moment in moments:
+        now, after = moment.now, moment.after
+        used = sum(t.bytes for t in moment.riding)
+        assert used <= room, f"{policy.name} at {now:g} s: {used} bytes ride where {room} fit"
+        again = admit(after, policy, lambda some: sum(t.bytes for t in some) <= room, now)
+        assert again == Admission([], []), (
+            f"{policy.name} at {now:g} s: asked again at once, it decides otherwise: {again}"
+        )
+        assert not after or moment.riding, f"{policy.name} at {now:g} s: jobs wait and nobody rides"
+        for t in moment.tickets:
+            if not t.riding:
+                n = company.setdefault((t.index, t.since), sum(u.arrived <= t.since for u in moment.tickets))
+                bound = n * (policy.patience + ride + 2 * tick)
+                assert now - t.since <= bound, f"{policy.name} at {now:g} s: {t.name} waits longer than {bound:g} s"
+        assert now <= work, f"{policy.name}: work of {work:g} s is not done after that time"
+
+
+def _check_order(policy: Policy, tickets: list[Ticket], now: float) -> None:
+    given = list(tickets)
+    first, second = policy.order(given, now), policy.order(given, now)
+    assert given == tickets, f"{policy.name}: order changed the list it was given; use sorted()"
+    assert sorted(t.index for t in first) == sorted(t.index for t in tickets), (
+        f"{policy.name}: order gave {[t.index for t in first]} for {[t.index for t in tickets]}; each must come once"
+    )
+    assert first == second, (
+        f"{policy.name}: asked twice, order gave two answers; it may depend on tickets and now alone"
+    )
+
+
+def _draw_tickets(draw: random.Random) -> list[Ticket]:
+    """A queue at 100 seconds, with ties, unknown lengths and negative priorities."""
+    tickets = []
+    for i in range(draw.randint(1, 12)):
+        arrived = float(draw.randint(0, 50))
+        ticket = Ticket(
+            index=i,
+            name=f"job {i}",
+            owner=draw.choice("abc"),
+            priority=draw.randint(-2, 2),
+            arrived=arrived,
+            since=draw.uniform(arrived, 100.0),
+            seconds=draw.choice([math.nan, 0.0, 1.0, draw.uniform(0, 1e4)]),
+            bytes=draw.randint(0, 10),
+            riding=draw.random() < 0.5,
+            ridden=draw.uniform(0, 50),
+        )
+        tickets.append(ticket)
+    had = Counter({owner: draw.randint(100, 200) for owner in "abc"})
+    return [replace(t, owner_ridden=float(had[t.owner])) for t in sorted(tickets, key=lambda t: (t.arrived, t.index))]
+
+
+def _draw_load(draw: random.Random, unit: float) -> Load:
+    return Load(
+        seconds=draw.randint(1, 12) * unit,
+        arrives=draw.choice([0.0, draw.randint(0, 12) * unit]),
+        owner=draw.choice("abc"),
+        priority=draw.randint(-2, 2),
+        bytes=draw.randint(1, 4),
+        known=draw.random() < 0.8,
+    )
