@@ -120,6 +120,14 @@ def test_speed_gain_memory_and_the_time_left() -> None:
     assert text == " 40%, 0/2 ended, 2 riding in 1 pack, 20 steps/s, 4.0x alone, 2 MB (3 MB predicted), 12 s left"
 
 
+def test_steps_are_the_optimizer_s() -> None:
+    (a,) = members(1, accumulate=2)
+    tally = Tally([a])
+    tally(join(a))
+    tally(turn(1, 4, seconds=2.0))
+    assert rows(tally)[0].speed == 1.0
+
+
 def test_the_time_left_weighs_members_by_what_they_cost() -> None:
     clock, (a, b) = Clock(), members(epochs=25)
     tally = Tally([a, b], clock)

@@ -121,6 +121,9 @@ def test_a_member_that_goes_back_and_a_second_run_in_the_same_folder(tmp_path: P
     epoch(listeners, again)
     leave(listeners, again)
     assert curve(tmp_path / "a", "loss") == [(4, 1.0)], "the same callback in another run starts anew"
+    third = member()
+    epoch(listeners, third, val_loss=0.125)
+    assert curve(tmp_path / "a", "val_loss") == [(4, 0.125)], "also where the last one was as short"
 
 
 def test_a_member_that_fails_before_its_first_row(tmp_path: Path) -> None:

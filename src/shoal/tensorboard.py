@@ -55,7 +55,7 @@ class TensorBoard:
 def folder_name(name: str, index: int) -> str:
     """A member's name as that of a folder; with its place where the name had to be changed."""
     safe = re.sub(r"[^\w.=,+@ -]", "_", name)[:_LONGEST].rstrip(". ")
-    return safe if safe == name and safe.strip(".") else f"{safe or 'job'}-{index}"
+    return safe if safe == name else f"{safe or 'job'}-{index}"
 
 
 class _Log:
