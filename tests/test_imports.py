@@ -7,7 +7,8 @@ SCRIPT = """
 import sys
 from importlib.machinery import PathFinder
 
-ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "yaml", "pytest"}
+ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "yaml", "pytest",
+          "tensorboard"}
 
 class Finder:
     @staticmethod
