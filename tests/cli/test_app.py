@@ -78,6 +78,9 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
         (["bench", "--plot", "bars.xyz"], "no kind of picture"),
         (["bench", "--json", "bars.json"], "no network 'bars.json'"),
         (["train", "jobs"], "names no function"),
+        (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["train", "nowhere.yaml:jobs"], "a function in a job file"),
+        (["explain", "nowhere.yml"], "nowhere.yml: there is no such file"),
         (["train", "nowhere.py:jobs"], "no file 'nowhere.py'"),
         (["train", "no_such_module:jobs"], "no module 'no_such_module'"),
         (["train", "json:dump", "--threads", "0"], "--threads"),
@@ -158,7 +161,9 @@ def jobs_file(tmp_path: Path) -> Path:
 
 def test_train_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"{jobs_file(tmp_path)}:jobs", "--json", "--device", "cpu", "--no-compile"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    *events, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert last["kind"] == "results" and all(event["kind"] != "results" for event in events)
+    rows = last["results"]
     assert [row["name"] for row in rows] == ["lr=0.01", "lr=0.1"]
     assert {row["status"] for row in rows} == {"done"}
     assert all(row["history"][-1]["loss"] > 0 for row in rows)
@@ -202,7 +207,7 @@ def test_a_module_in_the_current_folder(tmp_path: Path) -> None:
     jobs_file(tmp_path)
     done = run("train", "two_jobs:jobs", "--json", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)) == 2
+    assert len(json.loads(done.stdout.splitlines()[-1])["results"]) == 2
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

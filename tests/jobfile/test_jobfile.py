@@ -1,5 +1,6 @@
 """What a job file means: the jobs that come of it."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_a_schedule_over_the_whole_job(folder: Path) -> None:
     assert isinstance(job.schedule, Over) and job.schedule.total == 2 * 4
     factors = [job.schedule(step) for step in range(9)]
     assert factors[0] == pytest.approx(1 / 3) and factors[2] == 1.0 and factors[8] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(factors[2:], factors[3:], strict=False))
+    assert all(a > b for a, b in pairwise(factors[2:]))
     (other,) = jobs_of(folder, BASE + "schedule = 'linear'\nschedule_every = 'epoch'\n")
     assert [other.schedule(epoch) for epoch in range(3)] == [1.0, 0.5, 0.0]
 

@@ -82,7 +82,9 @@ def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results
     settings.setdefault("progress", not as_json)
     folder = settings.pop("tensorboard", None)
     if folder is not None:
-        settings["callbacks"] = [shoal.TensorBoard(folder)]
+        from shoal.tensorboard import TensorBoard
+
+        settings["callbacks"] = [TensorBoard(folder)]
     if as_json and "events" in inspect.signature(shoal.train).parameters:
         settings["events"] = JsonLines(sys.stdout)
     try:
