@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.explanation import memory
-from shoal.pack import measure
+from shoal.pack import learned, measure
 from shoal.pack.recipe import Kitchen
 from shoal.tables import duration, size
 
@@ -118,13 +118,46 @@ def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
 def test_where_stacking_loses_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = measure.Verdict(stacked=2e-3, solo=1e-3, ratio=0.5)
     monkeypatch.setattr(measure, "trial", lambda *_: lost)
+    monkeypatch.setattr(measure, "_verdicts", {})
     long = [job(f"l{i}", epochs=200, seed=i) for i in range(3)]
     told = shoal.explain(long, device="cpu")
     assert [part.tier for part in told.plan.parts] == ["serial"] * 3
-    assert "at 0.50 times the speed of solo steps" in str(told)
+    assert "do not pack: a stacked step runs at 0.50 times the speed of solo steps" in str(told)
     short = shoal.explain([job(f"s{i}", seed=i) for i in range(3)], device="cpu")
     assert [part.tier for part in short.plan.parts] == ["stacked"]
     assert "stacking loses here (0.50x): do not pack" in str(short)
+
+
+def test_a_budget_sizes_packs_and_says_who_waits() -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Linear(4096, 3))
+
+    these = [job(f"w{i}", model=wide, seed=i) for i in range(12)]
+    whole = shoal.explain(these, device="cpu", measure=False, memory="1GB")
+    assert not whole.plan.waiting and whole.plan.budget == 10**9
+    third = int(whole.memory_bytes / 3)
+    told = shoal.explain(these, device="cpu", measure=False, memory=third)
+    (part,) = told.plan.parts
+    assert 2 <= len(part.members) <= 5 and part.members == list(range(len(part.members)))
+    assert told.memory_bytes <= third
+    assert [w.index for w in told.plan.waiting] == list(range(len(part.members), 12))
+    assert "wait for a place" in str(told) and "waits for" in str(told) and "more" in str(told)
+    assert len(json.loads(told.to_json())["waiting"]) == 12 - len(part.members)
+    none = shoal.explain(these, device="cpu", measure=False, memory=1000)
+    assert not none.plan.parts and all(w.never and "the budget is 1 kB" in w.reason for w in none.plan.waiting)
+    with pytest.raises(ValueError, match="memory is 'much'"):
+        shoal.explain(these, device="cpu", memory="much")
+
+
+def test_when_compiling_pays_is_told() -> None:
+    these = [job(f"c{i}", seed=i) for i in range(4)]
+    (member, *_) = shoal.checks.prepare(these, torch.device("cpu"))
+    key = learned.digest(Kitchen().recipe(member))
+    learned.note(key, tier="stacked", rows=4, seconds=3e-3)
+    learned.note(key, tier="stacked compiled", rows=4, seconds=1e-3, compile_seconds=10.0)
+    told = shoal.explain(these, device="cpu", measure=False)
+    assert told.plan.parts[0].predicted["compile_pays_after_steps"] == 5000
+    assert "compiling takes about 10 s and pays off after 5000 steps; these jobs have 6" in str(told)
 
 
 def test_mistakes_are_those_of_train() -> None:

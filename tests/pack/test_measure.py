@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checks import prepare
-from shoal.pack import measure, plan
+from shoal.pack import learned, measure, plan
 from shoal.pack.measure import Verdict
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
@@ -81,14 +81,14 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
     for _ in range(2):
         made, _, _ = plan.arrange(members())
         assert {part.tier for part in made.parts} == {"serial"} and "0.50 times" in made.parts[0].reason
-        assert made.parts[0].predicted == {"step_seconds": 1.0}
+        assert made.parts[0].predicted["step_seconds"] == 1.0
     monkeypatch.setattr(measure, "_verdicts", {})  # as in another process
     plan.arrange(members())
     assert len(calls) == 1
-    measure.cache_file().write_text('{"damaged')
+    learned.cache_file().write_text('{"damaged')
     monkeypatch.setattr(measure, "_verdicts", {})
     plan.arrange(members())
-    assert len(calls) == 2 and slow in measure._remembered().values()
+    assert len(calls) == 2 and measure._remembered(measure.digest(recipe(members(1)[0])[0])) == slow
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -111,6 +111,32 @@ def test_large_networks_must_gain_and_are_stacked_in_the_rows_that_were_tried(
     made, _, _ = plan.arrange(members(6))
     assert [part.tier for part in made.parts] == tiers
     assert max(len(part.members) for part in made.parts) <= measure.LARGE_ROWS
+
+
+def test_times_are_predicted_on_a_line_through_two_stacks() -> None:
+    found = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
+    assert found.curve.at(2) == 5e-4 and found.curve.at(8) == pytest.approx(8e-4)
+    assert found.curve.at(64) == pytest.approx(3.6e-3), "not 64 times the time of one row among eight"
+    assert Verdict(1e-4, 1e-3, 10.0).curve.at(16) == pytest.approx(1.6e-3)
+
+
+def test_a_packs_own_size_is_tried_where_it_is_far_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, kitchen = recipe(members(1)[0])
+    tried: list[int] = []
+
+    def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int) -> float:
+        tried.append(rows)
+        return 7e-3
+
+    monkeypatch.setattr(measure, "step_seconds", step_seconds)
+    small = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
+    for rows in (4, 12, 40, 40, 60):
+        measure.refine(own, kitchen, rows, small)
+    assert tried == [40], "once, and not for packs near one that is known"
+    curve = measure.seconds_curve(own, small)
+    assert curve is not None and curve.at(40) == 7e-3
+    measure.refine(own, kitchen, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
+    assert tried == [40], "a step that takes long is not worth it"
 
 
 def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,14 @@ def explain(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, for the gain to expect.")
     ] = True,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes that may be used, such as 20GB: how packs are sized, and who waits.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say what would be stacked, what not and why, without training."""
     jobs = load_jobs(target)
     import shoal
 
-    explanation = shoal.explain(jobs, device=device, measure=measure)
+    explanation = shoal.explain(jobs, device=device, measure=measure, memory=memory)
     typer.echo(explanation.to_json() if as_json else str(explanation))

@@ -2,20 +2,16 @@
 
 A job's tier must not depend on its companions, or its bits would. So a recipe is tried in a canonical way: copies of
 one member as a stack of fixed size, against that member's plain loop, on the same batches, in turns. The verdict is
-remembered in the process and on disk, so that later runs decide alike. Stacking is the rule; it must clearly lose to be
-given up.
+remembered in the process and on disk (see `learned`), so that later runs decide alike. Stacking is the rule; it must
+clearly lose to be given up. A second, smaller stack gives the line on which the time of any pack is predicted.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import os
+import math
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -23,7 +19,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
+from shoal.pack import learned
+from shoal.pack.learned import digest
 from shoal.pack.members import Member
+from shoal.pack.planner import Curve
 from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.stack import Stack
@@ -44,7 +43,8 @@ WORTH = 1.05
 """What a large network must gain from stacking."""
 LARGE_BYTES, LARGE_FEW_STEPS = 16 << 20, 60
 """Results of a step's operators from which a network is taken for large, and the steps that are then worth a trial."""
-FORMAT = 2
+MOST_ROWS, REFINE_SECONDS = 64, 0.1
+"""A pack's own size is tried too, up to so many rows, where its step should take no longer than this."""
 
 _verdicts: dict[str, Verdict] = {}
 
@@ -58,6 +58,21 @@ class Verdict:
     ratio: float
     """The median of solo over stacked, measured in turns."""
     agrees: bool = True
+    pair: float = 0.0
+    """Seconds of a step of the smallest stack, both rows together; 0: not measured."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stack that was tried."""
+        return LARGE_ROWS if self.large else ROWS
+
+    @property
+    def curve(self) -> Curve:
+        """Seconds of a stacked step over rows."""
+        points = [(LEAST, self.pair)] if self.pair else []
+        found = Curve.of([*points, (self.rows, self.stacked * self.rows)])
+        assert found is not None
+        return found
 
     @property
     def large(self) -> bool:
@@ -108,21 +123,60 @@ def verdict(recipe: Recipe, kitchen: Kitchen) -> Verdict | None:
     """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
-        found = _remembered().get(key)
+        found = _remembered(key)
         if found is None:
             try:
                 found = trial(recipe, kitchen)
             except Exception:  # whatever it is will show in training, where it ends its own member
                 return None
-            _remember(key, found)
+            learned.remember(key, asdict(found))
         _verdicts[key] = found
     return _verdicts[key]
 
 
-def digest(recipe: Recipe) -> str:
-    """What the verdict depends on, and nothing of the companions."""
-    threads = torch.get_num_threads()
-    return hashlib.sha256(repr((FORMAT, recipe.key, torch.__version__, threads)).encode()).hexdigest()[:32]
+def _remembered(key: str) -> Verdict | None:
+    """What an earlier run found; what cannot be read is no verdict."""
+    found = learned.lookup(key).verdict
+    try:
+        known = Verdict(**found) if found is not None else None
+        return known if known is not None and all(math.isfinite(x) for x in (known.stacked, known.solo)) else None
+    except TypeError:
+        return None
+
+
+def seconds_curve(recipe: Recipe, found: Verdict | None, tier: str = "stacked") -> Curve | None:
+    """Seconds of a step over rows: what runs have shown, then what the trial said."""
+    seen = learned.lookup(digest(recipe)).curve("seconds", tier)
+    said = found.curve.points if found is not None and tier == "stacked" else ()
+    return Curve.of([*said, *(seen.points if seen is not None else ())])
+
+
+def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
+    """Time a stack of a pack's own size, where that is cheap and far from what was tried; it changes no tier."""
+    rows = min(rows, MOST_ROWS)
+    curve = seconds_curve(recipe, found)
+    if found.large or curve is None or rows < 2 * found.rows or curve.at(rows) > REFINE_SECONDS:
+        return
+    if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
+        return
+    try:
+        seconds = step_seconds(recipe, kitchen, rows)
+    except Exception:  # whatever it is will show in training, where it ends its own member
+        return
+    learned.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
+
+
+def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -> float:
+    """Seconds of a step of so many copies of the recipe's member, stacked."""
+    runner = _stacked(recipe, kitchen, rows)
+    runner.run(2)
+    return statistics.median(runner.run(1) for _ in range(rounds))
+
+
+def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
+    member = _scratch(recipe.member)
+    own = Recipe(member, recipe.steps, plan_optimizer(member))
+    return _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
 
 
 def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdict:
@@ -132,12 +186,11 @@ def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdi
     first = alone.run(1)
     count, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
     rows = count if members is None else max(members, LEAST)
-    member = _scratch(recipe.member)
-    own = Recipe(member, recipe.steps, plan_optimizer(member))
-    together = _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
+    together, two = _stacked(recipe, kitchen, rows), _stacked(recipe, kitchen, LEAST)
     together.run(2)
+    two.run(2)
     agrees = _agree(alone, together)
-    ratios, stacked, solo = [], [], []
+    ratios, stacked, solo, pair = [], [], [], []
     for number in range(rounds):
         if number % 2:
             a, b = together.run(1), alone.run(count)
@@ -146,7 +199,9 @@ def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdi
         stacked.append(a / rows)
         solo.append(b / count)
         ratios.append(solo[-1] / stacked[-1])
-    return Verdict(statistics.median(stacked), statistics.median(solo), statistics.median(ratios), agrees)
+        pair.append(two.run(1))
+    middle = statistics.median
+    return Verdict(middle(stacked), middle(solo), middle(ratios), agrees, middle(pair))
 
 
 class _Runner:
@@ -205,35 +260,3 @@ def _scratch(member: Member) -> Member:
         optimizer_state={},
         best=None,
     )
-
-
-# --- on disk --------------------------------------------------------------------------------------------------------
-
-
-def cache_file() -> Path:
-    """Where verdicts are kept: $SHOAL_CACHE, or ~/.cache/shoal."""
-    folder = os.environ.get("SHOAL_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "shoal") / "tiers.json"
-
-
-def _remembered() -> dict[str, Verdict]:
-    """What earlier runs found; a missing or damaged file is no verdict."""
-    try:
-        table = json.loads(cache_file().read_text())
-        return {key: Verdict(**value) for key, value in table.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
-        return {}
-
-
-def _remember(key: str, found: Verdict) -> None:
-    """Add to the file, whole or not at all. A folder that cannot be written to costs only the next run a trial."""
-    file = cache_file()
-    table = {name: asdict(value) for name, value in {**_remembered(), key: found}.items()}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tiers-")
-        with os.fdopen(handle, "w") as out:
-            json.dump(table, out)
-        Path(name).replace(file)
-    except OSError:
-        return

@@ -1,75 +1,124 @@
-"""The decision as plain data: which members ride together, on which tier, and why."""
+"""From members to a plan and its units: group, try, ask the planner, build."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
+import torch
+
+from shoal.pack import learned, memory
 from shoal.pack.group import Group, group, told
-from shoal.pack.measure import LARGE_ROWS, Verdict, verdicts
+from shoal.pack.measure import LARGE_ROWS, Verdict, num_steps, refine, seconds_curve, verdicts
 from shoal.pack.members import Member
-from shoal.pack.recipe import Kitchen
+from shoal.pack.planner import Curve as Curve
+from shoal.pack.planner import Device, Request, plan
+from shoal.pack.planner import Part as Part
+from shoal.pack.planner import Plan as Plan
+from shoal.pack.planner import Waiting as Waiting
+from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.unit import StackedUnit
 from shoal.pack.unit import Executor, Unit
 
-
-@dataclass(slots=True)
-class Part:
-    """Members that advance together."""
-
-    tier: str
-    members: list[int]
-    """Places in the user's list."""
-    names: list[str]
-    reason: str
-    """Why this tier, in one line."""
-    predicted: dict[str, float] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Plan:
-    """What rides together and what does not. Made before the first step; what it did cost is filled in afterwards."""
-
-    device: str
-    parts: list[Part]
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as numbers and strings."""
-        names = ("tier", "members", "names", "reason", "predicted", "measured")
-        return {"device": self.device, "parts": [{name: getattr(p, name) for name in names} for p in self.parts]}
-
+AMPLE = 0.05
+"""The part of the budget below which packs are not looked at closely."""
 
 Verdicts = dict[int, Verdict]
 """For members that were tried, by their places, what the trial said."""
 
 
-def decide(groups: list[Group], device: str, tried: Verdicts | None = None) -> Plan:
-    """A tier for every group: stacked where that is exact and does not lose, serial otherwise."""
-    parts = []
-    for found in groups:
-        reason = told(found, groups)
-        said = {m.index: (tried or {}).get(m.index) for m in found.members}
-        alone = [m for m in found.members if not found.stackable or _refused(said[m.index])]
-        for member in alone:
-            verdict = said[member.index]
-            why = verdict.reason if verdict is not None and found.stackable else reason
-            predicted = {} if verdict is None else {"step_seconds": verdict.solo}
-            parts.append(Part("serial", [member.index], [member.name], why, predicted))
-        together = [m for m in found.members if m not in alone]
-        if together:
-            known = [v for m in together if (v := said[m.index]) is not None]
-            size = LARGE_ROWS if known and known[0].large else len(together)
-            for start in range(0, len(together), size):
-                some = together[start : start + size]
-                predicted = {"step_seconds": known[0].stacked * len(some)} if known else {}
-                parts.append(Part("stacked", [m.index for m in some], [m.name for m in some], reason, predicted))
-    return Plan(device, parts)
+def decide(
+    groups: list[Group],
+    device: str,
+    tried: Verdicts | None = None,
+    *,
+    budget: int | None = None,
+    tiers: Mapping[int, str] | None = None,
+    riding: Sequence[Part] = (),
+) -> Plan:
+    """A tier for every group: stacked where that is exact and does not lose, serial otherwise; then who rides now.
+
+    `tiers`: those that members had in the run that is resumed; they have them again.
+    """
+    asked = requests(groups, tried, tiers, exact=_tight(groups, budget))
+    return plan(asked, riding, room(groups, device, budget))
 
 
-def _refused(verdict: Verdict | None) -> bool:
-    return verdict is not None and bool(verdict.reason)
+def room(groups: list[Group], device: str, budget: int | None) -> Device:
+    """The device as the planner sees it, with the members' data on it."""
+    members = [member for found in groups for member in found.members]
+    taken = memory.data_bytes(members) if budget is not None else 0
+    return Device(device, budget, torch.device(device).type == "cuda", taken)
+
+
+def _tight(groups: list[Group], budget: int | None) -> bool:
+    """Whether memory could matter, so that it is worth a closer look."""
+    if budget is None:
+        return False
+    rough = sum(memory.rough(g.recipes[0]) * len(g.members) for g in groups if g.recipes)
+    return rough > AMPLE * budget
+
+
+def requests(
+    groups: list[Group],
+    tried: Verdicts | None = None,
+    tiers: Mapping[int, str] | None = None,
+    *,
+    exact: bool = True,
+) -> list[Request]:
+    """Every member as the planner sees it, group by group. `exact=False`: bytes by rule of thumb."""
+    found: list[Request] = []
+    keys: dict[str, int] = {}
+    for number, own in enumerate(groups):
+        reason = told(own, groups)
+        recipes = {recipe.member.index: recipe for recipe in own.recipes}
+        key = learned.digest(own.recipes[0]) if own.recipes else f"untraced {number}"
+        key = key if keys.setdefault(key, number) == number else f"{key}-{number}"
+        for member in own.members:
+            verdict = (tried or {}).get(member.index)
+            tier = (tiers or {}).get(member.index, "")
+            recipe = recipes.get(member.index)
+            found.append(_request(member, recipe, key, reason, own.stackable, verdict, tier, exact))
+    return found
+
+
+def _request(
+    member: Member,
+    recipe: Recipe | None,
+    key: str,
+    reason: str,
+    stackable: bool,
+    verdict: Verdict | None,
+    remembered: str,
+    exact: bool,
+) -> Request:
+    lost = verdict.reason if verdict is not None else ""
+    tier = "stacked" if stackable and not lost else "serial"
+    why = lost if stackable and lost else reason
+    if remembered != tier and (remembered == "serial" or (remembered == "stacked" and stackable)):
+        tier, why = remembered, f"{reason}; {remembered} as in the run before"
+    if recipe is None:
+        state, working = Curve.line(0.0, float(memory.lone_bytes(member))), Curve(((1, 0.0),))
+    else:
+        state, working = memory.footprint(recipe, tier, exact=exact)
+    entry = learned.lookup(learned.digest(recipe)) if recipe is not None else learned.Entry()
+    serial = entry.curve("seconds", "serial")
+    return Request(
+        index=member.index,
+        name=member.name,
+        key=key,
+        reason=why,
+        tier=tier,
+        steps=max(0, num_steps(member) - member.step),
+        alone=verdict.solo if verdict is not None else serial.at(1) if serial is not None else None,
+        seconds=seconds_curve(recipe, verdict) if recipe is not None else None,
+        state=state,
+        working=working,
+        most_rows=LARGE_ROWS if verdict is not None and verdict.large else None,
+        compile_seconds=entry.compile_seconds.get(tier + learned.COMPILED),
+        compiled=entry.curve("seconds", tier + learned.COMPILED),
+    )
 
 
 def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
@@ -89,20 +138,99 @@ def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
 
 
 def arrange(
-    members: list[Member], *, timed: bool = True, compile: bool | Literal["auto"] = "auto"
+    members: list[Member],
+    *,
+    timed: bool = True,
+    compile: bool | Literal["auto"] = "auto",
+    budget: int | None = None,
+    tiers: Mapping[int, str] | None = None,
 ) -> tuple[Plan, list[Unit], Executor]:
-    """Group, try, decide, build. Without `timed` no clock has a say: stacked wherever that is exact."""
+    """Group, try, decide, build. Without `timed` no clock has a say: stacked wherever that is exact.
+
+    `budget`: bytes that may be used; members that do not fit are in `plan.waiting`, and have no unit.
+    `tiers`: those of the run that is resumed, by members' places.
+    """
     kitchen = Kitchen()
     groups = group(members, kitchen)
     if members[0].device.type == "cuda":
         from shoal.pack.captured.arrange import arrange as arrange_captured
         from shoal.pack.captured.executor import CapturedExecutor
 
-        parts, units = arrange_captured(groups, kitchen, compile)
-        return Plan(str(members[0].device), parts), units, CapturedExecutor()
-    tried: Verdicts = {}
-    for found in groups if timed else []:
-        if found.stackable:
-            tried |= verdicts(found.recipes, kitchen)
-    plan = decide(groups, str(members[0].device), tried)
+        seated, waiting = _seated(groups, str(members[0].device), budget)
+        parts, units = arrange_captured(seated, kitchen, compile)
+        _fill(parts, seated)
+        return Plan(str(members[0].device), parts, waiting, budget), units, CapturedExecutor()
+    tried = try_out(groups, kitchen) if timed else {}
+    plan = decide(groups, str(members[0].device), tried, budget=budget, tiers=tiers)
     return plan, build(plan, groups, kitchen), Executor()
+
+
+def _seated(groups: list[Group], device: str, budget: int | None) -> tuple[list[Group], list[Waiting]]:
+    """The groups with only those members that fit now, and the others."""
+    if budget is None or not _tight(groups, budget):
+        return groups, []
+    made = plan(requests(groups), (), room(groups, device, budget))
+    out = {w.index for w in made.waiting}
+    seated = [
+        Group(
+            [m for m in found.members if m.index not in out],
+            [r for r in found.recipes if r.member.index not in out],
+            found.reason,
+        )
+        for found in groups
+    ]
+    return [found for found in seated if found.members], made.waiting
+
+
+def _fill(parts: list[Part], groups: list[Group]) -> None:
+    """What captured parts should take, and what is known of their steps alone."""
+    recipes = {recipe.member.index: recipe for found in groups for recipe in found.recipes}
+    for part in parts:
+        recipe = recipes.get(part.members[0])
+        if recipe is not None:
+            state, working = memory.footprint(recipe, part.tier)
+            count = len(part.members)
+            part.key = learned.digest(recipe)
+            part.predicted |= {"state_bytes": state.at(count), "memory_bytes": state.at(count) + working.at(count)}
+
+
+def try_out(groups: list[Group], kitchen: Kitchen) -> Verdicts:
+    """What trials say about every group that can be stacked."""
+    tried: Verdicts = {}
+    for found in groups:
+        if not found.stackable:
+            continue
+        said = verdicts(found.recipes, kitchen)
+        stacked = [r for r in found.recipes if r.member.index in said and not said[r.member.index].reason]
+        if stacked:
+            refine(stacked[0], kitchen, len(stacked), said[stacked[0].member.index])
+        tried |= said
+    return tried
+
+
+# --- what the run loop asks -------------------------------------------------------------------------------------------
+
+
+def predicted(request: Request, members: int = 1) -> tuple[float, int]:
+    """For a job that waits: (seconds of the work left, NaN where unknown; bytes it takes), in a part of so many."""
+    from shoal.pack.planner import cost, predictions
+
+    found = predictions(request, members)
+    step = found.get("step_seconds")
+    seconds = float("nan") if step is None else step / members * request.steps
+    now, before = sum(cost(request, members)), sum(cost(request, members - 1)) if members > 1 else 0.0
+    return seconds, int(now - before)
+
+
+def note(part: Part, recipe: Recipe | None, seconds: float, steps: int, bytes: int | None = None) -> None:
+    """Take in what a turn did cost: into the part, and for later runs into what is learned."""
+    part.note(seconds, steps, bytes)
+    if recipe is None or not steps:
+        return
+    learned.note(
+        learned.digest(recipe),
+        tier=part.tier,
+        rows=len(part.members),
+        seconds=part.measured["step_seconds"],
+        bytes=bytes,
+    )
