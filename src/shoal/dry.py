@@ -114,7 +114,7 @@ def _step_problems(member: Member, size: int, short: bool) -> list[str]:
 def _twin(member: Member) -> nn.Module:
     """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again."""
     try:
-        return copy.deepcopy(member.model)
+        return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
     except Exception:
         with seeded(member.job.seed, member.device):
             return build_model(member.job).to(member.device)

@@ -187,15 +187,16 @@ def _step(state: _Solo, group: list[Any]) -> None:
     for batch in group:
         before = {name: buffer.clone() for name, buffer in _buffers(model)}
         try:
-            with _drawing(state), autocast(job, state.device):
-                loss, logs = run_step(job, model, batch)
+            with _drawing(state):
+                with autocast(job, state.device):
+                    loss, logs = run_step(job, model, batch)
+                if torch.isfinite(loss) and not needs_closure(optimizer):  # checkpointing draws again in here
+                    mean = loss / len(group) if len(group) > 1 else loss
+                    (mean if state.scaler is None else state.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
             if not torch.isfinite(loss):
                 state.status, state.error = "diverged", f"the loss became {number(loss)} after step {state.step}"
             elif needs_closure(optimizer):
                 _closure_step(state, batch, loss)
-            else:
-                mean = loss / len(group) if len(group) > 1 else loss
-                (mean if state.scaler is None else state.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             state.status, state.error = "failed", describe(error)
         if state.status != "running":

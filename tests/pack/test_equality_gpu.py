@@ -14,7 +14,7 @@ from tests.pack import test_hard_cases as hard
 from tests.pack import test_layers as layers
 from tests.pack import test_precision as half
 from tests.pack import test_settings as cases
-from tests.pack.equality import assert_as_alone, distances, numbers, train, whole
+from tests.pack.equality import TOLERANCE, assert_as_alone, distances, numbers, train, whole
 from tests.pack.layers import INPUTS, LAYERS
 from torch import Tensor, nn
 
@@ -24,9 +24,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # Kernels whose sums go through atomic additions have no order to be held to; torch says which in its own documentation.
 UNORDERED = {"FractionalMaxPool2d", "EmbeddingBag max"}
+# Torch's own kernel scales a row of the table once or twice where a batch has its index twice: held to the CPU's loop.
+RACES = "Embedding with max_norm"
+# Torch's multi-tensor ASGD, which the plain loop takes on a GPU, computes eta in float32.
+ROUNDED = {"ASGD": 1e-6}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in UNORDERED])
+@pytest.mark.parametrize("pack", [layers.jobs(LAYERS[RACES].build, INPUTS["tokens"]), hard.jobs(hard.CASES[RACES])])
+def test_rows_of_a_table_kept_short(pack: list[shoal.Job]) -> None:
+    for result, job in zip(train(pack, "cuda", False), pack, strict=True):
+        apart = distances(result, shoal.solo(job, "cpu"))
+        assert max(apart.values()) < 1e-9, apart
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in UNORDERED and name != RACES])
 def test_layer(name: str) -> None:
     layer = LAYERS[name]
     assert_as_alone(
@@ -48,7 +59,7 @@ def test_layer_compiled_and_captured(name: str) -> None:
 def test_optimizer(name: str) -> None:
     kind, settings = cases.OPTIMIZERS[name]
     pack = [cases.job(seed, optimizer=kind, hparams=hparams) for seed, hparams in enumerate(settings)]
-    assert_as_alone(pack, tier=None, device="cuda", compile=False)
+    assert_as_alone(pack, tier=None, device="cuda", compile=False, tolerance=ROUNDED.get(name, TOLERANCE))
 
 
 @pytest.mark.parametrize("name", cases.SCHEDULES)
@@ -64,7 +75,7 @@ def test_setting(name: str) -> None:
     assert_as_alone(pack, tier=None, device="cuda", compile=False)
 
 
-@pytest.mark.parametrize("name", [name for name, case in hard.CASES.items() if not case.reason])
+@pytest.mark.parametrize("name", [name for name, case in hard.CASES.items() if not case.reason and name != RACES])
 def test_hard_case(name: str) -> None:
     assert_as_alone(hard.jobs(hard.CASES[name]), tier=None, device="cuda", compile=False)
 

@@ -169,8 +169,8 @@ class Program:
         if node.target is operator.getitem or not hasattr(node.target, "_schema"):
             return node.target, self._slots(node.args)  # type: ignore[return-value]
         arguments = self._arguments(index, node)
-        random = self._is_random(node)
-        if not random and (node not in self._carries or self._widened(node)):
+        ruled = self._is_random(node) or node.target in rules.ALONE
+        if not ruled and (node not in self._carries or self._widened(node)):
             names = [argument.name for argument in node.target._schema.arguments]
             run = _plain(node.target, names, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]

@@ -15,8 +15,10 @@ from shoal.pack.stacked.rules import (
     shape,
 )
 from shoal.pack.stacked.rules._registry import find
+from shoal.pack.stacked.rules.embedding import ALONE
 
 __all__ = [
+    "ALONE",
     "attention",
     "conv",
     "embedding",

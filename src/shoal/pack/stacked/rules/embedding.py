@@ -13,6 +13,9 @@ from shoal.pack.stacked.site import NotStackable, Run, Site
 
 aten = torch.ops.aten
 
+ALONE = (aten.embedding_renorm_.default,)
+"""Operators whose rule also serves a member that runs alone."""
+
 
 @rule(aten.embedding.default)
 def embedding(site: Site) -> Run:
@@ -39,4 +42,18 @@ def embedding(site: Site) -> Run:
 
 @rule(aten.embedding_renorm_.default)
 def embedding_renorm(site: Site) -> Run:
-    return once_per_member(site)
+    """On a GPU for all members at once, and for one alone too: torch's kernel there scales a row once or twice where a
+    batch has its index twice, as the timing of its blocks will have it."""
+    if site.device.type == "cpu" or (site.members and not site.stacked(0)):
+        return once_per_member(site) if site.members else site.call
+    has_index = site.stacked(1)
+
+    def run(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+        wide = weight if site.members else weight.unsqueeze(0)  # [M, R, D]
+        index = indices.reshape(wide.shape[0], -1) if has_index else indices.reshape(1, -1).expand(wide.shape[0], -1)
+        norm = torch.linalg.vector_norm(wide, norm_type, dim=2)
+        read = torch.zeros_like(norm, dtype=torch.bool).scatter(1, index, True)
+        factor = torch.where(read & (norm > max_norm), max_norm / (norm + 1e-7), 1.0)
+        return weight.mul_(factor.to(weight.dtype).view(*weight.shape[:-1], 1))
+
+    return run
