@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 import warnings
@@ -20,6 +21,8 @@ from shoal.pack.captured.step import Inputs, Step, inputs_like, stack_tensors
 
 Compiled = Callable[[list[Tensor]], None]
 _LOCK = threading.Lock()
+FEW_NODES = 600
+"""A graph below this is many kernels of a few microseconds: those that do not wait for each other become one."""
 
 
 @dataclass(slots=True)
@@ -37,6 +40,9 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
     if not compiled:
         return Executable(lambda tensors: step(tensors, inputs), False, 0.0)
     start = time.perf_counter()
+    with warnings.catch_warnings():  # of torch, about torch
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.lowering")  # a decomposition looks there without asking for it
     tensors = [*stack_tensors(step.stack), *inputs.tensors()]
     fakes = [t.detach() for t in tensors]
 
@@ -59,8 +65,11 @@ def _inductor(graph: GraphModule) -> Compiled:
 
     AOTAutograd is left out on purpose: the backward pass is in the graph already, and no two inputs overlap.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    with warnings.catch_warnings():  # of torch, about torch
+        warnings.simplefilter("ignore")
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
     graph.graph.eliminate_dead_code()
@@ -70,7 +79,8 @@ def _inductor(graph: GraphModule) -> Compiled:
     with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
-        compiled = compile_fx_inner(graph, inputs)
+        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES):
+            compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
         with torch.no_grad():

@@ -82,6 +82,31 @@ def lerp_(start: Tensor, end: Tensor, weight: Tensor) -> None:
         start.copy_(torch.lerp(start.to(weight.dtype), end.to(weight.dtype), weight))
 
 
+def _in_memory_order(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
+) -> tuple[list[Tensor], list[Tensor], list[Mapping[str, Tensor]]]:
+    """The same tensors, seen with their dimensions as they lie in memory, members first.
+
+    A compiler that lays out a temporary for filters with channels last would give it another order than the filters
+    have, and pay a pass over memory to get back.
+    """
+    orders = [
+        [0, *sorted(range(1, p.dim()), key=lambda d, p=p: (-p.stride(d), d))] if p.dim() > 2 else None  # type: ignore[misc]
+        for p in params
+    ]
+    plain = [order is None or order == sorted(order) for order in orders]
+
+    def seen(value: Tensor, index: int, shape: torch.Size) -> Tensor:
+        order = orders[index]
+        return value if plain[index] or order is None or value.shape != shape else value.permute(order)
+
+    return (
+        [seen(p, i, p.shape) for i, p in enumerate(params)],
+        [seen(g, i, g.shape) for i, g in enumerate(grads)],
+        [{k: seen(v, i, params[i].shape) for k, v in state.items()} for i, state in enumerate(states)],
+    )
+
+
 class Rule(ABC):
     """One torch.optim class for a whole pack: a column of every hyper-parameter, the arithmetic of the class itself.
 
@@ -167,25 +192,29 @@ class Rule(ABC):
         With `active`, inactive members are restored from a copy: free when compiled (it fuses into the same loops),
         one more pass a tensor in eager mode, so pass it there only when somebody sits out.
         """
+        if is_traced():
+            params, grads, states = _in_memory_order(params, grads, states)
         before = [] if active is None else self._copies(params, states)
         ticked: dict[tuple[int, torch.dtype], State] = {}
         for param, grad, state in zip(params, grads, states, strict=True):
             key = (id(state["step"]), param.dtype)
             if key not in ticked:
                 assert all(other[0] != key[0] for other in ticked), "one clock serves parameters of one dtype"
-                ticked[key] = self.coefficients_(param, state, h)
+                ticked[key] = self.coefficients_(param, state, h, active)
+                active = ticked[key].pop("active", active)
             self.apply_shaped_(param, grad, state, ticked[key])
         for tensor, copy in before:
             assert active is not None
             tensor.copy_(torch.where(active.view(-1, *[1] * (tensor.ndim - 1)), tensor, copy))
 
-    def coefficients_(self, param: Tensor, state: Mapping[str, Tensor], h: Column) -> State:
-        """`tick_` for parameters like this one: rounded where torch rounds, and fenced from the compiler."""
+    def coefficients_(self, param: Tensor, state: Mapping[str, Tensor], h: Column, active: Tensor | None) -> State:
+        """`tick_` for parameters like this one: rounded where torch rounds, and fenced from the compiler; with them
+        goes `active`, or the compiler would look at the loss again for every element."""
         dtype = coefficient_dtype(param.dtype)
         c = self.tick_(state, h, dtype)
         if param.dtype in HALF and param.device.type == "cpu":
             c |= {name: c[name].to(param.dtype).to(dtype) for name in self.added if name in c}
-        return hold(c, dtype)
+        return hold(c if active is None else {**c, "active": active}, dtype)
 
     def apply_shaped_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
         """`apply_` with the coefficients as [M]; complex parameters as pairs of real numbers, as torch does."""

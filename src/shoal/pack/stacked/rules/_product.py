@@ -1,4 +1,4 @@
-"""Batched products on a CPU: bits that do not depend on a member's place, gradients laid out as the operands.
+"""Batched products: gradients laid out as the operands, and on a CPU bits that do not depend on a member's place.
 
 A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices
 start wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shoal.pack.optim._hold import is_traced
 
 _BOUNDARY = 16
 """Elements; 64 bytes of float32, the longest vector and the alignment of every allocation."""
@@ -67,6 +69,31 @@ class Linear(torch.autograd.Function):
         return (
             product(grad_MBO, weight_MOI) if of_x else None,
             product(grad_MBO.mT, x_MBI) if of_weight else None,
+            grad_MBO.sum(1) if of_bias else None,
+        )
+
+
+class Affine(torch.autograd.Function):
+    """The same on a GPU. In a compiled step the bias is added apart: there it fuses with what comes next, while a
+    product that adds would have the bias spread out in memory first."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MBI: Tensor, weight_MOI: Tensor, bias_MO: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_MBI, weight_MOI)
+        if bias_MO is None:
+            return torch.bmm(x_MBI, weight_MOI.mT)
+        if is_traced():
+            return torch.bmm(x_MBI, weight_MOI.mT) + bias_MO.unsqueeze(1)
+        return torch.baddbmm(bias_MO.unsqueeze(1), x_MBI, weight_MOI.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad_MBO,) = grads
+        x_MBI, weight_MOI = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            torch.bmm(grad_MBO, weight_MOI) if of_x else None,
+            torch.bmm(grad_MBO.mT, x_MBI) if of_weight else None,
             grad_MBO.sum(1) if of_bias else None,
         )
 

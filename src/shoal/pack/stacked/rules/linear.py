@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.pack.stacked.rules._product import Linear, Product
+from shoal.pack.stacked.rules._product import Affine, Linear, Product
 from shoal.pack.stacked.rules._registry import general, once_per_member, rule
 from shoal.pack.stacked.site import Run, Site, pad_dims
 
@@ -32,10 +32,7 @@ def linear(site: Site) -> Run:
         x = widened(x, has_x, members)
         weight = widened(weight, has_w, members)
         rows = x if len(lead) == 1 else x.reshape(members, -1, x.shape[-1])
-        if bias is None:
-            out = torch.bmm(rows, weight.mT)
-        else:
-            out = torch.baddbmm(widened(bias, has_b, members).unsqueeze(1), rows, weight.mT)
+        out = affine(rows, weight, None if bias is None else widened(bias, has_b, members))
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
     return run
@@ -47,17 +44,18 @@ def _cpu_linear(members: int, has_x: bool, has_b: bool, lead: tuple[int, ...]) -
         rows = rows if len(lead) == 1 else rows.reshape(members, -1, rows.shape[-1])
         if bias is not None and not has_b:
             bias = bias.expand(members, -1)
-        out: Tensor = Linear.apply(*_cast(rows, weight, bias))  # type: ignore[no-untyped-call]
+        out = affine(rows, weight, bias)
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
     return run
 
 
-def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
+def _cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     """A Function does not see the casts that autocast gives a product."""
-    if not torch.is_autocast_enabled("cpu"):
+    tensors, kind = (first, *others), first.device.type
+    if not torch.is_autocast_enabled(kind):
         return list(tensors)
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(kind)
     return [None if x is None else x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
@@ -71,10 +69,9 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
-    if x.device.type == "cpu":
-        out: Tensor = Linear.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
-        return out
-    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+    kind = Linear if x.device.type == "cpu" else Affine
+    out: Tensor = kind.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
+    return out
 
 
 def batched(x: Tensor, y: Tensor) -> Tensor:
