@@ -78,7 +78,7 @@ def test_vmap_keeps_running_statistics_as_the_loop_does() -> None:
 
     kind = Kind(name="normed", make=Normed, data=data, batch_size=4)
     tasks = [Task(kind=kind, seed=i, lr=1e-3) for i in range(2)]
-    work = Workload(name="normed", tasks=tasks, precision=None, batches=3, tensors={"normed": data(12)})
+    work = Workload(name="normed", tasks=tasks, precision=None, tensors={"normed": data(12)})
     eager, vmap = Eager(work, CPU), Vmap(work, CPU)
     eager.step(3)
     vmap.step(3)

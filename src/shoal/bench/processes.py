@@ -82,7 +82,7 @@ def _one(work: Workload, device: str, threads: int, pipe: Connection) -> None:
         prepare(device, threads)
         meter = Meter(device)
         kinds = {task.kind.name: task.kind for task in work.tasks}
-        data = {name: kind.data(work.batches * kind.batch_size) for name, kind in kinds.items()}
+        data = {name: kind.rows() for name, kind in kinds.items()}
         way = Eager(replace(work, tensors=data), torch.device(device))
         pipe.send(None)
         while True:

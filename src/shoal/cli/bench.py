@@ -65,7 +65,7 @@ def bench(
             members=members,
             precision=pick_precision(precision, place),
             batch_size=batch_size or None,
-            batches=4 if quick else 64,
+            batches=4 if quick else None if place.startswith("cuda") else 64,
         )
         for name in networks or NETWORKS
     ]
