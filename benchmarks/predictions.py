@@ -1,0 +1,216 @@
+"""Predicted beside measured: peak memory and step time of packs, each in a fresh process.
+
+    python benchmarks/predictions.py --device cpu                       # resident growth, predicted cold
+    python benchmarks/predictions.py --device cuda --networks mlp cnn gpt resnet --members 32
+
+On a CPU a prediction is made in one process that trains nothing, and then a pack is trained in another: how far its
+resident memory grew beyond a process that has only imported torch and Shoal. Step times are predicted and measured in
+one process, a trial right before the steps that it speaks for: on a busy machine nothing else can be compared.
+
+On a GPU two small packs of the same kind are built, captured and stepped first (4 and 8 members): their reserved peaks
+are what a run learns. Then the peak of the large pack is predicted, on the line through them, and measured. With
+`--compile` steps may be compiled, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+CPU_PACKS = ("mlp:64", "cnn:16", "cnn:32", "gpt:8", "encoder:16", "lstm:32", "resnet:2")
+MEMORY_BAR = {"cpu": 0.15, "cuda": 0.10}
+TIME_BAR = 0.20
+LEAST_BYTES = 200e6
+SMALL = (4, 8)
+
+
+def jobs(network: str, members: int, steps: int, batches: int, precision: str | None = None) -> list[Any]:
+    from shoal.bench.workloads import Spec, workload
+
+    work = workload(Spec(network=network, members=members, batches=batches, precision=precision))
+    return [dataclasses.replace(job, epochs=None, steps=steps) for job in work.jobs(epochs=1)]
+
+
+def predict(network: str, members: int) -> dict[str, float]:
+    """The growth of a process that trains this pack, from its traced step alone."""
+    import shoal
+    from shoal.pack import memory
+
+    told = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
+    return {"bytes": told.memory_bytes + memory.RUNTIME_BYTES}
+
+
+def growth(network: str, members: int) -> dict[str, float]:
+    """Train the pack here, and say how far this process grew."""
+    import torch
+
+    import shoal
+    import shoal.training
+    from shoal.bench.memory import peak_resident
+
+    torch.set_num_threads(1)
+    start = peak_resident() or 0
+    shoal.train(jobs(network, members, 6, 8), device="cpu")
+    return {"bytes": float((peak_resident() or 0) - start)}
+
+
+def times(network: str, members: int) -> dict[str, float]:
+    """A step of the pack: as the plan has it, and as it is."""
+    import torch
+
+    from shoal.checks import prepare
+    from shoal.pack import plan
+
+    torch.set_num_threads(1)
+    made, units, _ = plan.arrange(prepare(jobs(network, members, 400, 16), torch.device("cpu")))
+    predicted = sum(part.predicted["step_seconds"] for part in made.parts)
+    for unit in units:
+        order = torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members])
+        unit.begin_epoch(order)
+        unit.run(2)
+    seen = []
+    for _ in range(7):
+        start = perf_counter()
+        for unit in units:
+            unit.run(1)
+        seen.append(perf_counter() - start)
+    return {"predicted": predicted, "measured": statistics.median(seen)}
+
+
+def on_gpu(network: str, members: int, compile: bool) -> dict[str, float]:
+    """Two small packs teach; then the large one is predicted and measured. All in this process."""
+    from shoal.pack import learned, memory
+
+    for count in SMALL:
+        recipe, part, seconds, peak = _captured(network, count, compile)
+        learned.note(learned.digest(recipe), tier=part.tier, rows=count, seconds=seconds, bytes=peak)
+    tier = part.tier
+    bytes_said = memory.predict_bytes(recipe, members, tier)
+    curve = learned.lookup(learned.digest(recipe)).curve("seconds", tier)
+    said = curve.at(members) if curve is not None else float("nan")
+    recipe, part, seconds, peak = _captured(network, members, compile)
+    return {
+        "predicted": said,
+        "planned": part.predicted.get("step_seconds", float("nan")),
+        "measured": seconds,
+        "bytes_predicted": bytes_said,
+        "bytes": peak,
+        "same_tier": float(part.tier == tier),
+    }
+
+
+def _captured(network: str, members: int, compile: bool) -> tuple[Any, Any, float, float]:
+    """(recipe, part, seconds a step, reserved peak without the data) of one pack, built, captured and stepped."""
+    import gc
+
+    import torch
+
+    from shoal.checks import prepare
+    from shoal.pack import memory, plan
+    from shoal.pack.recipe import Kitchen
+
+    device = torch.device("cuda:0")
+    built = prepare(jobs(network, members, 4000, 64, "bf16"), device)
+    recipe = Kitchen().recipe(built[0])
+    data = memory.data_bytes(built)
+    plan.arrange(built, compile="auto" if compile else False)  # tries forms, and remembers the one that won
+    built = prepare(jobs(network, members, 4000, 64, "bf16"), device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    held = sum(p.numel() * p.element_size() for m in built for p in m.model.parameters())
+    made, units, executor = plan.arrange(built, compile="auto" if compile else False)
+    for unit in units:
+        unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
+    executor.run([(unit, 4) for unit in units])
+    start = perf_counter()
+    executor.run([(unit, 32) for unit in units])
+    seconds = (perf_counter() - start) / 32
+    peak = float(torch.cuda.max_memory_reserved() - max(0, before - data - held) - data)
+    return recipe, made.parts[0], seconds, peak
+
+
+def child(*words: str) -> dict[str, float]:
+    """One measurement in a fresh process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_WORKERS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cpu_rows(packs: list[str], what: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    for pack in packs:
+        network, _, members = pack.partition(":")
+        if "memory" in what:
+            said, seen = child("predict", network, members)["bytes"], child("growth", network, members)["bytes"]
+            counts = seen >= LEAST_BYTES
+            rows.append(row(pack, "memory", said, seen, MEMORY_BAR["cpu"], counts))
+        if "time" in what:
+            found = child("times", network, members)
+            rows.append(row(pack, "step", found["predicted"], found["measured"], TIME_BAR))
+    return rows
+
+
+def gpu_rows(networks: list[str], members: int, compile: bool) -> list[dict[str, Any]]:
+    rows = []
+    for network in networks:
+        found = child("on_gpu", network, str(members), "compile" if compile else "")
+        pack = f"{network}:{members}" + ("" if found["same_tier"] else " (another tier than the small packs)")
+        rows.append(row(pack, "memory", found["bytes_predicted"], found["bytes"], MEMORY_BAR["cuda"]))
+        rows.append(row(pack, "step, from 4 and 8", found["predicted"], found["measured"], TIME_BAR))
+        rows.append(row(pack, "step, as planned", found["planned"], found["measured"], TIME_BAR))
+    return rows
+
+
+def row(pack: str, what: str, said: float, seen: float, bar: float, counts: bool = True) -> dict[str, Any]:
+    off = said / seen - 1
+    holds = None if not counts else abs(off) <= bar
+    line = {"pack": pack, "what": what, "predicted": said, "measured": seen, "off": off, "bar": bar, "holds": holds}
+    unit, scale = ("MB", 1e-6) if what == "memory" else ("ms", 1e3)
+    told = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
+    print(f"{told:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True)
+    return line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--packs", nargs="+", default=list(CPU_PACKS), help="CPU: NETWORK:MEMBERS")
+    parser.add_argument("--what", nargs="+", choices=["memory", "time"], default=["memory", "time"])
+    parser.add_argument("--networks", nargs="+", default=["mlp", "cnn", "gpt", "resnet"], help="GPU")
+    parser.add_argument("--members", type=int, default=32, help="GPU")
+    parser.add_argument("--compile", action="store_true", help="GPU")
+    parser.add_argument("--out", help="write the numbers there as JSON")
+    given = parser.parse_args()
+    if given.child:
+        name, network, members, *rest = given.child
+        more = ("compile" in rest,) if name == "on_gpu" else ()
+        print(json.dumps(globals()[name](network, int(members), *more)))
+        return 0
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["SHOAL_CACHE"] = cache
+        on_cpu = given.device == "cpu"
+        rows = cpu_rows(given.packs, given.what) if on_cpu else gpu_rows(given.networks, given.members, given.compile)
+    if given.out:
+        Path(given.out).write_text(json.dumps(rows, indent=1))
+    return 1 if any(line["holds"] is False for line in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

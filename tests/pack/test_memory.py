@@ -1,0 +1,149 @@
+"""Memory: the analytic part against what real tensors do, corrections, budgets and sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.pack import learned, memory, plan
+from shoal.pack.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
+from shoal.pack.planner import Curve
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked.unit import StackedUnit
+
+X = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(64) % 4
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(memory, "_found", {})
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 4)
+    )
+
+
+def recipe(**changes: Any) -> tuple[Recipe, Kitchen]:
+    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.1, "momentum": 0.9}}
+    job = shoal.Job(model=network, data=(X, Y), loss=F.cross_entropy, batch_size=16, steps=4, **settings | changes)
+    (member,) = prepare([job], torch.device("cpu"))
+    kitchen = Kitchen()
+    return kitchen.recipe(member), kitchen
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW])
+def test_a_step_on_fake_tensors_holds_what_real_ones_hold(optimizer: type[torch.optim.Optimizer], rows: int) -> None:
+    own, kitchen = recipe(optimizer=optimizer, hparams={"lr": 0.1})
+    said = stacked_step(own, rows)
+    settings: dict[str, Any] = {"optimizer": optimizer, "hparams": {"lr": 0.1}}
+    unit = StackedUnit([recipe(**settings, seed=i)[0] for i in range(rows)], kitchen)
+    order = torch.arange(64).repeat(rows, 1)
+    unit.begin_epoch(order)
+    unit.run(1)
+    with Ledger() as ledger:
+        unit.run(1)
+    held = ledger.held(0).working
+    assert said.working == pytest.approx(held, rel=0.1)
+    assert sum(said.sizes) == said.working
+    stack = unit.stack
+    state = sum(map(nbytes, [*stack.params, *stack.buffers, *stack.optimizer.tensors()]))
+    assert said.state == pytest.approx(state, rel=0.15, abs=512 * 40), "up to whole blocks and the numbers' columns"
+
+
+def test_a_stack_grows_by_its_rows_and_a_member_alone_is_less() -> None:
+    own, _ = recipe()
+    two, eight = stacked_step(own, 2), stacked_step(own, 8)
+    assert eight.working == pytest.approx(4 * two.working, rel=0.1)
+    alone = solo_step(own)
+    assert alone.working < two.working and 0 < optimizer_bytes(own) < alone.state
+
+
+def test_predictions_follow_what_was_measured() -> None:
+    own, _ = recipe()
+    key = learned.digest(own)
+    cold = {rows: memory.predict_bytes(own, rows) for rows in (2, 8, 32)}
+    assert cold[2] < cold[8] < cold[32]
+    learned.note(key, tier="stacked", rows=8, bytes=2 * cold[8])
+    assert memory.predict_bytes(own, 32) == pytest.approx(2 * cold[32], rel=0.01), "one point: its ratio"
+    learned.note(key, tier="stacked", rows=2, bytes=cold[2] + 1000)
+    learned.note(key, tier="stacked", rows=8, bytes=cold[8])
+    assert memory.predict_bytes(own, 8) == 2 * cold[8], "the high-water mark stays"
+    assert memory.predict_bytes(own, 2) == cold[2] + 1000
+    slope = (cold[8] - 1000) / 6
+    assert memory.predict_bytes(own, 32) == pytest.approx(cold[32] + 1000 + 30 * slope, rel=0.01)
+
+
+def test_a_line_through_two_points_carries_what_is_fixed() -> None:
+    state, working = Curve.line(0.0, 10.0), Curve.line(0.0, 5.0)
+    found = memory.corrected(state, working, Curve(((4, 4 * 15 + 700.0), (8, 8 * 15 + 700.0))))
+    assert state.at(32) + found.at(32) == pytest.approx(32 * 15 + 700)
+
+
+def test_as_many_rows_as_fit() -> None:
+    own, _ = recipe()
+    for rows in (2, 7, 40):
+        budget = memory.predict_bytes(own, rows)
+        assert memory.rows_that_fit(own, budget + 1) == rows
+        assert memory.rows_that_fit(own, budget - 2) == (rows - 1 if rows > 2 else 0)
+
+
+def test_arrange_keeps_within_a_budget_and_tiers_are_remembered() -> None:
+    jobs = [
+        shoal.Job(model=network, data=(X, Y), loss=F.cross_entropy, batch_size=16, steps=2, hparams={"lr": 0.1}, seed=i)
+        for i in range(9)
+    ]
+    members = prepare(jobs, torch.device("cpu"))
+    own = Kitchen().recipe(members[0])
+    budget = memory.data_bytes(members) + memory.predict_bytes(own, 3) + 1
+    made, units, _ = plan.arrange(members, timed=False, budget=budget)
+    assert [part.members for part in made.parts] == [[0, 1, 2]] and len(units) == 1
+    assert [w.index for w in made.waiting] == [3, 4, 5, 6, 7, 8]
+    again, units, _ = plan.arrange(members, timed=False, tiers={0: "serial", 1: "serial", 2: "stacked"})
+    assert again.tiers() == {0: "serial", 1: "serial"} | dict.fromkeys(range(2, 9), "stacked")
+    assert "serial as in the run before" in again.parts[0].reason and len(units) == 3
+
+
+def test_what_a_waiting_job_should_take() -> None:
+    own, kitchen = recipe()
+    (request,) = plan.requests(plan.group([own.member], kitchen))
+    seconds, size = plan.predicted(request)
+    assert seconds != seconds and size == memory.predict_bytes(own, 1)
+    made, _, _ = plan.arrange([own.member], timed=False)
+    plan.note(made.parts[0], own, 0.5, 5, 12345)
+    assert made.parts[0].measured["step_seconds"] == 0.1
+    assert learned.lookup(learned.digest(own)).seconds == {"stacked": {1: 0.1}}
+    (request,) = plan.requests(plan.group([own.member], kitchen))
+    assert plan.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
+
+
+def test_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    assert memory.memory_budget(cpu, 123) == 123
+    assert 0 < memory.memory_budget(cpu) < memory.free_bytes(cpu) * 1.1
+    monkeypatch.setattr(memory, "_available", lambda: 1000)
+    monkeypatch.setattr(memory, "_group_free", lambda: 500)
+    assert memory.memory_budget(cpu) == 450
+    assert memory.resident() > 10_000_000
+
+
+def test_the_limit_of_a_container(tmp_path: Path) -> None:
+    assert memory._group_free(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    assert memory._group_free(tmp_path) == 300000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert memory._group_free(tmp_path) == 500000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._group_free(tmp_path) is None
