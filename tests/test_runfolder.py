@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -167,7 +166,7 @@ def test_many_at_once(tmp_path: Path) -> None:
     with opened(tmp_path, 40) as folder:
         folder.save_many(riders)
         assert folder.flush() and not folder.busy
-        folder.save_many([rider.train() for rider in riders[:3]])
+        folder.save_many([rider.train() for rider in riders[:3]] + riders[:1])
     assert [restored(tmp_path, i, 40).step for i in (0, 2, 3, 39)] == [2, 4, 4, 40]
 
 
@@ -504,7 +503,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(small_disk: Path) -> None
         opened(small_disk / "run")
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -524,6 +523,7 @@ def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
 
 
 def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
     rider = Rider(size=100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path) as folder:

@@ -104,7 +104,7 @@ class RunFolder:
         except OSError as error:
             self._lock.release()
             raise OutError(
-                f"out={str(self.path)!r} cannot be written ({error.strerror or error}); "
+                f"out={str(self.path)!r} cannot be written ({_reason(error)}); "
                 "make room or give the right to, or name another folder"
             ) from None
         except BaseException:
@@ -166,7 +166,7 @@ class RunFolder:
         try:
             atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
         except OSError as error:
-            raise OutError(f"out={str(self.path)!r}: plan.json cannot be written ({error.strerror or error})") from None
+            raise OutError(f"out={str(self.path)!r}: plan.json cannot be written ({_reason(error)})") from None
 
     @property
     def busy(self) -> bool:
@@ -188,7 +188,7 @@ class RunFolder:
         cannot be stored at all is told once, and its member starts again from its beginning after a kill.
         """
         copies, odd = list[Copy](), dict[str, str]()
-        for member in members:
+        for member in {member.index: member for member in members}.values():
             try:
                 copies.append(self._copy(member))
             except NotStorable as error:
@@ -222,7 +222,7 @@ class RunFolder:
         if errors and not self._told_of_failure:
             self._told_of_failure = True
             warn(
-                f"out={str(self.path)!r}: a checkpoint could not be written ({errors[0].strerror or errors[0]}); "
+                f"out={str(self.path)!r}: a checkpoint could not be written ({_reason(errors[0])}); "
                 "the one before it is kept, training goes on, and writing is tried again at the next one"
             )
         return bool(errors)
@@ -264,7 +264,7 @@ class RunFolder:
             self._results(results)
         except OSError as error:
             raise OutError(
-                f"out={str(self.path)!r}: the results cannot be written ({error.strerror or error}); "
+                f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
                 "make room, and run the same again: it goes on from the checkpoints"
             ) from None
 
@@ -296,6 +296,10 @@ class RunFolder:
         file = io.BytesIO()
         torch.save(state, file)
         return stem.with_suffix(".pt"), [file.getvalue()]
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or describe(error)
 
 
 def warn(text: str) -> None:

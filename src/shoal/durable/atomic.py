@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from shoal.errors import DamagedError
 
@@ -51,19 +51,20 @@ def write_many(files: Sequence[tuple[Path, Chunks]], *, durable: bool = True) ->
 
 def _write_some(files: Sequence[tuple[Path, Chunks]], durable: bool) -> list[OSError | None]:
     errors: list[OSError | None] = [None] * len(files)
-    handles: dict[int, int] = {}
+    staged: dict[int, IO[bytes]] = {}
     try:
         for place, (path, chunks) in enumerate(files):
             try:
-                handles[place] = _stage(path, chunks)
+                staged[place] = _stage(path, chunks)
             except OSError as error:
                 errors[place] = error
-        synced = _each(_sync, list(handles.values())) if durable else [None] * len(handles)
-        for place, failed in zip(handles, synced, strict=True):
+        synced = _each(_sync, list(staged.values())) if durable else [None] * len(staged)
+        for place, failed in zip(staged, synced, strict=True):
             errors[place] = failed
     finally:
-        for handle in handles.values():
-            os.close(handle)
+        for file in staged.values():
+            with suppress(OSError):
+                file.close()
     for place, (path, _) in enumerate(files):
         if errors[place] is None:
             errors[place] = _move(path)
@@ -79,17 +80,18 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _stage(path: Path, chunks: Chunks) -> int:
-    handle = os.open(_beside(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+def _stage(path: Path, chunks: Chunks) -> IO[bytes]:
+    file = _beside(path).open("wb")
     try:
-        with os.fdopen(handle, "wb", closefd=False) as file:
-            file.writelines(chunks)
+        file.writelines(chunks)
+        file.flush()
     except BaseException:
-        os.close(handle)
+        with suppress(OSError):
+            file.close()  # tries once more to write what is in its buffer
         with suppress(OSError):
             _beside(path).unlink(missing_ok=True)
         raise
-    return handle
+    return file
 
 
 def _each(sync: Callable[[T], OSError | None], what: list[T]) -> list[OSError | None]:
@@ -102,9 +104,9 @@ def _each(sync: Callable[[T], OSError | None], what: list[T]) -> list[OSError | 
         return [sync(one) for one in what]
 
 
-def _sync(handle: int) -> OSError | None:
+def _sync(file: IO[bytes]) -> OSError | None:
     try:
-        os.fsync(handle)
+        os.fsync(file.fileno())
     except OSError as error:
         return error
     return None

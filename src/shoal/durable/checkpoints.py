@@ -38,7 +38,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.errors: list[OSError] = []
+        self.errors: list[Exception] = []
         """What went wrong since somebody last looked."""
         self._damaged: set[Path] = set()
         """Found to be of no use, so that they are replaced first."""
@@ -70,6 +70,12 @@ class Checkpoints:
         self._thread = None
 
     def _write(self, copies: list[Copy]) -> None:
+        try:
+            self.errors += [error for error in self._write_all(copies) if error is not None]
+        except Exception as error:  # nobody else would hear of it
+            self.errors.append(error)
+
+    def _write_all(self, copies: list[Copy]) -> list[OSError | None]:
         files, failed = [], list[OSError | None]()
         for copy in copies:
             folder = self.of(copy.index)
@@ -82,7 +88,7 @@ class Checkpoints:
             files.append((path, copy.frozen.seal({"number": str(number), "job": copy.job})))
         failed += atomic.write_many(files)
         atomic.write_many([copy.view for copy in copies if copy.view is not None], durable=False)
-        self.errors += [error for error in failed if error is not None]
+        return failed
 
     def newest(self, index: int, job: str) -> tuple[Any, Path | None, list[str]]:
         """A member's newest good state and its file (None: there is none), and what is wrong with others."""
