@@ -1,6 +1,5 @@
 """`shoal train TARGET`: train a list of jobs together."""
 
-import inspect
 import json
 import shlex
 import sys
@@ -85,7 +84,7 @@ def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results
         from shoal.tensorboard import TensorBoard
 
         settings["callbacks"] = [TensorBoard(folder)]
-    if as_json and "events" in inspect.signature(shoal.train).parameters:
+    if as_json:
         settings["events"] = JsonLines(sys.stdout)
     try:
         return shoal.train(jobs, **settings)

@@ -168,7 +168,7 @@ def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator
     entries = [entry for entry in jobs.value if entry.is_table]
     for entry, label in zip(entries, entry_labels(entries, shared.get("name")), strict=True):
         merged = dict(shared)
-        for key, node in entry.value.items():
+        for key, node in ((key, node) for key, node in entry.value.items() if key in BLOCK):
             if key in EITHER and EITHER[key] not in entry.value:
                 merged.pop(EITHER[key], None)
             merged[key] = merge(key, shared.get(key), node)
@@ -229,13 +229,13 @@ def _twice(told: str, values: list[Node], problems: Problems) -> None:
 def _seeds(node: Node, problems: Problems) -> list[Node]:
     value = node.value
     if isinstance(value, list):
-        for item in value:
-            if not isinstance(item.value, int) or isinstance(item.value, bool):
-                problems.add(item, f"seeds has {item.shown()}; use whole numbers")
+        wrong = [item for item in value if not isinstance(item.value, int) or isinstance(item.value, bool)]
+        for item in wrong:
+            problems.add(item, f"seeds has {item.shown()}; use whole numbers")
         if not value:
             problems.add(node, "seeds is an empty list, which gives no jobs; give it numbers, or remove it")
         _twice("seeds", value, problems)
-        return value
+        return [item for item in value if item not in wrong]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         problems.add(node, f"seeds is {node.shown()}; use how many (1 or more), or a list of whole numbers")
         return []
