@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shoal.job import EarlyStop as EarlyStop
     from shoal.job import Job as Job
     from shoal.kfold import folds as folds
+    from shoal.live import LiveRun as LiveRun
+    from shoal.live import start as start
     from shoal.pack.own import Pack as Pack
     from shoal.pack.policy import FairShare as FairShare
     from shoal.pack.policy import Fifo as Fifo
@@ -43,6 +45,7 @@ _HOME = {
     "Fifo": "shoal.pack.policy",
     "Job": "shoal.job",
     "JobError": "shoal.errors",
+    "LiveRun": "shoal.live",
     "MemberView": "shoal.callbacks",
     "Pack": "shoal.pack.own",
     "Policy": "shoal.pack.policy",
@@ -60,6 +63,7 @@ _HOME = {
     "folds": "shoal.kfold",
     "replay": "shoal.reference",
     "solo": "shoal.reference",
+    "start": "shoal.live",
     "train": "shoal.training",
 }
 

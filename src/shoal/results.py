@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 
 from shoal.job import Job
 from shoal.tables import render
+
+if TYPE_CHECKING:
+    from shoal.pack.planner import Plan
 
 MOST_ERRORS = 10
 """Errors told below a table."""
@@ -69,6 +72,11 @@ class Result:
 
 class Results(Sequence[Result]):
     """The results of a list of jobs, in its order."""
+
+    plan: Plan | None = None
+    """What rode together, what it should have cost and what it did; None where nothing had to be trained."""
+    riding: float = 0.0
+    """Members that rode at the same time, on average."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = list(results)

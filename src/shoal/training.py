@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from shoal.callbacks import Callback, Callbacks
 from shoal.checks import prepare
 from shoal.environment import environment
+from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
-from shoal.pack import plan, workers
+from shoal.pack.board import Board, beginning
+from shoal.pack.controls import Controls
 from shoal.pack.members import Member
-from shoal.pack.unit import Executor, Unit
+from shoal.pack.memory import memory_budget
+from shoal.pack.planner import Plan
+from shoal.pack.policy import Fifo, Policy, policy_for
+from shoal.pack.run import Run
+from shoal.pack.workers import predicted_seconds, run_shared, workers_for
 from shoal.progress import progress_for
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
@@ -35,14 +44,7 @@ class Settings:
     checkpoint_every: float = 60.0
     """Seconds."""
     deterministic: bool = False
-
-
-def arrange(members: list[Member], settings: Settings) -> tuple[list[Unit], Executor, int]:
-    """The one place where the plan enters: which members run together, how units share the device, in how many
-    processes."""
-    made, units, executor = plan.arrange(members, timed=not settings.deterministic, compile=settings.compile)
-    seconds = workers.predicted_seconds(made, members)
-    return units, executor, workers.workers_for(settings.threads, settings.device, seconds)
+    policy: Policy = field(default_factory=Fifo)
 
 
 def train(
@@ -55,55 +57,131 @@ def train(
     compile: bool | Literal["auto"] = "auto",
     checkpoint_every: float | str = "60s",
     deterministic: bool = False,
+    policy: str | Policy = "fifo",
+    callbacks: Sequence[Callback] | None = None,
+    events: Listener | None = None,
 ) -> Results:
     """Train all jobs on one device, each exactly as if it were alone, and give their results in the same order.
 
     Args:
         jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
         device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
-        out: A folder for the results: jobs.json, results.json, history/*.jsonl, weights/*.safetensors. A folder that
-            holds other jobs is an error that says what differs; the same jobs are trained again and replaced.
-        progress: Show a bar in terminals and notebooks, plain lines elsewhere.
-        memory: Not yet: anything but None is refused. `shoal.explain` says what memory to expect.
+        out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
+            same folder go on where they were, whatever ended the run before; other jobs are an error that says what
+            differs.
+        progress: Show a table in terminals and notebooks, plain lines elsewhere.
+        memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
+            beside the others wait until there is room.
         threads: Torch's intra-op threads during the run, in this process alone; None: as they are, and on a CPU long
             runs are shared among one process per free core (SHOAL_WORKERS sets their number).
         compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
             refused.
-        checkpoint_every: Not yet: anything but 60 seconds is refused.
+        checkpoint_every: Seconds between checkpoints, or a time such as "5m", where there is `out`.
         deterministic: Use torch's deterministic algorithms, and raise where there is none.
+        policy: Who goes first where not all can ride: "fifo", "priority", "shortest", "round-robin", "fair", or a
+            shoal.Policy of your own.
+        callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
+            this process.
+        events: A function that is given each shoal.Event as it happens.
     """
-    settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic)
-    refuse_what_is_not_done(settings)
-    folder = RunFolder(Path(out)) if out is not None else None
-    with applied(settings):
+    settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
+    return carry_out(jobs, settings, out=out, progress=progress, callbacks=callbacks, events=events)
+
+
+def carry_out(
+    jobs: Sequence[Job],
+    settings: Settings,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] | None = None,
+    events: Listener | None = None,
+    controls: Controls | None = None,
+) -> Results:
+    """`train`, with its settings made."""
+    calls = Callbacks(callbacks)
+    with applied(settings), RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         members = prepare(jobs, settings.device)
-        if folder is not None:
-            folder.claim(members)
-        try:
-            with progress_for(members, progress) as watch:
-                units, executor, count = arrange(members, settings)
-                workers.run_shared(units, count, executor, watch)
-        except KeyboardInterrupt:
-            if folder is not None:
-                folder.write(collect(members, settings.device))
-            raise
-        results = collect(members, settings.device)
-    if folder is not None:
-        folder.write(results)
-    return results
+        tiers: dict[int, str] = {}
+        if folder is not None and folder.claim(members):
+            for member in members:
+                folder.restore(member)
+            kept = folder.plan()
+            tiers = {int(index): tier for index, tier in kept["tiers"].items()} if kept is not None else {}
+        with progress_for(members, progress) as watch:
+            riding = Riding()
+            tell = Listeners([riding, watch, *calls.listeners(), *([events] if events is not None else [])])
+            work = _Work(members, settings, folder, calls, tell, controls, tiers)
+            interrupted: KeyboardInterrupt | None = None
+            try:
+                work.go()
+            except KeyboardInterrupt as caught:
+                interrupted = caught
+            results = collect(work.members, settings.device)
+            results.plan, results.riding = work.plan, riding.average()
+            statuses = Counter(result.status for result in results)
+            tell(happened("end", statuses=dict(statuses), seconds=work.seconds, riding=results.riding))
+        if folder is not None and interrupted is None:
+            folder.finish(results)
+        if interrupted is not None:
+            raise interrupted
+        return results
 
 
-def refuse_what_is_not_done(settings: Settings) -> None:
-    """No setting silently does nothing."""
-    if settings.memory is not None:
-        raise ValueError(f"memory is {settings.memory} bytes, but there is no limit on memory yet; leave it at None")
-    if settings.checkpoint_every != 60.0:
-        raise ValueError(
-            f"checkpoint_every is {settings.checkpoint_every:g} seconds, but runs are not checkpointed yet; "
-            "leave it at '60s'"
+class _Work:
+    """The members of a run that are not at their end, on their way there."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        settings: Settings,
+        folder: RunFolder | None,
+        calls: Callbacks,
+        tell: Listeners,
+        controls: Controls | None,
+        tiers: dict[int, str],
+    ) -> None:
+        self.members, self.settings, self.folder = members, settings, folder
+        self.calls, self.tell, self.controls, self.tiers = calls, tell, controls, tiers
+        self.plan: Plan | None = None
+        self.seconds = 0.0
+
+    def go(self) -> None:
+        start, settings = time.perf_counter(), self.settings
+        alive = [member for member in self.members if member.status == "running"]
+        if not alive and self.controls is None:
+            self.tell(happened("start", jobs=len(self.members), device=str(settings.device), plan=None))
+            return
+        board = Board(
+            alive or self.members,
+            timed=not settings.deterministic,
+            compile=settings.compile,
+            budget=memory_budget(settings.device, settings.memory),
+            tiers=self.tiers,
         )
-    if settings.compile is True and settings.device.type == "cpu":
-        raise ValueError("compile is True, but steps on a CPU are not compiled; use 'auto' or False")
+        self.plan = board.plan
+        saved = self.folder
+        if saved is not None:
+            board.put_back = lambda member: None if saved.restore(member) else beginning(member)
+        if self.folder is not None:
+            now = {member.index: board.request(member).tier for member in alive}
+            self.folder.keep_plan({"tiers": {str(index): tier for index, tier in {**self.tiers, **now}.items()}})
+        said = board.whole_plan(alive).to_json()
+        self.tell(happened("start", jobs=len(self.members), device=str(settings.device), plan=said))
+
+        def make(members: Sequence[Member], tell: Listener) -> Run:
+            return Run(
+                members, board, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
+                save_every=settings.checkpoint_every, controls=self.controls,
+            )  # fmt: skip
+
+        count = 1
+        if not self.calls and self.controls is None:
+            count = workers_for(settings.threads, settings.device, predicted_seconds(board, alive))
+        try:
+            run_shared(alive, board, count, make, self.tell, self.members)
+        finally:
+            self.seconds = time.perf_counter() - start
 
 
 def collect(members: list[Member], device: torch.device) -> Results:
@@ -130,20 +208,24 @@ def collect(members: list[Member], device: torch.device) -> Results:
 
 
 def make_settings(
-    device: Any, memory: Any, threads: Any, compile: Any, checkpoint_every: Any, deterministic: Any
+    device: Any, memory: Any, threads: Any, compile: Any, checkpoint_every: Any, deterministic: Any, policy: Any
 ) -> Settings:
     """Check and convert what `train` was given."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
     if not isinstance(compile, bool) and compile != "auto":
         raise ValueError(f"compile is {compile!r}; use True, False or 'auto'")
+    found = pick_device(device)
+    if compile is True and found.type == "cpu":
+        raise ValueError("compile is True, but steps on a CPU are not compiled; use 'auto' or False")
     return Settings(
-        device=pick_device(device),
+        device=found,
         memory=None if memory is None else parse_bytes(memory),
         threads=threads,
         compile=compile,
         checkpoint_every=parse_seconds(checkpoint_every),
         deterministic=bool(deterministic),
+        policy=policy_for(policy),
     )
 
 

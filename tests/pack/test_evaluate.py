@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import shoal
 from shoal.checks import prepare
 from shoal.pack.evaluate import evaluate
-from shoal.pack.recipe import Kitchen
 from shoal.pack.orders import deal
+from shoal.pack.recipe import Kitchen
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.unit import StackedUnit
 

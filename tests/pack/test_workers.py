@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checks import prepare
-from shoal.pack import plan, workers
+from shoal.events import Event
+from shoal.pack import workers
+from shoal.pack.board import Board
 from shoal.pack.members import Member
-from shoal.pack.unit import Executor
+from shoal.pack.run import Run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -39,10 +41,10 @@ def jobs(count: int, **settings: object) -> list[shoal.Job]:
     ]
 
 
-def trained(count: int, made: list[shoal.Job], watch: Callable[[Member], None] = lambda member: None) -> list[Member]:
+def trained(count: int, made: list[shoal.Job], tell: Callable[[Event], None] = lambda event: None) -> list[Member]:
     members = prepare(made, torch.device("cpu"))
-    _, units, _ = plan.arrange(members)
-    workers.run_shared(units, count, Executor(), watch)
+    board = Board(members)
+    workers.run_shared(members, board, count, lambda share, tell: Run(share, board, tell=tell), tell)
     return members
 
 
@@ -68,7 +70,12 @@ def test_the_same_bits_in_any_number_of_processes(members: int) -> None:
 
 def test_epochs_are_told_as_they_end() -> None:
     seen: list[tuple[int, int, str]] = []
-    trained(2, jobs(6), lambda member: seen.append((member.index, member.epoch, member.status)))
+
+    def tell(event: Event) -> None:
+        if event.kind in ("epoch", "leave") and event.member is not None:
+            seen.append((event.member.index, event.member.epoch, event.member.status))
+
+    trained(2, jobs(6), tell)
     for index in range(6):
         own = [(epoch, status) for i, epoch, status in seen if i == index]
         assert own == [(1, "running"), (2, "running"), (3, "running"), (3, "done")]
@@ -86,12 +93,27 @@ def test_a_killed_worker_ends_its_own_members_alone() -> None:
     ends = [member.status for member in members]
     assert ends.count("done") == 3 and ends.count("failed") == 3
     lost = next(member for member in members if member.status == "failed")
-    assert lost.error == "its worker process was killed by SIGKILL (out of memory?); train it again"
+    assert lost.error == "its worker process was killed by SIGKILL (out of memory?), twice; train it again"
     alone = trained(1, jobs(6))
     for a, b in zip(members, alone, strict=True):
         if a.status == "done":
             for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
                 assert torch.equal(x, y)
+
+
+def test_a_worker_that_is_killed_once_costs_nothing(tmp_path: Path) -> None:
+    home, mark = os.getpid(), tmp_path / "killed"
+
+    def deadly(outputs: Tensor, targets: Tensor) -> float:
+        if os.getpid() != home and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    made = jobs(6, metrics={"deadly": deadly})
+    for a, b in zip(trained(2, made), trained(1, made), strict=True):
+        assert_equal(a, b)
+    assert mark.exists()
 
 
 def test_an_error_of_one_member_is_told_from_the_worker() -> None:
@@ -109,15 +131,15 @@ def test_an_error_of_one_member_is_told_from_the_worker() -> None:
 def test_an_interrupt_brings_all_members_back() -> None:
     pressed: list[int] = []
 
-    def watch(member: Member) -> None:
-        if member.epoch == 2 and not pressed:
+    def tell(event: Event) -> None:
+        if event.kind == "epoch" and event.data["epoch"] == 2 and not pressed:
             pressed.append(1)
             raise KeyboardInterrupt
 
     members = prepare(jobs(6, epochs=100_000), torch.device("cpu"))
-    _, units, _ = plan.arrange(members, timed=False)
+    board = Board(members, timed=False)
     with pytest.raises(KeyboardInterrupt):
-        workers.run_shared(units, 2, Executor(), watch)
+        workers.run_shared(members, board, 2, lambda share, tell: Run(share, board, tell=tell), tell)
     assert {member.status for member in members} == {"cancelled"}
     assert all(member.optimizer_state["state"] for member in members)
 

@@ -83,6 +83,8 @@ class Kitchen:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._programs: dict[Hashable, Program] = {}
+        self.executables: dict[Hashable, Any] = {}
+        """Compiled steps, for `captured`: by what they compute and its shape."""
 
     def recipe(self, member: Member) -> Recipe:
         """The member's recipe.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,24 +19,42 @@ from shoal.pack.evaluate import evaluate
 from shoal.pack.members import Member
 from shoal.pack.unit import Outcome, Unit
 
+if TYPE_CHECKING:
+    from shoal.callbacks import Ending
+    from shoal.pack.recipe import Recipe
+
+FIRST = 4
+"""Batches of a ride's first turn, where turns are timed: nothing is known of it yet."""
 STREAM_CHUNK = 8
 """Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
 
-Watcher = Callable[[Member], None]
-"""Called after each epoch of a member, and when it leaves."""
+
+class Host:
+    """Who hears of a ride's members. This one does not care."""
+
+    def epoch(self, ride: Ride, slot: int) -> Ending | None:
+        """A member has ended an epoch; how it must end here, if it must."""
+
+    def left(self, ride: Ride, slot: int) -> Ending | None:
+        """A member is about to go, written back and with its status; another end for it, if it must be another."""
 
 
 class Ride:
     """A unit with its members, each at its own place in its own training."""
 
-    def __init__(self, unit: Unit, watch: Watcher) -> None:
+    def __init__(self, unit: Unit, host: Host, number: int = 0) -> None:
         self.unit = unit
-        self.watch = watch
+        self.host = host
+        self.number = number
+        """Tells rides apart."""
         self.batch_seconds = 0.0
         """What a batch of all members took, lately."""
         self._before: list[int] = []
-        for member in unit.members:
-            member.tier = unit.tier
+        self._named()
+
+    def _named(self) -> None:
+        for member in self.unit.members:
+            member.tier = self.unit.tier
 
     @property
     def members(self) -> list[Member]:
@@ -60,7 +79,9 @@ class Ride:
         batches = min(_limit(member) - member.place for member in self.members)
         if any(member.data.source.streamed for member in self.members):
             batches = min(batches, self._whole_steps(STREAM_CHUNK))
-        if self.batch_seconds and seconds < batches * self.batch_seconds:
+        if not self.batch_seconds and seconds < math.inf:
+            batches = min(batches, self._whole_steps(FIRST))
+        elif seconds < batches * self.batch_seconds:
             batches = min(batches, self._whole_steps(max(1, int(seconds / self.batch_seconds))))
         if batches > 1 and len({member.rows_in(batches) for member in self.members}) > 1:
             batches -= 1  # somebody's last batch is short: it comes by itself
@@ -130,10 +151,15 @@ class Ride:
         if best and member.job.keep == "best":
             self.unit.write_back([slot])
             member.best = weights(member.model)
-        self.watch(member)
+        ending = self.host.epoch(self, slot)
+        if ending is not None and ending.status == "failed":
+            member.error = ending.error
+            return {slot: "failed"}
         if member.finished():
             return {slot: "done"}
-        return {slot: "stopped"} if stop else {}
+        if ending is not None:
+            member.error = ending.error
+        return {slot: "stopped"} if stop or ending is not None else {}
 
     def leave(self, ends: dict[int, str]) -> None:
         """Let members go, each with its weights and the way it ended, and go on with the others."""
@@ -145,8 +171,22 @@ class Ride:
             member.status = status
             if member.best is not None:
                 member.model.load_state_dict(member.best)
-            self.watch(member)
+            ending = self.host.left(self, slot)
+            if ending is not None:
+                member.status, member.error = ending.status, ending.error
         self.drop(list(ends))
+
+    def eject(self, slots: list[int]) -> list[Member]:
+        """Let members go who are not at their end: they can go on from here, anywhere."""
+        self.unit.write_back(slots)
+        gone = [self.members[slot] for slot in slots]
+        self.drop(slots)
+        return gone
+
+    def join(self, recipes: Sequence[Recipe]) -> None:
+        """Take in members, wherever each is in its training."""
+        self.unit = self.unit.join(recipes)
+        self._named()
 
     def drop(self, slots: list[int]) -> None:
         """Go on without these members, who have been written back."""

@@ -1,44 +1,395 @@
-"""The loop over units: each round every unit gets a turn, and what happened is then settled member by member.
+"""The loop: members join, ride, leave and are saved, while others wait.
 
-It knows nothing of how a tier trains.
+Each round the ones who waited may join, every unit gets a turn up to its next event (or for a second or so), and what
+happened is settled member by member. The loop knows nothing of how a tier trains, and a unit nothing of who waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from shoal.pack.ride import Ride, Watcher
-from shoal.pack.unit import Executor, Unit
+from shoal.events import Event, Riding, happened
+from shoal.pack.policy import Fifo, Policy, Ticket
+from shoal.pack.queue import Queue
+from shoal.pack.ride import Host, Ride
+from shoal.pack.unit import Executor, Outcome, Unit
+
+if TYPE_CHECKING:
+    from shoal.callbacks import Callbacks, Ending
+    from shoal.pack.board import Board
+    from shoal.pack.controls import Controls
+    from shoal.pack.members import Member
+    from shoal.runfolder import RunFolder
+
+TURN_SECONDS = 1.0
+"""A turn's length, where nothing happens before."""
+SAFER = 0.9
+"""After memory was full: the share of what rode then that may ride from there on."""
 
 
-def run(units: list[Unit], executor: Executor | None = None, watch: Watcher | None = None) -> None:
-    """Train the units' members to their ends; what came of them is then in the members."""
-    executor = executor or Executor()
-    rides = [Ride(unit, watch or (lambda member: None)) for unit in units]
-    try:
-        while rides := [ride for ride in rides if ride.ready()]:
-            turn(rides, [ride.next_batches() for ride in rides], executor)
-    except KeyboardInterrupt:
-        for ride in rides:
+class Run(Host):
+    """Members on one device: some ride, the others wait."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        board: Board,
+        *,
+        policy: Policy | None = None,
+        tell: Callable[[Event], None] | None = None,
+        callbacks: Callbacks | None = None,
+        folder: RunFolder | None = None,
+        save_every: float = 60.0,
+        controls: Controls | None = None,
+    ) -> None:
+        self.board, self.folder, self.callbacks, self.controls = board, folder, callbacks, controls
+        self.members = {member.index: member for member in members}
+        self.waiting = {m.index: m for m in members if m.status == "running"}
+        self.rides: list[Ride] = []
+        self.riding = Riding()
+        self._listener = tell
+        self._queue = Queue(policy or Fifo())
+        self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
+        self._save_every, self._saved = save_every, time.monotonic()
+        self._unsaved: list[Member] = []
+        self._changed = True
+        self._most = math.inf
+        """Bytes that may ride: less than planned, once memory was full."""
+        self._interrupted = False
+        self._rode = 0
+        self.newcomers: list[Member] = []
+        """Members that were added while it ran, in the order they came; behind those there were."""
+        self.between: Callable[[], object] = lambda: None
+        """Called once a round."""
+        for member in self.waiting.values():
+            self._queue.add(self._ticket(member))
+
+    def go(self) -> None:
+        """Train all members to their ends; what came of them is then in the members."""
+        with self._interruptible():
+            try:
+                while self.waiting or self.rides:
+                    self._obey()
+                    self._admit()
+                    self._turn()
+                    self._save()
+                    self.between()
+                    if self._interrupted:
+                        raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                self._cancel()
+                raise
+            finally:
+                if self.folder is not None:
+                    self.folder.flush()
+
+    def interrupt(self) -> None:
+        """Save everybody after this turn, and stop."""
+        self._interrupted = True
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C lets the turn end, so that all can be saved; the second one does not wait."""
+        if threading.current_thread() is not threading.main_thread() or self.folder is None:
+            yield
+            return
+
+        def note(number: int, frame: Any) -> None:
+            self.interrupt()
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _cancel(self) -> None:
+        if self._interrupted:
+            self._save(now=True)
+        for ride in self.rides:
             ride.cancel()
-        raise
+        for member in self.waiting.values():
+            member.status = "cancelled"
+        self.rides, self.waiting = [], {}
+
+    # --- who rides --------------------------------------------------------------------------------------------------
+
+    def _ticket(self, member: Member) -> Ticket:
+        now, job = time.monotonic(), member.job
+        seconds, size = self.board.cost(member)
+        return Ticket(
+            index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
+            seconds=seconds, bytes=size, riding=False, ridden=member.seconds,
+        )  # fmt: skip
+
+    def _admit(self) -> None:
+        """Let those join who should ride now, and take places from those who should not."""
+        sliced = self._queue.policy.slice_seconds is not None
+        if not self.waiting or not (self._changed or sliced):
+            return
+        self._changed = False
+        enough = self._room == math.inf or self._bytes(self._queue.tickets) <= self._room
+        admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
+        if admission.leave:
+            self._eject(set(admission.leave))
+        joining = [self.waiting.pop(index) for index in admission.join]
+        if joining:
+            self._seat(joining)
+        if not self.rides:
+            self._give_up()
+
+    def _fits(self, tickets: list[Ticket]) -> bool:
+        return self._bytes(tickets) <= self._room
+
+    @property
+    def _room(self) -> float:
+        return min(self.board.budget, self._most)
+
+    def _bytes(self, tickets: list[Ticket]) -> float:
+        return self.board.bytes([self.members[ticket.index] for ticket in tickets])
+
+    def _give_up(self) -> None:
+        """Nobody rides and nobody fits: the first in line will not, however long it waits."""
+        for index in list(self.waiting):
+            member = self.waiting.pop(index)
+            need, most = self.board.bytes([member]), self._room
+            member.status = "failed"
+            member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
+            self._queue.remove(index)
+            self._gone(member)
+
+    def _seat(self, members: list[Member]) -> None:
+        """Give members places: beside others that do the same, or in units of their own."""
+        rest = []
+        for member in members:
+            for ride in self.rides:
+                recipe = self.board.seat(ride, member)
+                if recipe is not None:
+                    ride.join([recipe])
+                    self.board.joined(ride, member)
+                    self._tell_join(ride, member)
+                    break
+            else:
+                rest.append(member)
+        for unit, part in self.board.units(rest) if rest else []:
+            self._rode += 1
+            ride = Ride(unit, self, self._rode)
+            self.rides.append(ride)
+            self.board.boarded(ride, part)
+            for member in ride.members:
+                self._tell_join(ride, member)
+
+    def _tell_join(self, ride: Ride, member: Member) -> None:
+        predicted = self.board.predicted(member)
+        self.tell("join", member, tier=ride.unit.tier, unit=ride.number, size=len(ride.members), **predicted)
+
+    def _eject(self, indices: set[int]) -> None:
+        for ride in self.rides:
+            slots = [slot for slot, member in enumerate(ride.members) if member.index in indices]
+            for member in ride.eject(slots) if slots else []:
+                self.waiting[member.index] = member
+                self._unsaved.append(member)
+                self.tell("preempt", member, by=self._queue.policy.name)
+        self.rides = [ride for ride in self.rides if ride.members]
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self.rides = [ride for ride in self.rides if ride.ready()]
+        if not self.rides:
+            return
+        batches = [ride.next_batches(self._turn_seconds) for ride in self.rides]
+        outcomes = turn(self.rides, batches, self.board.executor, self._look)
+        full = [(ride, outcome) for ride, outcome in zip(self.rides, outcomes, strict=True) if outcome.full]
+        self.rides = [ride for ride in self.rides if ride.members]
+        if full:
+            self._make_room(full[0][0], full[0][1].full)
+
+    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
+        """A ride's turn is over; what came of it is settled after this."""
+        share = outcome.seconds / max(1, len(ride.members))
+        for member in ride.members:
+            left = self.board.seconds_left(member, ride.batch_seconds / max(1, len(ride.members)))
+            self._queue.rode(member.index, share, left)
+        size = self.board.noted(ride, outcome.seconds, done)
+        self.tell(
+            "turn", unit=ride.number, tier=ride.unit.tier, members=len(ride.members), batches=done,
+            seconds=outcome.seconds, bytes=size,
+        )  # fmt: skip
+
+    def _make_room(self, ride: Ride, error: BaseException | None) -> None:
+        """Memory was full: half of the ride's members wait until there is room, or all others do."""
+        everybody = [member for other in self.rides for member in other.members]
+        riding = self.board.bytes(everybody)
+        self._most = min(self._most, SAFER * riding)
+        slots = list(range(len(ride.members)))
+        reason = (
+            f"memory was full ({str(error).splitlines()[0][:120] if error is not None and str(error) else 'no room'})"
+        )
+        if len(slots) > 1:
+            half = slots[len(slots) // 2 :]
+            sizes = [len(slots) - len(half), len(half)]
+            gone = {ride.members[slot].index for slot in half}
+        elif len(self.rides) > 1:
+            gone = {member.index for other in self.rides if other is not ride for member in other.members}
+            sizes = [1, len(gone)]
+        else:
+            member = ride.members[0]
+            member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
+            ride.leave({0: "failed"})
+            self.rides = []
+            self._most = math.inf
+            return
+        self.board.full(ride.members)
+        self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
+        for index in gone:
+            self._queue.move(index, riding=False, now=time.monotonic())
+        self._eject(gone)
+        self.board.executor.forget()
+
+    # --- what is told and saved -------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
+        event = happened(kind, member, **data)
+        self.riding(event)
+        if self._listener is not None:
+            self._listener(event)
+
+    def epoch(self, ride: Ride, slot: int) -> Ending | None:
+        member = ride.members[slot]
+        self.tell("epoch", member, **member.history[-1])
+        return None if self.callbacks is None else self.callbacks.after(member, partial(ride.unit.write_back, [slot]))
+
+    def left(self, ride: Ride, slot: int) -> Ending | None:
+        member = ride.members[slot]
+        ending = None if self.callbacks is None else self.callbacks.after(member)
+        if ending is not None:
+            member.status, member.error = ending.status, ending.error
+        if member.status != "cancelled":
+            self._gone(member)
+            self._queue.remove(member.index)
+        else:
+            self._tell_leave(member)
+        return ending
+
+    def _gone(self, member: Member) -> None:
+        self._changed = True
+        self._unsaved.append(member)
+        self._tell_leave(member)
+
+    def _tell_leave(self, member: Member) -> None:
+        self.tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
+
+    def _save(self, *, now: bool = False) -> None:
+        """Write down where everybody is, when it is time; and members that have left, at once."""
+        if self.folder is None:
+            return
+        start = time.monotonic()
+        due = now or (start - self._saved >= self._save_every and not self.folder.busy)
+        members, self._unsaved = self._unsaved, []
+        if due:
+            self._saved = start
+            for ride in self.rides:
+                if ride.unit.settled:
+                    ride.unit.write_back()
+                    members += ride.members
+        if members:
+            self.folder.save_many(members)
+        if due:
+            self.tell("checkpoint", members=len(members), seconds=time.monotonic() - start)
+
+    # --- what it is told --------------------------------------------------------------------------------------------
+
+    def _obey(self) -> None:
+        """Do what was asked for since the last round."""
+        for order in self.controls.take() if self.controls is not None else []:
+            order(self)
+
+    def end(self, index: int, status: str, error: str | None = None) -> bool:
+        """End a member here and now; whether it was still under way."""
+        if index in self.waiting:
+            member = self.waiting.pop(index)
+            member.status, member.error = status, error
+            self._queue.remove(index)
+            self._gone(member)
+            return True
+        for ride in self.rides:
+            for slot, member in enumerate(ride.members):
+                if member.index == index:
+                    member.error = error
+                    ride.leave({slot: status})
+                    if status == "cancelled":
+                        self._queue.remove(index)
+                    self.rides = [other for other in self.rides if other.members]
+                    return True
+        return False
+
+    def add(self, member: Member) -> None:
+        """One more member, which waits for its place."""
+        self.members[member.index] = self.waiting[member.index] = member
+        self.newcomers.append(member)
+        self.board.add([member])
+        self._queue.add(self._ticket(member))
+        self._changed = True
+
+    def written(self, index: int) -> Member:
+        """A member with all that it has become."""
+        for ride in self.rides:
+            for slot, member in enumerate(ride.members):
+                if member.index == index:
+                    ride.unit.write_back([slot])
+        return self.members[index]
 
 
-def turn(rides: list[Ride], batches: list[int], executor: Executor, look: Callable[[Ride], None] | None = None) -> None:
+Look = Callable[[Ride, Outcome, int], None]
+
+
+def turn(rides: list[Ride], batches: list[int], executor: Executor, look: Look | None = None) -> list[Outcome]:
     """So many batches of each ride, and what came of them; `look` sees each before its epochs are closed."""
     for ride in rides:
         ride.begin()
         ride.start()
     work = [(ride.unit, count) for ride, count in zip(rides, batches, strict=True)]
     outcomes = executor.run(work, partial(_look_ahead, rides, batches))
-    for ride, outcome in zip(rides, outcomes, strict=True):
+    for ride, count, outcome in zip(rides, batches, outcomes, strict=True):
         if look is not None:
-            look(ride)
+            look(ride, outcome, count)
         ride.settle(outcome)
+    return outcomes
 
 
 def _look_ahead(rides: list[Ride], batches: list[int]) -> None:
     """What an executor may do while it waits for a device."""
     for ride, count in zip(rides, batches, strict=True):
         ride.look_ahead(count)
+
+
+def run(units: list[Unit], executor: Executor | None = None, watch: Callable[[Member], None] | None = None) -> None:
+    """Train these units' members to their ends, all of them at once."""
+    rides = [Ride(unit, _Watching(watch)) for unit in units]
+    try:
+        while rides := [ride for ride in rides if ride.ready()]:
+            turn(rides, [ride.next_batches() for ride in rides], executor or Executor())
+    except KeyboardInterrupt:
+        for ride in rides:
+            ride.cancel()
+        raise
+
+
+class _Watching(Host):
+    def __init__(self, watch: Callable[[Member], None] | None) -> None:
+        self.watch = watch or (lambda member: None)
+
+    def epoch(self, ride: Ride, slot: int) -> None:
+        self.watch(ride.members[slot])
+
+    def left(self, ride: Ride, slot: int) -> None:
+        self.watch(ride.members[slot])

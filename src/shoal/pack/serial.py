@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shoal.errors import MemberError
 from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
 from shoal.pack.stream import Stream
-from shoal.pack.unit import Unit
+from shoal.pack.unit import Unit, out_of_memory
 
 
 class SerialUnit(Unit):
@@ -95,11 +95,14 @@ class SerialUnit(Unit):
             member.place += 1
             return
         self._buffers.save()
+        drawn = torch.get_rng_state()
         try:
             loss, logs = self._step(feed)
         except Exception as error:
-            self._stuck = True
+            again = out_of_memory(error) and member.place % self.job.accumulate == 0
+            self._stuck = not again
             self._buffers.restore()
+            torch.set_rng_state(drawn)
             raise MemberError(0, error) from error
         member.losses.append(loss)
         member.place += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -13,21 +14,26 @@ import torch
 from shoal.checks import prepare
 from shoal.job import Job
 from shoal.pack import workers
-from shoal.pack.plan import Plan, arrange
-from shoal.pack.ride import Ride
+from shoal.pack.board import Board
+from shoal.pack.members import Member
+from shoal.pack.planner import Plan
+from shoal.pack.ride import Host, Ride
 from shoal.pack.run import turn
-from shoal.pack.unit import Executor, Unit
+from shoal.pack.unit import Executor, Outcome, Unit
 
 
 class TimedPack:
     """A pack in the middle of its training; `step(n)` takes every member n batches further."""
 
-    def __init__(self, plan: Plan, units: list[Unit], executor: Executor, count: int = 1) -> None:
-        self.plan = plan
-        own, *others = workers.shares(units, count) if count > 1 else [units]
-        self.device = units[0].members[0].device
-        self._helpers = [workers.fork(lambda pipe, share=share: _serve(share, pipe)) for share in others if share]  # type: ignore[misc]
-        self._own = _Steps(own, executor)
+    def __init__(self, board: Board, members: Sequence[Member], count: int = 1) -> None:
+        own, *others = workers.deal(members, board, count) if count > 1 else [list(members)]
+        self.plan = board.whole_plan(members)
+        self.device = members[0].device
+        self._helpers = [workers.fork(partial(_serve, board, share)) for share in others if share]
+        units = board.units(own)
+        if board.gpu:
+            self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
+        self._own = _Steps([unit for unit, _ in units], board.executor)
         self._latest: dict[int, float] = {}
 
     @property
@@ -71,7 +77,7 @@ class _Steps:
 
     def __init__(self, units: list[Unit], executor: Executor) -> None:
         self.latest: dict[int, float] = {}
-        self.rides = [Ride(unit, lambda member: None) for unit in units]
+        self.rides = [Ride(unit, Host()) for unit in units]
         self.executor = executor
 
     def step(self, n: int) -> dict[int, float]:
@@ -84,13 +90,13 @@ class _Steps:
                 left[id(ride)] -= batches
         return self.latest
 
-    def _look(self, ride: Ride) -> None:
+    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
         self.latest |= {member.index: member.losses[-1] for member in ride.members if member.losses}
 
 
-def _serve(units: list[Unit], pipe: Connection) -> None:
+def _serve(board: Board, members: Sequence[Member], pipe: Connection) -> None:
     """A helper's life: step when told to."""
-    steps = _Steps(units, Executor())
+    steps = _Steps([unit for unit, _ in board.units(members)], Executor())
     while True:
         pipe.send(steps.step(pipe.recv()))
 
@@ -98,6 +104,6 @@ def _serve(units: list[Unit], pipe: Connection) -> None:
 def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | Literal["auto"] = "auto") -> TimedPack:
     """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
     members = prepare(jobs, torch.device(device))
-    plan, units, executor = arrange(members, compile=compile)
-    count = workers.workers_for(None, members[0].device, workers.predicted_seconds(plan, members))
-    return TimedPack(plan, units, executor, count)
+    board = Board(members, compile=compile)
+    count = workers.workers_for(None, members[0].device, workers.predicted_seconds(board, members))
+    return TimedPack(board, members, count)

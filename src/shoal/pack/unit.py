@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import MemberError
 from shoal.pack.members import Member, autocast, draws, evaluating
+
+if TYPE_CHECKING:
+    from shoal.pack.recipe import Recipe
 
 
 class Unit(ABC):
@@ -46,6 +49,14 @@ class Unit(ABC):
     @abstractmethod
     def keep(self, slots: list[int]) -> Unit:
         """The same training with only these members."""
+
+    def accepts(self, recipe: Recipe) -> bool:
+        """Whether a member of this recipe may join as it is."""
+        return False
+
+    def join(self, recipes: Sequence[Recipe]) -> Unit:
+        """The same training with these members too, each accepted before."""
+        raise NotImplementedError
 
     @property
     def settled(self) -> bool:
@@ -125,6 +136,15 @@ class Outcome:
 
     seconds: float
     error: MemberError | None = None
+    full: BaseException | None = None
+    """The memory was full: what could be done is done, and nothing is lost."""
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception says that memory is full, on a GPU or on a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 class Executor:
@@ -137,11 +157,18 @@ class Executor:
         """
         return [self._turn(unit, batches) for unit, batches in work]
 
+    def forget(self) -> None:
+        """Let go of what was made for units that may be gone."""
+
     def _turn(self, unit: Unit, batches: int) -> Outcome:
         start = perf_counter()
-        error = None
+        error, full = None, None
         try:
             unit.run(batches)
         except MemberError as caught:
-            error = caught
-        return Outcome(perf_counter() - start, error)
+            error, full = (None, caught.cause) if out_of_memory(caught.cause) else (caught, None)
+        except Exception as caught:
+            if not out_of_memory(caught):
+                raise
+            full = caught
+        return Outcome(perf_counter() - start, error, full)

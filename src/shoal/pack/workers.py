@@ -1,9 +1,9 @@
-"""The cores of a CPU, each with its own share of the units: forked processes that read the same data.
+"""The cores of a CPU, each with its own share of the members: forked processes that read the same data.
 
 Python lets one thread run at a time, and a step of a small network is mostly Python; a forked process has an
-interpreter of its own and sees the parent's data without a copy. Every worker trains its units to their ends with one
-torch thread, tells of each epoch, and sends members back whole as they leave. A member's bits do not depend on the
-split. A worker that dies takes only its members with it.
+interpreter of its own and sees the parent's data without a copy. Every worker is a run of its own, with one torch
+thread: it saves its members itself, tells what happens, and sends members back whole as they leave. A member's bits do
+not depend on the split. A worker that dies takes only its members with it.
 
 Members whose step could not be traced stay in the calling process: their Python may have effects that somebody is
 waiting for. So do streams, whose reading threads do not survive a fork.
@@ -18,23 +18,22 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from time import perf_counter, process_time
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
-from shoal.errors import describe
+from shoal.errors import ShoalError, describe
+from shoal.events import Event, Wire, happened
+from shoal.pack.board import Board, num_batches
 from shoal.pack.members import Member
-from shoal.pack.plan import Plan
-from shoal.pack.ride import Watcher
-from shoal.pack.run import run
-from shoal.pack.unit import Executor, Unit
+from shoal.pack.planner import predictions
+from shoal.pack.run import Run
 
 WORTH_SECONDS = 2.0
 """Predicted work from which other processes are asked to help."""
@@ -93,56 +92,48 @@ def _spin(pipe: Connection) -> None:
     pipe.send((process_time() - used) / (perf_counter() - start))
 
 
-def movable(unit: Unit) -> bool:
-    """Whether a unit may train in another process."""
-    streamed = any(member.data.source.streamed for member in unit.members)
-    return not streamed and (unit.tier == "stacked" or bool(getattr(unit, "traced", False)))
+def movable(member: Member, board: Board) -> bool:
+    """Whether a member may train in another process."""
+    return member.index in board.recipes and not member.data.source.streamed
 
 
-def shares(units: list[Unit], count: int) -> list[list[Unit]]:
-    """Units dealt out to `count` workers, the first of which is this process. Large stacks are cut."""
-    pieces: list[Unit] = []
-    for unit in units:
-        cuts = min(count, len(unit.members) // 2) if movable(unit) else 1
-        if cuts > 1:
-            slots = list(range(len(unit.members)))
-            pieces += [unit.keep(slots[i::cuts]) for i in range(cuts)]
-        else:
-            pieces.append(unit)
-    out: list[list[Unit]] = [[] for _ in range(count)]
+def deal(members: Sequence[Member], board: Board, count: int) -> list[list[Member]]:
+    """Members dealt out to `count` processes, the first of which is this one. Large stacks are cut."""
+    pieces: list[list[Member]] = []
+    for kind in _kinds(members, board):
+        cuts = min(count, max(1, len(kind) // 2)) if movable(kind[0], board) else 1
+        pieces += [kind[i::cuts] for i in range(cuts)]
+    out: list[list[Member]] = [[] for _ in range(count)]
     loads = [0.0] * count
-    for unit in sorted(pieces, key=lambda u: (movable(u), -_weight(u))):
-        place = loads.index(min(loads)) if movable(unit) else 0
-        out[place].append(unit)
-        loads[place] += _weight(unit)
-    return out
+    for piece in sorted(pieces, key=lambda own: (movable(own[0], board), -_weight(own, board))):
+        place = loads.index(min(loads)) if movable(piece[0], board) else 0
+        out[place] += piece
+        loads[place] += _weight(piece, board)
+    return [sorted(share, key=lambda member: member.index) for share in out]
 
 
-def _weight(unit: Unit) -> float:
-    """Work of a unit, roughly: weights touched over all batches."""
-    member = unit.members[0]
-    size = sum(p.numel() for p in member.model.parameters()) + 10_000
-    return float(size) * member.job.batch_size * num_batches(member) * len(unit.members)
+def _kinds(members: Sequence[Member], board: Board) -> list[list[Member]]:
+    """Members that could be one stack; the others by themselves."""
+    kinds: dict[object, list[Member]] = {}
+    for member in members:
+        request = board.request(member)
+        alone = request.tier == "serial" or not movable(member, board)
+        kinds.setdefault(member.index if alone else request.key, []).append(member)
+    return list(kinds.values())
 
 
-def num_batches(member: Member) -> int:
-    """Batches of the whole job."""
-    job = member.job
-    return job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * member.num_batches
+def _weight(members: Sequence[Member], board: Board) -> float:
+    """Seconds of work left in members of one kind, as far as can be said beforehand."""
+    request = board.request(members[0])
+    batches = max(num_batches(member) - member.batches for member in members)
+    step = predictions(request, len(members)).get("step_seconds")
+    return batches * (sum(_least_seconds(member) for member in members) if step is None else step)
 
 
-def predicted_seconds(plan: Plan, members: list[Member]) -> float:
-    """What a plan takes in one process: from timed steps, else from the size of the networks (too little rather than
-    too much)."""
-    by_index = {member.index: member for member in members}
-    total = 0.0
-    for part in plan.parts:
-        batches = max(num_batches(by_index[index]) for index in part.members)
-        step = part.predicted.get("step_seconds")
-        if step is None:
-            step = sum(_least_seconds(by_index[index]) for index in part.members)
-        total += step * batches
-    return total
+def predicted_seconds(board: Board, members: Sequence[Member]) -> float:
+    """What these members take in one process: from timed steps, else from the size of the networks (too little rather
+    than too much)."""
+    return sum(_weight(kind, board) for kind in _kinds(members, board))
 
 
 def _least_seconds(member: Member) -> float:
@@ -151,52 +142,69 @@ def _least_seconds(member: Member) -> float:
     return 6e0 * weights * member.job.batch_size / 2e10
 
 
-def run_shared(units: list[Unit], count: int, executor: Executor, watch: Watcher) -> None:
-    """`run`, with the units shared among `count` processes, this one included."""
-    own, *others = shares(units, count) if count > 1 else [units]
-    crew = [Crewman(share) for share in others if share]
+MakeRun = Callable[[Sequence[Member], Callable[[Event], None]], Run]
+"""A run of some of the members, which tells what happens."""
+
+
+def run_shared(
+    members: Sequence[Member],
+    board: Board,
+    count: int,
+    make: MakeRun,
+    tell: Callable[[Event], None],
+    everybody: list[Member] | None = None,
+) -> None:
+    """Train these members in `count` processes, this one included; those that come later are added to `everybody`."""
+    own, *others = deal(members, board, count) if count > 1 else [list(members)]
+    board.budget /= max(1, count)
+    crew = [Crewman(share, board, make) for share in others if share]
     try:
         for worker in crew:
             if not worker.start():
-                own += worker.units
+                own += worker.members.values()
         alive = [worker for worker in crew if worker.started]
-
-        def both(member: Member) -> None:
-            watch(member)
-            for worker in alive:
-                worker.settle(watch, wait=False)
-
+        mine = make(own, tell)
+        mine.between = partial(_settle, alive, tell)
+        mine.newcomers = everybody if everybody is not None else []
         try:
-            run(own, executor, both)
+            mine.go()
             for worker in alive:
-                worker.settle(watch, wait=True)
+                worker.settle(tell, wait=True)
         except KeyboardInterrupt:
             for worker in alive:
                 worker.cancel()
             for worker in alive:
-                worker.settle(watch, wait=True)
+                worker.settle(tell, wait=True)
             raise
     finally:
         for worker in crew:
             worker.close()
 
 
+def _settle(crew: list[Crewman], tell: Callable[[Event], None]) -> None:
+    for worker in crew:
+        worker.settle(tell, wait=False)
+
+
 class Crewman:
     """One worker process, as its parent sees it."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = units
-        self.members = {member.index: member for unit in units for member in unit.members}
+    def __init__(self, members: Sequence[Member], board: Board, make: MakeRun) -> None:
+        self.members = {member.index: member for member in members}
+        self._all = dict(self.members)
+        self._board, self._make = board, make
         self.started = False
         self.pid = 0
         self._pipe: Connection | None = None
         self._done = False
+        self._again = False
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def start(self) -> bool:
         """Fork; whether the worker is up and can train."""
-        self.pid, self._pipe = fork(lambda pipe: _train(self.units, pipe))
-        threading.Thread(target=self._listen, daemon=True).start()
+        share = list(self.members.values())
+        self.pid, self._pipe = fork(lambda pipe: _train(share, self._board, self._make, pipe))
+        threading.Thread(target=self._listen, args=(self._pipe, self._inbox), daemon=True).start()
         try:
             self.started = pickle.loads(self._inbox.get(timeout=READY_SECONDS) or b"N.") == ("ready",)
         except queue.Empty:
@@ -205,16 +213,15 @@ class Crewman:
             self.close()
         return self.started
 
-    def _listen(self) -> None:
+    def _listen(self, pipe: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:
         """Take in what the worker says as it says it: a worker must not wait for its parent's own training."""
-        assert self._pipe is not None
         try:
             while True:
-                self._inbox.put(self._pipe.recv_bytes())
+                inbox.put(pipe.recv_bytes())
         except (EOFError, OSError):
-            self._inbox.put(None)
+            inbox.put(None)
 
-    def settle(self, watch: Watcher, *, wait: bool) -> None:
+    def settle(self, tell: Callable[[Event], None], *, wait: bool) -> None:
         """Carry what has come from the worker into the members; with `wait`, until it is done."""
         while not self._done:
             try:
@@ -222,29 +229,46 @@ class Crewman:
             except queue.Empty:
                 return
             if message is None:
-                self._lost(watch)
+                if self._lost(tell):
+                    continue
                 return
             kind, *content = pickle.loads(message)
             if kind == "done":
                 self._done = True
+                self._board.plan.parts += content[0]
             elif kind == "raised":
                 self._done = True
                 raise content[0]
             else:
-                member = self.members[content[0]]
-                take(member, content[1])
-                if member.status != "running":
-                    del self.members[content[0]]
-                watch(member)
+                self._hear(content[0], content[1], tell)
 
-    def _lost(self, watch: Watcher) -> None:
-        """The worker is gone without a word: its members that had not left are lost with it."""
-        self._done = True
+    def _hear(self, wire: Wire, state: dict[str, Any] | None, tell: Callable[[Event], None]) -> None:
+        event = Event.from_wire(wire, self._all)
+        if event.member is not None and state is not None:
+            take(event.member, state)
+            if event.member.status != "running":
+                self.members.pop(event.member.index, None)
+        tell(event)
+
+    def _lost(self, tell: Callable[[Event], None]) -> bool:
+        """The worker is gone without a word. Another one has its members go on, once; whether there is one."""
         how = _ending(self._reap())
+        if self._pipe is not None:
+            forget(self._pipe)
+        if not self._again:
+            self._again = True
+            for member in self.members.values():
+                self._board.put_back(member)
+                tell(happened("note", member, text=f"its worker process {how}; it goes on in another one"))
+            self._inbox = queue.SimpleQueue()
+            if self.start():
+                return True
+        self._done = True
         for member in self.members.values():
-            member.status, member.error = "failed", f"its worker process {how}; train it again"
-            watch(member)
+            member.status, member.error = "failed", f"its worker process {how}, twice; train it again"
+            tell(happened("leave", member, status="failed", error=member.error, steps=member.step, seconds=0.0))
         self.members = {}
+        return False
 
     def cancel(self) -> None:
         """Ask the worker to stop where it is and send its members back."""
@@ -291,7 +315,7 @@ def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connectio
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and says what to do
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for inherited in (*_parents, ours):
             inherited.close()
         _end_with_parent()
@@ -306,11 +330,6 @@ def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connectio
         os._exit(code)
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def _end_with_parent() -> None:
     """A worker whose parent was killed is nobody's: the kernel ends it."""
     if sys.platform == "linux":
@@ -319,75 +338,60 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _train(units: list[Unit], pipe: Connection) -> None:
+def _train(members: Sequence[Member], board: Board, make: MakeRun, pipe: Connection) -> None:
     """The worker's life: train, tell, send members back."""
 
-    def tell(*message: Any) -> None:
+    def send(*message: Any) -> None:
         data = pickle.dumps(message)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # half a message would be the end of all others
         pipe.send_bytes(data)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def watch(member: Member) -> None:
-        left = member.status != "running"
+    def tell(event: Event) -> None:
+        member, left = event.member, event.kind == "leave"
+        if member is None or event.kind not in ("epoch", "leave"):
+            send("event", event.to_wire(), None)
+            return
         try:
-            tell("member", member.index, give(member, whole=left))
+            send("event", event.to_wire(), give(member, whole=left))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             state = give(member, whole=False)
             state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
-            tell("member", member.index, state)
+            send("event", event.to_wire(), state)
 
     x = torch.ones(1, requires_grad=True)
     x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
-    tell("ready")
+    board.plan.parts = []
+    run = make(members, tell)
+    signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
+    send("ready")
     try:
-        run(units, Executor(), watch)
+        run.go()
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        tell("raised", RuntimeError(f"a worker process raised {describe(error)}"))
+        send("raised", error if isinstance(error, ShoalError) else RuntimeError(f"a worker raised {describe(error)}"))
         return
-    tell("done")
+    send("done", board.plan.parts)
 
 
 def give(member: Member, *, whole: bool) -> dict[str, Any]:
     """A member's progress; with `whole`, all it has become."""
-    state: dict[str, Any] = {name: getattr(member, name) for name in _STATE}
-    first = 0 if whole else max(0, len(member.history) - 1)
-    state["history"] = (first, member.history[first:])
     if whole:
-        state |= {
-            "model": _own(member.model.state_dict()),
-            "optimizer_state": _own(member.optimizer_state),
-            "best": member.best,
-            "monitor": member.monitor,
-            "generators": (member.rng.get_state(), member.orders.get_state()),
-        }
-    return state
+        return {"whole": member.state()}
+    first = max(0, len(member.history) - 1)
+    return {**{name: getattr(member, name) for name in _STATE}, "history": (first, member.history[first:])}
 
 
 def take(member: Member, state: dict[str, Any]) -> None:
     """Make the member what `give` told of it."""
+    if "whole" in state:
+        member.load_state(state["whole"])
+        return
     for name in _STATE:
         setattr(member, name, state[name])
     first, rows = state["history"]
     member.history[first:] = rows
-    if "model" in state:
-        member.model.load_state_dict(state["model"])
-        member.optimizer_state, member.best, member.monitor = state["optimizer_state"], state["best"], state["monitor"]
-        rng, orders = state["generators"]
-        member.rng.set_state(rng)
-        member.orders.set_state(orders)
-
-
-def _own(values: Any) -> Any:
-    """Tensors that are small parts of large ones as copies: a pickle holds all the memory behind a tensor."""
-
-    def own(x: Any) -> Any:
-        part = isinstance(x, Tensor) and x.untyped_storage().nbytes() > 2 * x.nbytes + 1024
-        return x.clone() if part else x
-
-    return pytree.tree_map(own, values)
 
 
 def _ending(status: int) -> str:

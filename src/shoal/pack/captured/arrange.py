@@ -19,7 +19,7 @@ def arrange(groups: list[Group], kitchen: Kitchen, compile: bool | Literal["auto
     """Parts of the plan and their units, for members on a GPU."""
     parts: list[Part] = []
     units: list[Unit] = []
-    cache: Cache = {}
+    cache: Cache = kitchen.executables
     for found in groups:
         reason = told(found, groups)
         if not found.recipes:

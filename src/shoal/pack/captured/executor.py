@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.unit import Executor, Outcome, Unit
+from shoal.pack.unit import Executor, Outcome, Unit, out_of_memory
 
 STREAMS = 16
 """Branches of a captured graph at the most; see benchmarks for where more stops helping."""
@@ -24,25 +24,39 @@ class CapturedExecutor(Executor):
 
     def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         captured = [(unit, batches) for unit, batches in work if isinstance(unit, CapturedUnit)]
-        start = perf_counter()
-        if captured:
-            self._run_captured(captured, meanwhile)
-        seconds = perf_counter() - start
-        share = seconds / max(1, sum(len(unit.members) for unit, _ in captured))
+        start, full = perf_counter(), None
+        try:
+            if captured:
+                self._run_captured(captured, meanwhile)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            full = error
+        share = (perf_counter() - start) / max(1, sum(len(unit.members) for unit, _ in captured))
+        largest = max(captured, key=lambda pair: len(pair[0].members), default=(None, 0))[0]
         return [
-            Outcome(share * len(unit.members)) if isinstance(unit, CapturedUnit) else self._turn(unit, batches)
+            Outcome(share * len(unit.members), full=full if unit is largest else None)
+            if isinstance(unit, CapturedUnit)
+            else self._turn(unit, batches)
             for unit, batches in work
         ]
 
+    def forget(self) -> None:
+        self._graphs = {}
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def _run_captured(self, work: list[tuple[CapturedUnit, int]], meanwhile: Callable[[], None] | None) -> None:
         left = {id(unit): unit.load(batches) for unit, batches in work}
+        rounds: list[tuple[torch.cuda.CUDAGraph, int]] = []
         while active := [unit for unit, _ in work if left[id(unit)]]:
             count = min(left[id(unit)] for unit in active)
-            graph = self.graph(active)
-            for _ in range(count):
-                graph.replay()
+            rounds.append((self.graph(active), count))  # all are made before one of them runs: memory may be full
             for unit in active:
                 left[id(unit)] -= count
+        for graph, count in rounds:
+            for _ in range(count):
+                graph.replay()
         for unit, _ in work:
             unit.finish()
         if meanwhile is not None:

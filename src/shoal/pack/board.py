@@ -1,0 +1,196 @@
+"""Who may ride with whom: the members' recipes and costs, worked out once, and units for those who get a place."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from shoal.monitor import Monitor
+from shoal.pack import learned, memory
+from shoal.pack.group import Group, group
+from shoal.pack.members import Member
+from shoal.pack.plan import Part, Plan, build, predicted, requests, try_out
+from shoal.pack.planner import Device, Request, cost, plan
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.unit import Executor, Unit
+
+if TYPE_CHECKING:
+    from shoal.pack.ride import Ride
+
+
+class Board:
+    """What is known of all members before any of them rides, and the plan as it comes about."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        timed: bool = True,
+        compile: bool | Literal["auto"] = "auto",
+        budget: int | None = None,
+        tiers: Mapping[int, str] | None = None,
+    ) -> None:
+        """`tiers`: those that members had in the run that is resumed; they have them again."""
+        self.device = members[0].device
+        self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
+        self.gpu = self.device.type == "cuda"
+        self.budget: float = math.inf if budget is None else budget
+        self.kitchen = Kitchen()
+        self.executor: Executor = Executor()
+        if self.gpu:
+            from shoal.pack.captured.executor import CapturedExecutor
+
+            self.executor = CapturedExecutor()
+        self.plan = Plan(str(self.device), [], [], budget)
+        self.groups: list[Group] = []
+        self.recipes: dict[int, Recipe] = {}
+        self._requests: dict[int, Request] = {}
+        self._parts: dict[int, Part] = {}
+        """By the ride's number."""
+        self._taken = 0
+        self.put_back: Callable[[Member], None] = beginning
+        """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
+        self.add(members)
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Work out what is to be known of these members."""
+        groups = group(list(members), self.kitchen)
+        tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
+        found = requests(groups, tried, self.tiers, exact=self._matters(groups))
+        self._requests |= {request.index: request for request in found}
+        self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        self.groups += groups
+        self._taken = memory.data_bytes([member for own in self.groups for member in own.members])
+
+    def _matters(self, groups: list[Group]) -> bool:
+        """Whether memory could be short, so that it is worth a closer look."""
+        rough = sum(memory.rough(own.recipes[0]) * len(own.members) for own in groups if own.recipes)
+        return self.budget < math.inf and rough > 0.05 * self.budget
+
+    def request(self, member: Member) -> Request:
+        return self._requests[member.index]
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def cost(self, member: Member) -> tuple[float, int]:
+        """Seconds of the work left, NaN where unknown, and bytes, of a member that waits."""
+        return predicted(self.request(member))
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        """All bytes when these members ride."""
+        kinds: Counter[tuple[str, str]] = Counter()
+        first: dict[tuple[str, str], Request] = {}
+        state, working = 0.0, [0.0]
+        for member in members:
+            request = self.request(member)
+            if request.tier == "serial":
+                own, more = cost(request, 1)
+                state += own
+                working.append(more)
+                continue
+            kind = (request.key, request.tier)
+            kinds[kind] += 1
+            first.setdefault(kind, request)
+        for kind, count in kinds.items():
+            request = first[kind]
+            most = request.most_rows or count
+            for start in range(0, count, most):
+                own, more = cost(request, min(most, count - start))
+                state += own
+                working.append(more)
+        return self._taken + state + (sum(working) if self.gpu else max(working))
+
+    def seconds_left(self, member: Member, batch_seconds: float) -> float:
+        """Of the work left, at so many seconds a batch."""
+        return max(0, num_batches(member) - member.batches) * batch_seconds
+
+    def predicted(self, member: Member) -> dict[str, float]:
+        """What is known of a member beforehand."""
+        alone = self.request(member).alone
+        return {} if alone is None else {"alone_seconds": alone}
+
+    # --- units ------------------------------------------------------------------------------------------------------
+
+    def seat(self, ride: Ride, member: Member) -> Recipe | None:
+        """The recipe by which a member may join a ride; None where it may not."""
+        request, recipe, unit = self.request(member), self.recipes.get(member.index), ride.unit
+        if recipe is None or (not self.gpu and request.tier != unit.tier):
+            return None
+        if request.most_rows is not None and len(unit.members) >= request.most_rows:
+            return None
+        return recipe if unit.accepts(recipe) else None
+
+    def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
+        """Units of their own for these members, with their parts of the plan."""
+        wanted = {member.index for member in members}
+        groups = [_only(own, wanted) for own in self.groups]
+        groups = [own for own in groups if own.members]
+        if self.gpu:
+            from shoal.pack.captured.arrange import arrange
+
+            parts, units = arrange(groups, self.kitchen, self.compile)
+        else:
+            parts = self._parts_of(groups)
+            units = build(Plan(str(self.device), parts), groups, self.kitchen)
+        by_member = {index: part for part in parts for index in part.members}
+        return [(unit, by_member[unit.members[0].index]) for unit in units]
+
+    def whole_plan(self, members: Sequence[Member]) -> Plan:
+        """What would ride together if all of them rode at once."""
+        asked = [self.request(member) for member in members]
+        return plan(asked, (), Device(str(self.device)))
+
+    def _parts_of(self, groups: list[Group]) -> list[Part]:
+        asked = [self._requests[member.index] for own in groups for member in own.members]
+        return plan(asked, (), Device(str(self.device))).parts
+
+    def boarded(self, ride: Ride, part: Part) -> None:
+        """A ride begins."""
+        self._parts[ride.number] = part
+        self.plan.parts.append(part)
+
+    def joined(self, ride: Ride, member: Member) -> None:
+        """A member has joined a ride."""
+        part = self._parts[ride.number]
+        if member.index not in part.members:
+            part.members.append(member.index)
+            part.names.append(member.name)
+
+    def noted(self, ride: Ride, seconds: float, batches: int) -> int | None:
+        """Take in what a turn did cost; the bytes in use, where that is known."""
+        used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
+        part = self._parts.get(ride.number)
+        if part is not None and seconds > 0:
+            part.note(seconds, batches, used)
+        return used
+
+    def full(self, members: Sequence[Member]) -> None:
+        """Memory was full while these rode: remembered, so that the next run asks for less."""
+        recipe = self.recipes.get(members[0].index)
+        if recipe is not None and self.budget < math.inf:
+            learned.note(learned.digest(recipe), tier="stacked", rows=len(members), bytes=int(self.budget))
+
+
+def _only(own: Group, wanted: set[int]) -> Group:
+    return Group(
+        [member for member in own.members if member.index in wanted],
+        [recipe for recipe in own.recipes if recipe.member.index in wanted],
+        own.reason,
+    )
+
+
+def beginning(member: Member) -> None:
+    """To where it was when it was built, for a member that has trained in another process only."""
+    member.step = member.epoch = member.batches = member.place = member.first_step = 0
+    member.history, member.losses, member.logs = [], [], {}
+    member.seconds, member.monitor = 0.0, Monitor.of(member.job)
+
+
+def num_batches(member: Member) -> int:
+    """Batches of the whole job."""
+    job = member.job
+    return job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * member.num_batches
