@@ -157,6 +157,12 @@ def test_the_file_is_read_by_any_safetensors_reader(tmp_path: Path) -> None:
     assert store.peek(tmp_path / "x.safetensors", "number") == "7"
 
 
+def test_large_numbers_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
+    value = random_tensor(torch.complex128, (33,), 0)
+    for length in range(1, 40):
+        assert same(through(tmp_path, {"x" * length: value}), {"x" * length: value})
+
+
 def test_names_that_collide_are_kept_apart(tmp_path: Path) -> None:
     state = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}, "__metadata__": torch.ones(1), "": torch.ones(3)}
     state |= {"sha256": "x", "tree": "y", "float": "z", "tensor": 3, "dict": {"dict": {"tensor": 0}}}
