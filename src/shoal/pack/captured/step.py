@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.pack.optim import Columns, MemberScaler
+from shoal.pack.optim._hold import fence
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack, StackedOptimizer
 from shoal.pack.trace import autocast
@@ -145,6 +146,8 @@ class Step:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
+        if rows.dim() == 2 and rows.shape[0] > 1:
+            rows = fence(rows)  # or every element of the batch would look up its row by itself
         flat = rows.reshape(-1)
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 

@@ -27,6 +27,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
+def fence(value: Tensor) -> Tensor:
+    """The same tensor, fenced when traced."""
+    fenced: Tensor = _hold(value) if is_traced() else value
+    return fenced
+
+
 def hold(columns: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The same [M] columns (numbers in `dtype`, or booleans), fenced when traced."""
     if not columns or not is_traced():
