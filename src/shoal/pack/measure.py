@@ -43,7 +43,7 @@ WORTH = 1.05
 """What a large network must gain from stacking."""
 LARGE_BYTES, LARGE_FEW_STEPS = 16 << 20, 60
 """Results of a step's operators from which a network is taken for large, and the steps that are then worth a trial."""
-MOST_ROWS, REFINE_SECONDS = 64, 0.1
+MOST_ROWS, REFINE_SECONDS = 64, 0.25
 """A pack's own size is tried too, up to so many rows, where its step should take no longer than this."""
 
 _verdicts: dict[str, Verdict] = {}
@@ -169,8 +169,9 @@ def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
 def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -> float:
     """Seconds of a step of so many copies of the recipe's member, stacked."""
     runner = _stacked(recipe, kitchen, rows)
-    runner.run(2)
-    return statistics.median(runner.run(1) for _ in range(rounds))
+    runner.run(1)
+    block = max(1, min(16, int(0.02 / runner.run(1))))  # short steps in a row, as in training: caches are warm then
+    return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
 def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
