@@ -83,17 +83,20 @@ def _timed(network: str, members: int) -> tuple[float, float]:
     measure._verdicts.clear()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
-        made, units, _ = plan.arrange(prepare(jobs(network, members, 400, 16), torch.device("cpu")))
+        made, units, _ = plan.arrange(prepare(jobs(network, members, 400, 64), torch.device("cpu")))
     for unit in units:
         unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
-        unit.run(2)
-    seen = []
-    for _ in range(5):
-        start = perf_counter()
-        for unit in units:
-            unit.run(2)
-        seen.append((perf_counter() - start) / 2)
+        unit.run(1)
+    block = max(1, min(8, int(0.02 / _turn(units, 1))))  # short steps in a row, as in training
+    seen = [_turn(units, block) for _ in range(5)]
     return sum(part.predicted["step_seconds"] for part in made.parts), statistics.median(seen)
+
+
+def _turn(units: list[Any], steps: int) -> float:
+    start = perf_counter()
+    for unit in units:
+        unit.run(steps)
+    return (perf_counter() - start) / steps
 
 
 def on_gpu(network: str, members: int, compile: bool) -> dict[str, float]:
