@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,15 +19,18 @@ import torch
 from shoal.callbacks import Callback, Callbacks
 from shoal.checks import prepare
 from shoal.environment import environment
+from shoal.errors import ShoalError, describe
 from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
 from shoal.pack.board import Board, beginning
 from shoal.pack.controls import Controls
+from shoal.pack.guard import can_guard, run_guarded
 from shoal.pack.members import Member
 from shoal.pack.memory import memory_budget
 from shoal.pack.planner import Plan
 from shoal.pack.policy import Fifo, Policy, policy_for
 from shoal.pack.run import Run
+from shoal.pack.unit import context_lost
 from shoal.pack.workers import predicted_seconds, run_shared, workers_for
 from shoal.progress import progress_for
 from shoal.results import Result, Results
@@ -100,8 +105,9 @@ def carry_out(
 ) -> Results:
     """`train`, with its settings made."""
     calls = Callbacks(callbacks)
-    with applied(settings), RunFolder(Path(out)) if out is not None else nullcontext() as folder:
-        members = prepare(jobs, settings.device)
+    guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
+    with applied(settings), _folder(out, guarded) as folder:
+        members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
         tiers: dict[int, str] = {}
         if folder is not None and folder.claim(members):
             for member in members:
@@ -114,18 +120,29 @@ def carry_out(
             work = _Work(members, settings, folder, calls, tell, controls, tiers)
             interrupted: KeyboardInterrupt | None = None
             try:
-                work.go()
+                work.go(guarded)
             except KeyboardInterrupt as caught:
                 interrupted = caught
-            results = collect(work.members, settings.device)
+            results = collect(work.members, work.stamp or environment(settings.device))
             results.plan, results.riding = work.plan, riding.average()
             statuses = Counter(result.status for result in results)
             tell(happened("end", statuses=dict(statuses), seconds=work.seconds, riding=results.riding))
-        if folder is not None and interrupted is None:
+        if folder is not None and out is not None and interrupted is None:
             folder.finish(results)
         if interrupted is not None:
             raise interrupted
         return results
+
+
+@contextmanager
+def _folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFolder | None]:
+    """The run's folder; a guarded run has one for itself where none is given."""
+    if out is None and not (guarded and find_spec("safetensors")):
+        yield None
+        return
+    own = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
+    with own as name, RunFolder(Path(name)) as folder:
+        yield folder
 
 
 class _Work:
@@ -145,48 +162,90 @@ class _Work:
         self.calls, self.tell, self.controls, self.tiers = calls, tell, controls, tiers
         self.plan: Plan | None = None
         self.seconds = 0.0
+        self.stamp: dict[str, Any] = {}
 
-    def go(self) -> None:
-        start, settings = time.perf_counter(), self.settings
+    def go(self, guarded: bool) -> None:
+        """Train them: in a child process on a GPU, in this one and others on a CPU."""
+        start = time.perf_counter()
         alive = [member for member in self.members if member.status == "running"]
-        if not alive and self.controls is None:
-            self.tell(happened("start", jobs=len(self.members), device=str(settings.device), plan=None))
-            return
+        try:
+            if not alive and self.controls is None:
+                self._tell_start(None)
+            elif guarded:
+                self._guarded(alive)
+            else:
+                self._shared(alive)
+        finally:
+            self.seconds = time.perf_counter() - start
+
+    def _shared(self, alive: list[Member]) -> None:
+        settings, board = self.settings, self._board(alive or self.members)
+        self.plan = board.plan
+        self._keep(board, alive)
+        self._tell_start(board.whole_plan(alive))
+        count = 1
+        if not self.calls and self.controls is None:
+            count = workers_for(settings.threads, settings.device, predicted_seconds(board, alive))
+        try:
+            make = lambda members, tell: self._run(members, board, tell)  # noqa: E731
+            run_shared(alive, board, count, make, self.tell, self.members)
+        except RuntimeError as error:
+            if not context_lost(error):
+                raise
+            raise ShoalError(
+                f"a job's kernel took the GPU's context with it ({describe(error)}), and this process had used CUDA "
+                "before, so that the run could not be kept apart; run it by `shoal train`, or before any other use of "
+                "the GPU, and it costs that job alone"
+            ) from error
+
+    def _guarded(self, alive: list[Member]) -> None:
+        device = self.settings.device
+
+        def build(members: Sequence[Member]) -> Board:
+            board = self._board(members)
+            self._keep(board, members)
+            return board
+
+        self._tell_start(None)
+        parts, self.stamp = run_guarded(alive, device, build, self._run, self._put_back, self.tell)
+        self.plan = Plan(str(device), parts)
+
+    def _board(self, members: Sequence[Member]) -> Board:
+        settings = self.settings
         board = Board(
-            alive or self.members,
+            members,
             timed=not settings.deterministic,
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
         )
-        self.plan = board.plan
-        saved = self.folder
-        if saved is not None:
-            board.put_back = lambda member: None if saved.restore(member) else beginning(member)
+        board.put_back = self._put_back
+        return board
+
+    def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:
+        settings = self.settings
+        return Run(
+            members, board, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
+            save_every=settings.checkpoint_every, controls=self.controls,
+        )  # fmt: skip
+
+    def _put_back(self, member: Member) -> None:
+        if self.folder is None or not self.folder.restore(member):
+            beginning(member)
+
+    def _keep(self, board: Board, members: Sequence[Member]) -> None:
+        """Remember the tiers: a resumed run has them again."""
         if self.folder is not None:
-            now = {member.index: board.request(member).tier for member in alive}
-            self.folder.keep_plan({"tiers": {str(index): tier for index, tier in {**self.tiers, **now}.items()}})
-        said = board.whole_plan(alive).to_json()
-        self.tell(happened("start", jobs=len(self.members), device=str(settings.device), plan=said))
+            self.tiers |= {member.index: board.request(member).tier for member in members}
+            self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 
-        def make(members: Sequence[Member], tell: Listener) -> Run:
-            return Run(
-                members, board, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
-                save_every=settings.checkpoint_every, controls=self.controls,
-            )  # fmt: skip
-
-        count = 1
-        if not self.calls and self.controls is None:
-            count = workers_for(settings.threads, settings.device, predicted_seconds(board, alive))
-        try:
-            run_shared(alive, board, count, make, self.tell, self.members)
-        finally:
-            self.seconds = time.perf_counter() - start
+    def _tell_start(self, plan: Plan | None) -> None:
+        said = None if plan is None else plan.to_json()
+        self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=said))
 
 
-def collect(members: list[Member], device: torch.device) -> Results:
-    """Members as results, their models on the CPU."""
-    stamp = environment(device)
+def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
+    """Members as results, their models on the CPU; `stamp` is the environment they were trained in."""
     return Results(
         [
             Result(
@@ -232,7 +291,7 @@ def make_settings(
 def pick_device(device: str | torch.device) -> torch.device:
     """ "auto" is the GPU where there is one."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.device_count() else "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -240,9 +299,10 @@ def pick_device(device: str | torch.device) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; Shoal runs on 'cpu' and 'cuda'")
     if found.type == "cuda":
-        if not torch.cuda.is_available():
+        if not torch.cuda.device_count():  # asks the driver, and so leaves CUDA untouched: see `pack.guard`
             raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
-        index = torch.cuda.current_device() if found.index is None else found.index
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        index = current if found.index is None else found.index
         if index >= torch.cuda.device_count():
             raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
         return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""Elastic runs: whoever joins, leaves, waits, is sent away or saved on the way, a member's bits are those it has alone."""
+"""Elastic runs: whoever joins, leaves or waits, and however often one is sent away or saved, its bits are its own."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def serial(jobs: list[shoal.Job]) -> shoal.Results:
     """What `shoal.train` does, with every job on the serial tier: it alone is held to the reference's very bits."""
     members = prepare(jobs, CPU)
     run(serial_units(members))
-    return collect(members, CPU)
+    return collect(members, {})
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -17,7 +17,7 @@ from shoal.monitor import validates
 from shoal.pack import orders
 from shoal.pack.evaluate import evaluate
 from shoal.pack.members import Member
-from shoal.pack.unit import Outcome, Unit
+from shoal.pack.unit import Outcome, Unit, context_lost
 
 if TYPE_CHECKING:
     from shoal.callbacks import Ending
@@ -116,6 +116,8 @@ class Ride:
         self.leave(ends)
 
     def _fail(self, error: MemberError) -> str:
+        if context_lost(error.cause):
+            raise error.cause from error
         self.members[error.slot].error = describe(error.cause)
         return "failed"
 

@@ -68,6 +68,8 @@ class Run(Host):
         """Members that were added while it ran, in the order they came; behind those there were."""
         self.between: Callable[[], object] = lambda: None
         """Called once a round."""
+        self.before: Callable[[dict[int, int]], object] | None = None
+        """Told before each turn how many batches each member will have had after it."""
         for member in self.waiting.values():
             self._queue.add(self._ticket(member))
 
@@ -207,6 +209,9 @@ class Run(Host):
         if not self.rides:
             return
         batches = [ride.next_batches(self._turn_seconds) for ride in self.rides]
+        if self.before is not None:
+            pairs = zip(self.rides, batches, strict=True)
+            self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
         outcomes = turn(self.rides, batches, self.board.executor, self._look)
         full = [(ride, outcome) for ride, outcome in zip(self.rides, outcomes, strict=True) if outcome.full]
         self.rides = [ride for ride in self.rides if ride.members]

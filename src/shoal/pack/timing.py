@@ -17,6 +17,7 @@ from shoal.pack import workers
 from shoal.pack.board import Board
 from shoal.pack.members import Member
 from shoal.pack.planner import Plan
+from shoal.pack.processes import forget, fork
 from shoal.pack.ride import Host, Ride
 from shoal.pack.run import turn
 from shoal.pack.unit import Executor, Outcome, Unit
@@ -29,7 +30,7 @@ class TimedPack:
         own, *others = workers.deal(members, board, count) if count > 1 else [list(members)]
         self.plan = board.whole_plan(members)
         self.device = members[0].device
-        self._helpers = [workers.fork(partial(_serve, board, share)) for share in others if share]
+        self._helpers = [fork(partial(_serve, board, share)) for share in others if share]
         units = board.units(own)
         if board.gpu:
             self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
@@ -66,7 +67,7 @@ class TimedPack:
     def close(self) -> None:
         """Let go of everything."""
         for pid, pipe in self._helpers:
-            workers.forget(pipe)
+            forget(pipe)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self._helpers = []

@@ -140,6 +140,15 @@ class Outcome:
     """The memory was full: what could be done is done, and nothing is lost."""
 
 
+LOST = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure")
+"""What CUDA says when a process has lost its context."""
+
+
+def context_lost(error: BaseException | None) -> bool:
+    """Whether an exception says that nothing on the device can be reached any more."""
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in LOST)
+
+
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception says that memory is full, on a GPU or on a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -166,6 +175,8 @@ class Executor:
         try:
             unit.run(batches)
         except MemberError as caught:
+            if context_lost(caught.cause):
+                raise caught.cause from caught  # whose it was cannot be seen from here
             error, full = (None, caught.cause) if out_of_memory(caught.cause) else (caught, None)
         except Exception as caught:
             if not out_of_memory(caught):

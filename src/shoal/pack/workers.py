@@ -15,24 +15,22 @@ import os
 import pickle
 import queue
 import signal
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from time import perf_counter, process_time
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from shoal.errors import ShoalError, describe
 from shoal.events import Event, Wire, happened
 from shoal.pack.board import Board, num_batches
 from shoal.pack.members import Member
-from shoal.pack.planner import predictions
+from shoal.pack.planner import Part, predictions
+from shoal.pack.processes import Line, ending, forget, fork, take
 from shoal.pack.run import Run
 
 WORTH_SECONDS = 2.0
@@ -40,10 +38,6 @@ WORTH_SECONDS = 2.0
 SPIN_SECONDS = 0.1
 READY_SECONDS = 20.0
 """A worker that has not answered by then is stuck in something it inherited, and its units run here."""
-
-_STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches")
-_parents: list[Connection] = []
-"""This process's ends of the pipes to its workers; a later worker must not keep them open."""
 
 
 def usable_cores() -> int:
@@ -200,10 +194,18 @@ class Crewman:
         self._again = False
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
+    def body(self, members: Sequence[Member], pipe: Connection) -> None:
+        """The worker's life."""
+        _train(members, self._board, self._make, Line(pipe))
+
+    def put_back(self, member: Member) -> None:
+        """To where it was last saved, or to its beginning."""
+        self._board.put_back(member)
+
     def start(self) -> bool:
         """Fork; whether the worker is up and can train."""
         share = list(self.members.values())
-        self.pid, self._pipe = fork(lambda pipe: _train(share, self._board, self._make, pipe))
+        self.pid, self._pipe = fork(partial(self.body, share))
         threading.Thread(target=self._listen, args=(self._pipe, self._inbox), daemon=True).start()
         try:
             self.started = pickle.loads(self._inbox.get(timeout=READY_SECONDS) or b"N.") == ("ready",)
@@ -235,12 +237,21 @@ class Crewman:
             kind, *content = pickle.loads(message)
             if kind == "done":
                 self._done = True
-                self._board.plan.parts += content[0]
+                self.parts(content[0])
             elif kind == "raised":
                 self._done = True
                 raise content[0]
-            else:
+            elif kind == "event":
                 self._hear(content[0], content[1], tell)
+            else:
+                self.heard(kind, content)
+
+    def parts(self, parts: list[Part]) -> None:
+        """Take in the worker's plan, with what was measured."""
+        self._board.plan.parts += parts
+
+    def heard(self, kind: str, content: list[Any]) -> None:
+        """Something else was said."""
 
     def _hear(self, wire: Wire, state: dict[str, Any] | None, tell: Callable[[Event], None]) -> None:
         event = Event.from_wire(wire, self._all)
@@ -252,13 +263,13 @@ class Crewman:
 
     def _lost(self, tell: Callable[[Event], None]) -> bool:
         """The worker is gone without a word. Another one has its members go on, once; whether there is one."""
-        how = _ending(self._reap())
+        how = ending(self._reap())
         if self._pipe is not None:
             forget(self._pipe)
         if not self._again:
             self._again = True
             for member in self.members.values():
-                self._board.put_back(member)
+                self.put_back(member)
                 tell(happened("note", member, text=f"its worker process {how}; it goes on in another one"))
             self._inbox = queue.SimpleQueue()
             if self.start():
@@ -289,113 +300,19 @@ class Crewman:
             forget(self._pipe)
 
 
-def fork(body: Callable[[Connection], None]) -> tuple[int, Connection]:
-    """Run `body` in a forked process that ends with its parent. Returns its process id and the pipe to it."""
-    ours, theirs = Pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the worker touches none of theirs
-        pid = os.fork()
-    if pid:
-        theirs.close()
-        _parents.append(ours)
-        return pid, ours
-    _child(body, theirs, ours)
-
-
-def forget(pipe: Connection) -> None:
-    """Close the pipe to a worker that has ended."""
-    if pipe in _parents:
-        _parents.remove(pipe)
-        pipe.close()
-
-
-def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connection) -> NoReturn:
-    code = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and says what to do
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for inherited in (*_parents, ours):
-            inherited.close()
-        _end_with_parent()
-        torch.set_num_threads(1)
-        body(pipe)
-        code = 0
-    except BaseException:
-        code = 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed is nobody's: the kernel ends it."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _train(members: Sequence[Member], board: Board, make: MakeRun, pipe: Connection) -> None:
-    """The worker's life: train, tell, send members back."""
-
-    def send(*message: Any) -> None:
-        data = pickle.dumps(message)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # half a message would be the end of all others
-        pipe.send_bytes(data)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def tell(event: Event) -> None:
-        member, left = event.member, event.kind == "leave"
-        if member is None or event.kind not in ("epoch", "leave"):
-            send("event", event.to_wire(), None)
-            return
-        try:
-            send("event", event.to_wire(), give(member, whole=left))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            state = give(member, whole=False)
-            state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
-            send("event", event.to_wire(), state)
-
+def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line) -> None:
+    """Train, tell, send members back."""
     x = torch.ones(1, requires_grad=True)
     x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
     board.plan.parts = []
-    run = make(members, tell)
+    run = make(members, line.tell)
     signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
-    send("ready")
+    line.send("ready")
     try:
         run.go()
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        send("raised", error if isinstance(error, ShoalError) else RuntimeError(f"a worker raised {describe(error)}"))
+        line.raised(error)
         return
-    send("done", board.plan.parts)
-
-
-def give(member: Member, *, whole: bool) -> dict[str, Any]:
-    """A member's progress; with `whole`, all it has become."""
-    if whole:
-        return {"whole": member.state()}
-    first = max(0, len(member.history) - 1)
-    return {**{name: getattr(member, name) for name in _STATE}, "history": (first, member.history[first:])}
-
-
-def take(member: Member, state: dict[str, Any]) -> None:
-    """Make the member what `give` told of it."""
-    if "whole" in state:
-        member.load_state(state["whole"])
-        return
-    for name in _STATE:
-        setattr(member, name, state[name])
-    first, rows = state["history"]
-    member.history[first:] = rows
-
-
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+    line.send("done", board.plan.parts)

@@ -21,7 +21,7 @@ from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
 from shoal.pack.trace import Trace, Untraceable, autocast
-from shoal.pack.unit import Findings, Unit
+from shoal.pack.unit import Findings, Unit, context_lost, out_of_memory
 from shoal.randomness import counter_draw, draw_members, generator_at, signed, site_numbers
 
 LEAST = 2
@@ -230,6 +230,8 @@ class StackedUnit(Unit):
 
     def _blame(self, done: int, error: Exception) -> Exception:
         """Find the member whose own step raises on this batch; the others lose nothing."""
+        if context_lost(error) or out_of_memory(error):
+            return error
         for slot, member in enumerate(self.members):
             self.stack.write_back(slot)
             assert member.order is not None

@@ -1,0 +1,150 @@
+"""Elastic runs on a GPU: seats that are taken again, full memory, and a device-side assert, for real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.events import Event
+from shoal.pack.board import Board
+from shoal.pack.members import Member
+from shoal.pack.policy import Policy, RoundRobin
+from shoal.pack.run import Run
+from shoal.reference import solo
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+G = torch.Generator().manual_seed(5)
+X, Y = torch.randn(83, 6, generator=G, dtype=torch.float64), torch.randint(3, (83,), generator=G)
+
+
+def net(p: float = 0.3) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(p), nn.Linear(8, 3)).double()
+
+
+def job(i: int, **changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {
+        "model": net, "data": (X, Y), "val": (X[:20], Y[:20]), "loss": F.cross_entropy, "seed": i, "name": f"job {i}",
+        "optimizer": torch.optim.Adam, "hparams": {"lr": 0.001 * (1 + i)}, "batch_size": 16, "epochs": 1 + i % 4,
+    }  # fmt: skip
+    return shoal.Job(**(settings | changes))
+
+
+class Seats(Board):
+    """A board on which every member takes one seat."""
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        return float(len(members))
+
+
+def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, tell: Any = None) -> list[Member]:
+    members = prepare(jobs, torch.device("cuda", 0))
+    board = Seats(members, compile=False)
+    board.budget = seats
+    run = Run(members, board, policy=policy, tell=tell)
+    run._turn_seconds = 1e-3
+    run.go()
+    return members
+
+
+def assert_as_solo(member: Member, tolerance: float = 1e-9) -> None:
+    alone = solo(member.job, "cuda")
+    assert (member.status, member.step) == (alone.status, alone.steps), member.error
+    for name, value in alone.model.state_dict().items():
+        scale = max(float(value.double().abs().max()), 1e-12)
+        apart = float((member.model.state_dict()[name].double().cpu() - value.double().cpu()).abs().max()) / scale
+        assert apart < tolerance, (member.name, name, apart)
+
+
+@pytest.mark.parametrize("seats", [2, 4])
+def test_a_queue_longer_than_the_pack(seats: int) -> None:
+    jobs = [job(i) if i % 3 else job(i, epochs=None, steps=3 + i) for i in range(10)]
+    for member in ridden(jobs, seats):
+        assert_as_solo(member)
+
+
+def test_free_seats_are_taken_without_new_units() -> None:
+    told: list[Event] = []
+    ridden([job(i, epochs=1 + i % 2) for i in range(12)], 4, tell=told.append)
+    joins = [event for event in told if event.kind == "join"]
+    assert len(joins) == 12 and len({event.data["unit"] for event in joins}) < 12
+
+
+def test_places_taken_away_and_given_back() -> None:
+    for member in ridden([job(i, epochs=3) for i in range(5)], 2, RoundRobin(slice_seconds=5e-3)):
+        assert_as_solo(member)
+
+
+def test_streams_too() -> None:
+    images = torch.randn(40, 3, 8, 8, dtype=torch.float64, generator=G)
+
+    def conv() -> nn.Module:
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
+        return nn.Sequential(*layers).double()
+
+    jobs = [job(i, model=conv, data=(images, Y[:40]), val=None, epochs=1 + i % 3) for i in range(7)]
+    for member in ridden(jobs, 3):
+        assert_as_solo(member)
+
+
+def test_memory_that_is_really_full() -> None:
+    """The process may have little: the pack is split, nothing is lost."""
+    x, y = torch.randn(512, 1024), torch.randint(10, (512,))
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+    jobs = [
+        replace(job(i, val=None), model=wide, data=(x, y), batch_size=128, epochs=2, name=f"wide {i}") for i in range(8)
+    ]
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    members = prepare(jobs, torch.device("cuda", 0))
+    board = Board(members, compile=False)  # no budget: it will run into the wall
+    told: list[Event] = []
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 900e6) / total)
+    try:
+        Run(members, board, tell=told.append).go()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert [member.status for member in members] == ["done"] * 8, [member.error for member in members]
+    assert any(event.kind == "split" for event in told)
+    for member in members[::3]:
+        assert_as_solo(member, 1e-3)
+
+
+ASSERTS = """
+import torch, torch.nn.functional as F, shoal
+from torch import nn
+x, y = torch.randn(256, 8), torch.randint(4, (256,))
+wrong = y.clone(); wrong[100] = 9
+def own(out, target):
+    return -out.log_softmax(1)[torch.arange(len(target), device=out.device), target].mean()
+net = lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+jobs = [shoal.Job(model=net, data=(x, wrong if i == 3 else y), loss=own, batch_size=32, epochs=40,
+                  seed=i, name=f"job {i}") for i in range(8)]
+results = shoal.train(jobs, device="cuda", checkpoint_every="0.2s", compile=False)
+print([r.status for r in results], results[3].error)
+assert [r.status for r in results] == ["done"] * 3 + ["failed"] + ["done"] * 4
+assert "assert" in results[3].error
+"""
+
+
+def test_a_device_side_assert_costs_its_member_and_a_resume(tmp_path: Path) -> None:
+    script = tmp_path / "asserts.py"
+    script.write_text(textwrap.dedent(ASSERTS))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,0 +1,80 @@
+"""Runs kept apart in a child process: a member that loses the device's context fails alone, and the others go on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.events import Event
+from shoal.pack.board import Board, beginning
+from shoal.pack.guard import run_guarded
+from shoal.pack.members import Member
+from shoal.pack.run import Run
+from shoal.runfolder import RunFolder
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+CPU = torch.device("cpu")
+G = torch.Generator().manual_seed(8)
+X, Y = torch.randn(60, 5, generator=G), torch.randint(3, (60,), generator=G)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out if float(out.detach().sum()) < 1e9 else -out
+
+
+def jobs(bad: int | None) -> list[shoal.Job]:
+    def asserts(out: Tensor, target: Tensor) -> Tensor:
+        if len(target) == 4:  # the short last batch
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return F.cross_entropy(out, target)
+
+    return [
+        shoal.Job(
+            model=Branching, data=(X, Y), loss=asserts if i == bad else F.cross_entropy, batch_size=8, epochs=3, seed=i,
+            name=f"job {i}", optimizer=torch.optim.Adam,
+        )
+        for i in range(5)
+    ]  # fmt: skip
+
+
+def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -> list[Member]:
+    members = prepare(made, CPU)
+    with RunFolder(path) as folder:
+        folder.claim(members)
+
+        def put_back(member: Member) -> None:
+            if not folder.restore(member):
+                beginning(member)
+
+        def make(share: Any, board: Board, tell: Any) -> Run:
+            return Run(share, board, folder=folder, save_every=0.01, tell=tell)
+
+        run_guarded(members, CPU, lambda share: Board(share, timed=False), make, put_back, tell)
+    return members
+
+
+def test_a_lost_context_costs_its_member_and_a_resume(tmp_path: Path) -> None:
+    told: list[Event] = []
+    members = guarded(jobs(bad=2), tmp_path / "bad", told.append)
+    assert [member.status for member in members] == ["done", "done", "failed", "done", "done"]
+    assert members[2].error is not None and "device-side assert" in members[2].error
+    assert any(event.kind == "note" for event in told)
+    for a, b in zip(members, guarded(jobs(bad=None), tmp_path / "good"), strict=True):
+        if a.status == "done":
+            for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
+                assert torch.equal(x, y)
+            assert [row["loss"] for row in a.history] == [row["loss"] for row in b.history]
