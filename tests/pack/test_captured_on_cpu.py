@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from tests.pack.test_captured import CASES, worst
+from tests.pack.test_captured import CASES, job, worst
 
 import shoal
 from shoal import reference
 from shoal.checks import prepare
+from shoal.events import Event
+from shoal.pack.board import Board
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.group import group
-from shoal.pack.members import counted
-from shoal.pack.recipe import Kitchen
-from shoal.pack.run import run
+from shoal.pack.members import Member, counted
+from shoal.pack.planner import Part
+from shoal.pack.policy import Fifo, Policy, RoundRobin
+from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.ride import Ride
+from shoal.pack.run import Run, run
 from shoal.pack.stacked import site
 from shoal.pack.unit import Executor, Outcome, Unit
 from shoal.randomness import counter_bits
@@ -58,6 +63,48 @@ def train(jobs: list[shoal.Job], chunk: int) -> shoal.Results:
     ]
     run(units, Ahead())
     return collect(members, {})
+
+
+class Seats(Board):
+    """Captured units on a CPU, and a seat for every member."""
+
+    chunk = 8
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        return float(len(members))
+
+    def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
+        found = group(list(members), self.kitchen)
+        parts = [Part("stacked", [m.index for m in g.members], [m.name for m in g.members], "") for g in found]
+        made: list[Unit] = [CapturedUnit(g.recipes, self.kitchen, {}, chunk=self.chunk, compiled=False) for g in found]
+        return list(zip(made, parts, strict=True))
+
+    def seat(self, ride: Ride, member: Member) -> Recipe | None:
+        recipe = self.recipes[member.index]
+        return recipe if ride.unit.accepts(recipe) else None
+
+
+@pytest.mark.parametrize("policy", [Fifo(), RoundRobin(slice_seconds=1e-3)])
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_seats_that_are_taken_again(chunk: int, policy: Policy) -> None:
+    """Members in one stack, each at another place of its epoch, some of them at their short last batch."""
+    jobs = [
+        job(i, val=None, **({"epochs": 1 + i % 3} if i % 2 else {"epochs": None, "steps": 3 + i})) for i in range(9)
+    ]
+    members = prepare(jobs, CPU)
+    board = Seats(members, timed=False)
+    board.budget, board.chunk = 4, chunk
+    told: list[Event] = []
+    run = Run(members, board, policy=policy, tell=told.append)
+    run._turn_seconds = 1e-4
+    run.go()
+    units = {event.data["unit"] for event in told if event.kind == "join"}
+    assert len(units) < len(jobs)
+    for ours, own in zip(collect(members, {}), jobs, strict=True):
+        theirs = reference.solo(own)
+        assert (ours.status, ours.steps) == (theirs.status, theirs.steps), own.name
+        assert worst(ours, theirs) < 1e-9, own.name
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8])

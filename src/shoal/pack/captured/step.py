@@ -7,16 +7,17 @@ compiled whole (forward, backward and update fuse across their borders) and capt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.pack.optim import Columns, MemberScaler
+from shoal.pack.optim import MemberScaler
 from shoal.pack.optim._hold import fence
+from shoal.pack.stacked.optimizers import Optimizers, Span
 from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.stack import Stack, StackedOptimizer
+from shoal.pack.stacked.stack import Stack
 from shoal.pack.trace import autocast
 from shoal.randomness import counter_draw, draw_columns, site_numbers
 
@@ -41,32 +42,32 @@ class Inputs:
     """[M] int64."""
     losses: Tensor
     """[batches, M]: the loss of every batch since the host last looked is written here."""
-    table: Tensor | None = None
-    """Scheduled numbers of every step until it looks again, [steps + 1, G, names, M]; None: they do not change."""
+    tables: list[Tensor | None] = field(default_factory=list)
+    """For each part of the optimizer its scheduled numbers of every step until the host looks again,
+    [steps + 1, G, names, M]; None: they do not change."""
 
     def tensors(self) -> list[Tensor]:
         found = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
-        return found + [t for t in (self.orders, self.table) if t is not None]
+        return found + [t for t in (self.orders, *self.tables) if t is not None]
 
     def bind(self, tensors: list[Tensor]) -> Inputs:
         rest = list(tensors)
         data = [rest.pop(0) for _ in self.data]
         place, tick, moving, count, seeds, losses = (rest.pop(0) for _ in range(6))
         orders = rest.pop(0) if self.orders is not None else None
-        table = rest.pop(0) if self.table is not None else None
-        return Inputs(data, orders, place, tick, moving, count, seeds, losses, table)
+        tables = [None if table is None else rest.pop(0) for table in self.tables]
+        return Inputs(data, orders, place, tick, moving, count, seeds, losses, tables)
 
 
 def stack_tensors(stack: Stack) -> list[Tensor]:
     """Every tensor of a stack that a step reads or writes."""
-    assert isinstance(stack.optimizer, StackedOptimizer)
     scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
     norm = [] if stack.max_norm is None else [stack.max_norm]
     return [
         *stack.params,
         *stack.buffers,
         *stack.optimizer.tensors(),
-        stack.optimizer.columns.packed,
+        *(part.columns.packed for part in stack.optimizer.ruled()),
         stack.active,
         *scaler,
         *norm,
@@ -80,17 +81,13 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     bound.__dict__.update(stack.__dict__)
     bound.params = [rest.pop(0).detach().requires_grad_(p.requires_grad) for p in stack.params]
     bound.buffers = [rest.pop(0) for _ in stack.buffers]
-    own = stack.optimizer
-    assert isinstance(own, StackedOptimizer)
-    moved = {id(t): rest.pop(0) for t in own.tensors()}
-    optimizer = object.__new__(StackedOptimizer)
-    optimizer.__dict__.update(own.__dict__)
-    optimizer.stack = bound
-    optimizer.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in own.states]
-    optimizer.columns = object.__new__(Columns)
-    optimizer.columns.names = own.columns.names
-    optimizer.columns._view(rest.pop(0))
-    bound.optimizer = optimizer
+    moved = {id(t): rest.pop(0) for t in stack.optimizer.tensors()}
+    bound.optimizer = Optimizers(
+        [
+            part.bound(Span(bound, part.span.start, part.span.stop), moved, rest.pop(0))
+            for part in stack.optimizer.ruled()
+        ]
+    )
     bound.active = rest.pop(0)
     if stack.scaler is not None:
         scaler = object.__new__(MemberScaler)
@@ -118,10 +115,9 @@ class Step:
     def run(self, stack: Stack, inputs: Inputs) -> None:
         """The step itself."""
         batch = self._gather(inputs)
-        optimizer = stack.optimizer
-        assert isinstance(optimizer, StackedOptimizer)
-        if inputs.table is not None:
-            optimizer.columns.packed.copy_(inputs.table.index_select(0, inputs.tick.view(1)).squeeze(0))
+        for part, table in zip(stack.optimizer.ruled(), inputs.tables, strict=True):
+            if table is not None:
+                part.columns.packed.copy_(table.index_select(0, inputs.tick.view(1)).squeeze(0))
         before = [buffer.clone() for buffer in stack.buffers]
         losses, after = self._forward(stack, batch, inputs)
         total = losses if stack.scaler is None else stack.scaler.scale(losses)
@@ -145,6 +141,7 @@ class Step:
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
+        at = at.clamp(max=inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         if rows.dim() == 2 and rows.shape[0] > 1:
             rows = fence(rows)  # or every element of the batch would look up its row by itself
@@ -176,6 +173,6 @@ def _laid_out(x: Tensor) -> Tensor:
 
 def inputs_like(inputs: Inputs) -> Inputs:
     """The same inputs with everything a step writes copied."""
-    same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "table")}
+    same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "tables")}
     copied = {name: getattr(inputs, name).clone() for name in ("place", "tick", "count", "losses")}
     return Inputs(**same, **copied)
