@@ -5,6 +5,7 @@ Names are loaded when they are used, so that `shoal --help` does not wait for to
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from shoal.results import Results as Results
     from shoal.tensorboard import TensorBoard as TensorBoard
     from shoal.training import train as train
+
+# torch.cuda.is_available() then asks the driver's monitor instead of CUDA itself, and a forked process can use the GPU:
+# see shoal.pack.guard.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
     "EarlyStop": "shoal.job",

@@ -24,7 +24,7 @@ from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
 from shoal.pack.board import Board, beginning
 from shoal.pack.controls import Controls
-from shoal.pack.guard import can_guard, run_guarded
+from shoal.pack.guard import NotGuarded, can_guard, run_guarded, to_device
 from shoal.pack.members import Member
 from shoal.pack.memory import memory_budget
 from shoal.pack.planner import Plan
@@ -128,7 +128,7 @@ def carry_out(
             statuses = Counter(result.status for result in results)
             tell(happened("end", statuses=dict(statuses), seconds=work.seconds, riding=results.riding))
         if folder is not None and out is not None and interrupted is None:
-            folder.finish(results)
+            folder.finish(results[: len(jobs)])  # those that came later are not the folder's
         if interrupted is not None:
             raise interrupted
         return results
@@ -163,6 +163,7 @@ class _Work:
         self.plan: Plan | None = None
         self.seconds = 0.0
         self.stamp: dict[str, Any] = {}
+        self._told = False
 
     def go(self, guarded: bool) -> None:
         """Train them: in a child process on a GPU, in this one and others on a CPU."""
@@ -207,8 +208,12 @@ class _Work:
             return board
 
         self._tell_start(None)
-        parts, self.stamp = run_guarded(alive, device, build, self._run, self._put_back, self.tell)
-        self.plan = Plan(str(device), parts)
+        try:
+            parts, self.stamp = run_guarded(alive, device, build, self._run, self._put_back, self.tell)
+            self.plan = Plan(str(device), parts)
+        except NotGuarded:
+            to_device(alive, device)
+            self._shared(alive)
 
     def _board(self, members: Sequence[Member]) -> Board:
         settings = self.settings
@@ -240,6 +245,9 @@ class _Work:
             self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 
     def _tell_start(self, plan: Plan | None) -> None:
+        if self._told:
+            return
+        self._told = True
         said = None if plan is None else plan.to_json()
         self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=said))
 

@@ -32,6 +32,11 @@ from shoal.pack.workers import Crewman
 
 MOST_CULPRITS = 64
 
+
+class NotGuarded(ShoalError):
+    """No child process could use the GPU."""
+
+
 Build = Callable[[Sequence[Member]], Board]
 """The board of members that are on their device."""
 Make = Callable[[Sequence[Member], Board, Callable[[Event], None]], Run]
@@ -59,7 +64,11 @@ def run_guarded(
     put_back: Callable[[Member], None],
     tell: Callable[[Event], None],
 ) -> tuple[list[Part], dict[str, Any]]:
-    """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment."""
+    """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment.
+
+    Raises:
+        NotGuarded: before anything has happened.
+    """
     for _ in range(MOST_CULPRITS):
         alive = [member for member in members if member.status == "running"]
         if not alive:
@@ -67,7 +76,7 @@ def run_guarded(
         child = Guarded(alive, device, build, make, put_back)
         try:
             if not child.start():
-                raise ShoalError("the process that should train on the GPU did not start; try again")
+                raise NotGuarded
             try:
                 child.settle(tell, wait=True)
             except KeyboardInterrupt:
@@ -120,6 +129,11 @@ class Guarded(Crewman):
         from shoal.environment import environment
 
         line = Line(pipe)
+        try:
+            _touch(self.device)
+        except RuntimeError as error:  # somebody asked the driver something in the parent: no child can use it then
+            line.send("cannot", describe(error))
+            return
         line.send("ready")
         try:
             to_device(members, self.device)
@@ -151,6 +165,11 @@ class Guarded(Crewman):
 
     def put_back(self, member: Member) -> None:
         self._put_back(member)
+
+
+def _touch(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
 
 
 def blame(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
