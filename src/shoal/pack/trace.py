@@ -82,10 +82,12 @@ def trace(
     precision: str | None = None,
     evaluating: bool = False,
     reached: Any = None,
+    twice: bool = True,
 ) -> Trace:
     """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
 
-    `reached`: what Python the call may reach besides the model, such as the user's own step.
+    `reached`: what Python the call may reach besides the model, such as the user's own step. `twice`: record it again
+    and compare; once is enough where the same code was recorded twice on a batch of another size.
 
     Raises:
         Untraceable: with the reason, when the graph would not be the whole truth.
@@ -105,7 +107,7 @@ def trace(
             raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
         if state.written:
             raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
-        again = _record(twin, call, batch, precision)
+        again = _record(twin, call, batch, precision) if twice else first
     if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
