@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
@@ -212,9 +211,6 @@ def test_callbacks_that_only_watch_may_do_no_more(what: Any) -> None:
     assert not listeners
 
 
-needs_train = pytest.mark.skipif("callbacks" not in inspect.signature(shoal.train).parameters, reason="not yet")
-
-
 def opaque(model: nn.Module, batch: Any) -> Tensor:
     loss = F.cross_entropy(model(batch[0]), batch[1])
     if loss.item() < -1:  # Python looks at the value: this cannot be stacked
@@ -222,7 +218,6 @@ def opaque(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-@needs_train
 def test_a_run_with_callbacks_and_members_that_nobody_touches() -> None:
     """The model is up to date on every tier, a stop and an error cost only their own member, and the others keep
     their bits."""
@@ -258,7 +253,6 @@ def test_a_run_with_callbacks_and_members_that_nobody_touches() -> None:
         assert losses[name][-1] == pytest.approx(last) and len(set(losses[name])) == 3
 
 
-@needs_train
 def test_callbacks_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_WORKERS", "2")
     seen: list[str] = []
@@ -266,7 +260,6 @@ def test_callbacks_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(set(seen)) == ["job-0", "job-1", "job-2", "job-3"] and len(seen) == 4 * (3 + 1)
 
 
-@needs_train
 def test_best_weights_at_the_end() -> None:
     models: dict[str, nn.Module] = {}
     jobs = [job(seed=s, hparams={"lr": 1.0}, keep="best", val=(X, Y)) for s in range(3)]

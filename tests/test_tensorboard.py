@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -189,7 +188,6 @@ def test_no_warnings_and_nothing_loaded_before_it_is_used(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif("callbacks" not in inspect.signature(shoal.train).parameters, reason="not yet")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_run(tmp_path: Path, workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_WORKERS", workers)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.checks import prepare
-from shoal.errors import JobError
+from shoal.errors import JobError, ShoalError
 from shoal.job import Job
-from shoal.pack.controls import Controls
-from shoal.pack.members import Member
+from shoal.pack.clones import clone_of, newcomer, warm
+from shoal.pack.controls import Controls, EndedError
 from shoal.pack.run import Run
 from shoal.results import Results
 from shoal.training import carry_out, make_settings
 
-FIXED = {"model", "data", "batch_size", "optimizer", "params", "accumulate", "precision"}
-"""What a clone has in common with the job it is of."""
+State = tuple[str, int, int]
 
 
 def start(
@@ -63,8 +60,7 @@ class LiveRun:
         except BaseException as error:
             self._error = error
         finally:
-            for order in self._controls.close():
-                order(None)  # type: ignore[arg-type]  # answered with an error: there is no run any more
+            self._controls.close()
 
     @property
     def running(self) -> bool:
@@ -72,96 +68,100 @@ class LiveRun:
         return self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Results:
-        """The results, once all jobs have ended; TimeoutError where that takes longer. Raises what the run raised."""
-        self._thread.join(timeout)
+        """The results, once all jobs have ended; jobs that were added come last, in the order they came.
+
+        TimeoutError where it takes longer; the run goes on then. Raises what the run raised. Ctrl-C ends the run, saved
+        where it has a folder.
+        """
+        try:
+            self._thread.join(timeout)
+        except KeyboardInterrupt:
+            self._controls.give(lambda run: run.interrupt())
+            self._thread.join()
+            raise
         if self._thread.is_alive():
-            raise TimeoutError(f"the run is not at its end after {timeout:g} seconds")
+            raise TimeoutError(f"the run is not at its end after {timeout:g} seconds; it goes on")
         if self._error is not None:
             raise self._error
         assert self._results is not None
         return self._results
 
-    def status(self) -> dict[str, tuple[str, int, int]]:
+    def status(self) -> dict[str, State]:
         """Every job's status ("waiting", "riding", or how it ended), epochs and steps."""
 
-        def look(run: Run) -> dict[str, tuple[str, int, int]]:
+        def look(run: Run) -> dict[str, State]:
             found = {}
-            for member in run.members.values():
+            for member in run.everybody:
                 under_way = "waiting" if member.index in run.waiting else "riding"
                 said = under_way if member.status == "running" else member.status
                 found[member.name] = (said, member.epoch, member.step)
             return found
 
-        return self._ask(look)  # type: ignore[no-any-return]
+        try:
+            return self._ask(look)  # type: ignore[no-any-return]
+        except EndedError:
+            return {r.name: (r.status, _epochs(r.history), r.steps) for r in self.wait()}
 
     def stop(self, name: str) -> bool:
         """End a job here: it keeps what it has become, as "stopped". False where it had ended before."""
-        return self._ask(lambda run: run.end(_named(run, name).index, "stopped"))  # type: ignore[no-any-return]
+        return self._end(name, "stopped")
 
     def cancel(self, name: str) -> bool:
         """Take a job out, as "cancelled". False where it had ended before."""
-        return self._ask(lambda run: run.end(_named(run, name).index, "cancelled"))  # type: ignore[no-any-return]
+        return self._end(name, "cancelled")
+
+    def _end(self, name: str, status: str) -> bool:
+        try:
+            return self._ask(lambda run: run.end(_named(run.everybody, name).index, status))  # type: ignore[no-any-return]
+        except EndedError:
+            _named(self.wait(), name)
+            return False
 
     def add(self, job: Job, *, warm_start: str | None = None) -> None:
         """One more job; with `warm_start`, from the weights that another job of this run has now."""
+        if not isinstance(job, Job):
+            raise JobError(f"add: {type(job).__name__} is no job; pass a shoal.Job")
 
         def order(run: Run) -> None:
-            member = _newcomer(run, job)
-            if warm_start is not None:
-                source = run.written(_named(run, warm_start).index)
-                try:
-                    member.model.load_state_dict({k: v.clone() for k, v in source.model.state_dict().items()})
-                except RuntimeError as error:
-                    raise JobError(
-                        f"job {member.name!r}: the weights of {warm_start!r} do not fit it ({error})"
-                    ) from None
+            source = None if warm_start is None else _named(run.everybody, warm_start)
+            member = newcomer(run, job)
+            if source is not None:
+                warm(member, run.written(source))
             run.add(member)
 
         self._ask(order)
 
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
-        """A copy of a job as it is now, optimizer and all, that goes on with some settings changed.
+        """A copy of a job as it is now, optimizer and random state and all, that goes on with some settings changed.
 
-        Changes are fields of shoal.Job; `hparams` are put over those it has. Its length counts from the job's own
-        beginning. What it is (model, data, batch_size, optimizer) stays.
+        Changes are fields of shoal.Job that do not say what it is or where it stands: hparams (put over those it has),
+        epochs, steps, clip_norm, loss, step, val, metrics, val_every, stop, keep, owner, priority. Its length counts
+        from the first job's own beginning. Under a schedule a new lr scales all rates from here on.
         """
-        fixed = sorted(
-            changes.keys() & {"model", "data", "batch_size", "optimizer", "params", "accumulate", "precision"}
-        )
-        if fixed:
-            raise JobError(f"clone: {', '.join(fixed)} cannot be changed on the way; add a job of its own instead")
-
-        def order(run: Run) -> None:
-            source = _named(run, name)
-            hparams = {**source.job.hparams, **changes.pop("hparams", {})}
-            try:
-                job = dataclasses.replace(source.job, name=new_name, hparams=hparams, **changes)
-            except TypeError as error:
-                raise JobError(f"clone: {error}; changes are fields of shoal.Job") from None
-            member = _newcomer(run, job)
-            state = run.written(source.index).state()
-            member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
-            for group in member.optimizer_state.get("param_groups", []):
-                group |= {key: value for key, value in hparams.items() if key in group and key != "params"}
-            run.add(member)
-
-        self._ask(order)
+        self._ask(lambda run: run.add(clone_of(run, _named(run.everybody, name), new_name, changes)))
 
     def _ask(self, order: Any) -> Any:
+        if threading.current_thread() is self._thread:
+            raise ShoalError(
+                "an order from a callback or a listener would wait for itself; give it from another thread"
+            )
         return self._controls.give(order).result()
 
 
-def _named(run: Run, name: str) -> Member:
-    for member in run.members.values():
-        if member.name == name:
-            return member
-    raise KeyError(f"no job {name!r} in this run; it has {', '.join(m.name for m in run.members.values())}")
+def _named(jobs: Any, name: str) -> Any:
+    for each in jobs:
+        if each.name == name:
+            return each
+    told = [repr(each.name) for each in jobs]
+    more = f" and {len(told) - 10} more" if len(told) > 10 else ""
+    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(told[:10])}{more}")
 
 
-def _newcomer(run: Run, job: Job) -> Member:
-    if any(member.name == job.name for member in run.members.values()):
-        raise JobError(f"job {job.name!r}: the run has a job of this name; give it another")
-    first = next(iter(run.members.values()))
-    member = prepare([job], first.device)[0]
-    member.index = 1 + max(run.members)
-    return member
+class NoSuchJob(JobError, KeyError):
+    """A name that no job of the run has."""
+
+    __str__ = JobError.__str__
+
+
+def _epochs(history: list[dict[str, float]]) -> int:
+    return int(history[-1]["epoch"]) if history else 0

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.target import TARGET_HELP, load_jobs
+from shoal.cli.target import TARGET_HELP, load_target
 
 
 def explain(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, for the gain to expect.")
     ] = True,
@@ -18,9 +18,16 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what would be stacked, what not and why, without training."""
-    jobs = load_jobs(target)
+    """Say what would be stacked, what not and why, without training.
+
+    What the command line says wins over the run table of a job file.
+    """
+    read = load_target(target)
     import shoal
 
-    explanation = shoal.explain(jobs, device=device, measure=measure, memory=memory)
+    given = {"device": device, "memory": memory}
+    settings = {name: read.settings[name] for name in given if name in read.settings}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    with read.placed():
+        explanation = shoal.explain(read.jobs, measure=measure, **settings)
     typer.echo(explanation.to_json() if as_json else str(explanation))

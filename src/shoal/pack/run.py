@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.runfolder import RunFolder
 
 TURN_SECONDS = 1.0
-"""A turn's length, where nothing happens before."""
+"""A round's length, where nothing happens before."""
 SAFER = 0.9
 """After memory was full: the share of what rode then that may ride from there on."""
 
@@ -38,19 +38,14 @@ class Run(Host):
     """Members on one device: some ride, the others wait."""
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        board: Board,
-        *,
-        policy: Policy | None = None,
-        tell: Callable[[Event], None] | None = None,
-        callbacks: Callbacks | None = None,
-        folder: RunFolder | None = None,
-        save_every: float = 60.0,
-        controls: Controls | None = None,
-    ) -> None:
+        self, members: Sequence[Member], board: Board, *, policy: Policy | None = None,
+        tell: Callable[[Event], None] | None = None, callbacks: Callbacks | None = None,
+        folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
+    ) -> None:  # fmt: skip
         self.board, self.folder, self.callbacks, self.controls = board, folder, callbacks, controls
         self.members = {member.index: member for member in members}
+        self._kept = set(self.members)
+        """Whom the folder knows: not those that come later."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
         self.rides: list[Ride] = []
         self.riding = Riding()
@@ -64,8 +59,8 @@ class Run(Host):
         """Bytes that may ride: less than planned, once memory was full."""
         self._interrupted = False
         self._rode = 0
-        self.newcomers: list[Member] = []
-        """Members that were added while it ran, in the order they came; behind those there were."""
+        self.everybody: list[Member] = list(members)
+        """All members, of other processes and at their end too; then those that were added while it ran."""
         self.between: Callable[[], object] = lambda: None
         """Called once a round."""
         self.before: Callable[[dict[int, int]], object] | None = None
@@ -77,14 +72,14 @@ class Run(Host):
         """Train all members to their ends; what came of them is then in the members."""
         with self._interruptible():
             try:
-                while self.waiting or self.rides:
-                    self._obey()
+                while self._obey():
                     self._admit()
                     self._turn()
                     self._save()
                     self.between()
                     if self._interrupted:
                         raise KeyboardInterrupt
+                self._save()
             except KeyboardInterrupt:
                 self._cancel()
                 raise
@@ -208,7 +203,8 @@ class Run(Host):
         self.rides = [ride for ride in self.rides if ride.ready()]
         if not self.rides:
             return
-        batches = [ride.next_batches(self._turn_seconds) for ride in self.rides]
+        seconds = max(0.02, self._turn_seconds / (1 if self.board.gpu else len(self.rides)))  # a CPU has one at a time
+        batches = [ride.next_batches(seconds) for ride in self.rides]
         if self.before is not None:
             pairs = zip(self.rides, batches, strict=True)
             self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
@@ -306,6 +302,7 @@ class Run(Host):
                 if ride.unit.settled:
                     ride.unit.write_back()
                     members += ride.members
+        members = [member for member in members if member.index in self._kept]
         if members:
             self.folder.save_many(members)
         if due:
@@ -313,10 +310,11 @@ class Run(Host):
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
-    def _obey(self) -> None:
-        """Do what was asked for since the last round."""
+    def _obey(self) -> bool:
+        """Do what was asked for since the last round; whether there is something to train."""
         for order in self.controls.take() if self.controls is not None else []:
             order(self)
+        return bool(self.waiting or self.rides)
 
     def end(self, index: int, status: str, error: str | None = None) -> bool:
         """End a member here and now; whether it was still under way."""
@@ -326,32 +324,33 @@ class Run(Host):
             self._queue.remove(index)
             self._gone(member)
             return True
-        for ride in self.rides:
-            for slot, member in enumerate(ride.members):
-                if member.index == index:
-                    member.error = error
-                    ride.leave({slot: status})
-                    if status == "cancelled":
-                        self._queue.remove(index)
-                    self.rides = [other for other in self.rides if other.members]
-                    return True
-        return False
+        found = next(((r, s) for r in self.rides for s, m in enumerate(r.members) if m.index == index), None)
+        if found is None:
+            return False
+        ride, slot = found
+        (member := ride.members[slot]).error = error
+        ride.leave({slot: status})
+        if status == "cancelled":  # for good, and not until the run is resumed
+            self._queue.remove(index)
+            self._changed = True
+            self._unsaved.append(member)
+        self.rides = [other for other in self.rides if other.members]
+        return True
 
     def add(self, member: Member) -> None:
         """One more member, which waits for its place."""
-        self.members[member.index] = self.waiting[member.index] = member
-        self.newcomers.append(member)
         self.board.add([member])
         self._queue.add(self._ticket(member))
+        self.members[member.index] = self.waiting[member.index] = member
+        self.everybody.append(member)
         self._changed = True
 
-    def written(self, index: int) -> Member:
+    def written(self, member: Member) -> Member:
         """A member with all that it has become."""
         for ride in self.rides:
-            for slot, member in enumerate(ride.members):
-                if member.index == index:
-                    ride.unit.write_back([slot])
-        return self.members[index]
+            if member in ride.members:
+                ride.unit.write_back([ride.members.index(member)])
+        return member
 
 
 Look = Callable[[Ride, Outcome, int], None]

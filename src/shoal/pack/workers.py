@@ -159,7 +159,7 @@ def run_shared(
         alive = [worker for worker in crew if worker.started]
         mine = make(own, tell)
         mine.between = partial(_settle, alive, tell)
-        mine.newcomers = everybody if everybody is not None else []
+        mine.everybody = everybody if everybody is not None else list(members)
         try:
             mine.go()
             for worker in alive:
