@@ -1,6 +1,7 @@
 """What was learned about recipes, kept on disk: verdicts, seconds of a step and peak bytes by the number of rows.
 
-One JSON file in $SHOAL_CACHE (or ~/.cache/shoal), an entry for each (network, batch, precision, device, torch). It is
+One JSON file in $SHOAL_CACHE (or ~/.cache/shoal), an entry for each (network, batch, precision, optimizer, device,
+torch). It is
 written whole or not at all; a missing or damaged file, or part of it, is nothing learned. Nothing here changes what a
 job computes, except the verdict, which says on which tier it runs.
 """
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,21 @@ class Entry:
 
 
 def digest(recipe: Recipe) -> str:
-    """What an entry is about, and nothing of the companions."""
+    """What an entry is about: the job's computation and its optimizer, and nothing of the companions."""
+    return _digest(recipe, (recipe.key, recipe.optimizer.key))
+
+
+def computation(recipe: Recipe) -> str:
+    """What members of one stack have in common, whatever their optimizers."""
+    return _digest(recipe, recipe.key)
+
+
+def _digest(recipe: Recipe, about: Hashable) -> str:
     member = recipe.member
     device = torch.cuda.get_device_name(member.device) if member.device.type == "cuda" else "cpu"
-    key = (recipe.key, device, torch.get_num_threads())
+    key = (about, device, torch.get_num_threads())
     if key not in _digests:
-        text = repr((FORMAT, recipe.key, device, torch.__version__, torch.get_num_threads()))
+        text = repr((FORMAT, about, device, torch.__version__, torch.get_num_threads()))
         _digests[key] = hashlib.sha256(text.encode()).hexdigest()[:32]
     return _digests[key]
 

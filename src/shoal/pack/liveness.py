@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.pack.members import Member
 from shoal.pack.optim import rule_for
 from shoal.pack.recipe import Recipe
+from shoal.pack.stacked.optimizers import StackedOptimizer
 from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.stack import Stack, StackedOptimizer
+from shoal.pack.stacked.stack import Stack
 from shoal.pack.trace import Trace, autocast, used_params
 
 
@@ -119,7 +120,7 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
 
 def _update(stack: Stack, grads: list[Tensor | None]) -> None:
     """The optimizer's step, but for kernels that work in place."""
-    optimizer = stack.optimizer
+    (optimizer,) = stack.optimizer.parts
     if isinstance(optimizer, StackedOptimizer) and any(f is not None for f in optimizer._fused):
         optimizer._fused = [None] * len(optimizer.groups)
         if stack.device.type == "cpu":
@@ -164,8 +165,7 @@ def optimizer_bytes(recipe: Recipe) -> int:
         for position in positions:
             p = params[position]
             if p.requires_grad and used[position]:
-                state = rule.init(torch.empty((1, *p.shape), dtype=p.dtype, device="meta"))
-                total += sum(nbytes(t) for t in state.values())
+                total += len(rule.buffers()) * nbytes(p)
     return total
 
 

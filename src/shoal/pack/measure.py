@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
@@ -98,10 +99,22 @@ def num_steps(member: Member) -> int:
 
 
 def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
-    """What a trial says about members of one recipe, by their places; those left out are stacked, as is the rule."""
-    tried = [recipe for recipe in recipes if _worth_it(recipe)]
-    found = verdict(tried[0], kitchen) if tried else None
-    return {} if found is None else {recipe.member.index: found for recipe in tried}
+    """What trials say about members of one recipe key, by their places; those left out are stacked, as is the rule.
+
+    Each is tried with its own optimizer: members that have the same one share a trial.
+    """
+    said: dict[Hashable, Verdict | None] = {}
+    found: dict[int, Verdict] = {}
+    for recipe in recipes:
+        if not _worth_it(recipe):
+            continue
+        kind = recipe.optimizer.key
+        if kind not in said:
+            said[kind] = verdict(recipe, kitchen)
+        own = said[kind]
+        if own is not None:
+            found[recipe.member.index] = own
+    return found
 
 
 def _worth_it(recipe: Recipe) -> bool:

@@ -205,8 +205,9 @@ class Pack:
             if losses is not None:
                 for member in unit.members:
                     member.step += 1
-                whole = losses if len(losses) == len(self._members) else None
-                found |= {} if whole is not None else dict(zip([m.index for m in unit.members], losses, strict=True))
+                ids = [member.index for member in unit.members]
+                whole = losses if ids == self.ids else None
+                found |= {} if whole is not None else dict(zip(ids, losses, strict=True))
         if failed and len(failed) == sum(member.status == "running" for member in self._members.values()):
             raise next(iter(failed.values()))
         out = whole if whole is not None else self._in_order(found)

@@ -73,7 +73,7 @@ def requests(
     for number, own in enumerate(groups):
         reason = told(own, groups)
         recipes = {recipe.member.index: recipe for recipe in own.recipes}
-        key = learned.digest(own.recipes[0]) if own.recipes else f"untraced {number}"
+        key = learned.computation(own.recipes[0]) if own.recipes else f"untraced {number}"
         key = key if keys.setdefault(key, number) == number else f"{key}-{number}"
         for member in own.members:
             verdict = (tried or {}).get(member.index)
@@ -108,6 +108,7 @@ def _request(
         index=member.index,
         name=member.name,
         key=key,
+        kind=learned.digest(recipe) if recipe is not None else key,
         reason=why,
         tier=tier,
         steps=max(0, num_steps(member) - member.step),

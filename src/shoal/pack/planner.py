@@ -58,6 +58,8 @@ class Request:
     name: str
     key: str = ""
     """What may be stacked together has the same key; empty: nothing is known to be alike."""
+    kind: str = ""
+    """What costs the same has the same kind: members of one stack may have different optimizers."""
     reason: str = ""
     """Why it runs as it does: what it is one computation with, or why it cannot be stacked."""
     tier: str = "stacked"
@@ -179,7 +181,7 @@ class _Table:
 
     def __init__(self, device: Device, riding: Sequence[Part]) -> None:
         self.device = device
-        self.rows: list[_Seats] = [_Seats(replace_lists(part), None) for part in riding]
+        self.rows: list[_Seats] = [_Seats(replace_lists(part)) for part in riding]
 
     def place(self, request: Request) -> bool:
         own = next((seats for seats in self.rows if seats.takes(request)), None)
@@ -188,7 +190,7 @@ class _Table:
         if own is not None:
             own.add(request)
             return True
-        self.rows.append(_Seats(Part(request.tier, [], [], request.reason, key=request.key), request))
+        self.rows.append(_Seats(Part(request.tier, [], [], request.reason, key=request.key)))
         self.rows[-1].add(request)
         return True
 
@@ -209,7 +211,7 @@ class _Table:
 
     def _bytes(self, request: Request, joined: _Seats | None) -> float:
         """All bytes once this request rides as well."""
-        found = [cost(request, len(s.part.members) + 1) if s is joined else s.bytes() for s in self.rows]
+        found = [s.bytes(request if s is joined else None) for s in self.rows]
         if joined is None:
             found.append(cost(request, 1))
         working = [w for _, w in found]
@@ -218,34 +220,80 @@ class _Table:
 
 
 class _Seats:
-    """One part and the request that opened it."""
+    """One part and the requests in it."""
 
-    def __init__(self, part: Part, kind: Request | None) -> None:
-        self.part, self.kind = part, kind
-        self.alone: list[float | None] = []
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.before = len(part.members)
+        """Members that rode already; they are taken to be like the first that came."""
+        self.kinds = Kinds()
 
     def takes(self, request: Request) -> bool:
         part = self.part
         if part.tier == "serial" or request.tier != part.tier or not part.key or request.key != part.key:
             return False
-        return request.most_rows is None or len(part.members) < request.most_rows
+        limits = [own.most_rows for own in (request, *self.kinds.first.values()) if own.most_rows is not None]
+        return not limits or len(part.members) < min(limits)
 
     def add(self, request: Request) -> None:
-        self.kind = self.kind or request
+        self.kinds.add(request, 1 + self.before)
+        self.before = 0
         self.part.members.append(request.index)
         self.part.names.append(request.name)
 
-    def bytes(self) -> tuple[float, float]:
-        if self.kind is None:
+    def bytes(self, more: Request | None = None) -> tuple[float, float]:
+        """Of those in it, and of one more."""
+        if not self.kinds.first and more is None:
             known = self.part.predicted
             state = known.get("state_bytes", 0.0)
             return state, max(0.0, known.get("memory_bytes", 0.0) - state)
-        return cost(self.kind, len(self.part.members))
+        return self.kinds.cost(more, 1 + self.before)
 
     def finished(self) -> Part:
-        if self.kind is not None:
-            self.part.predicted |= predictions(self.kind, len(self.part.members))
+        if self.kinds.first:
+            self.part.predicted |= self.kinds.predictions()
         return self.part
+
+
+class Kinds:
+    """Requests of one stack, counted by what they cost.
+
+    State is the sum of everybody's own; a step's bytes are those of the neediest, its seconds those of everybody in
+    proportion, since forward and backward are shared and only the updates differ.
+    """
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self.first: dict[str, Request] = {}
+        self.counts: dict[str, int] = {}
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request, count: int = 1) -> None:
+        """So many more like this one."""
+        self.first.setdefault(request.kind, request)
+        self.counts[request.kind] = self.counts.get(request.kind, 0) + count
+
+    def cost(self, more: Request | None = None, count: int = 1) -> tuple[float, float]:
+        """(state, working) bytes, with so many more like that one."""
+        counts = [(self.first[kind], number) for kind, number in self.counts.items()]
+        if more is not None:
+            counts.append((more, count))
+        members = sum(number for _, number in counts)
+        found = [(cost(request, members), number / members) for request, number in counts]
+        return sum(state * share for (state, _), share in found), max(working for (_, working), _ in found)
+
+    def predictions(self) -> dict[str, float]:
+        """What all of them together should cost, as far as it is known of everybody."""
+        members = sum(self.counts.values())
+        state, working = self.cost()
+        found = {"state_bytes": state, "memory_bytes": state + working}
+        each = [(predictions(request, members), self.counts[kind] / members) for kind, request in self.first.items()]
+        for name in ("step_seconds", "alone_seconds", "compile_seconds", "compile_pays_after_steps"):
+            if all(name in own for own, _ in each):
+                found[name] = sum(own[name] * share for own, share in each)
+        if found.get("step_seconds") and "alone_seconds" in found:
+            found["gain"] = found["alone_seconds"] / found["step_seconds"]
+        return found
 
 
 def replace_lists(part: Part) -> Part:

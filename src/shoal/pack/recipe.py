@@ -1,7 +1,8 @@
 """What members must have in common to be one stack, worked out once for all of them.
 
 A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see,
-and its optimizer as a rule. Members with equal recipe keys are one stack; why a member has no recipe is told.
+and its optimizer as a rule. Members with equal recipe keys are one stack, whatever their optimizers; why a member has
+no recipe is told.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ class Recipe:
     """Rows in a batch -> the step as a graph."""
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
+    """Of the computation, which is that of everybody in the stack; the optimizer is each member's own affair."""
 
     def __post_init__(self) -> None:
         job, member = self.member.job, self.member
         frozen = tuple(p.requires_grad for _, p in member.model.named_parameters())
         self.key = (
             tuple((rows, skeleton(graph)) for rows, graph in self.steps.items()),
-            self.optimizer.key, frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
+            frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
             job.step is None, member.data.source.streamed, member.device,
         )  # fmt: skip
 
@@ -82,6 +84,8 @@ class Kitchen:
     def __init__(self) -> None:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+        self._known: set[Hashable] = set()
+        """Code that was recorded twice already."""
         self._programs: dict[Hashable, Program] = {}
         self.executables: dict[Hashable, Any] = {}
         """Compiled steps, for `captured`: by what they compute and its shape."""
@@ -165,13 +169,16 @@ class Kitchen:
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
             self._prints[model] = fingerprint(model)
-        key = (self._prints[model], fingerprint(function), repr(spec), shapes, precision, evaluating)
+        code = (self._prints[model], fingerprint(function), repr(spec), precision, evaluating)
+        key = (code, shapes)
         if key not in self._traces:
             try:
                 there = _beside(model, leaves)
                 self._traces[key] = trace(
-                    there, call, batch, precision=precision, evaluating=evaluating, reached=function
-                )
+                    there, call, batch, precision=precision, evaluating=evaluating, reached=function,
+                    twice=code not in self._known,
+                )  # fmt: skip
+                self._known.add(code)
             except Untraceable as refusal:
                 self._traces[key] = refusal
         found = self._traces[key]

@@ -27,7 +27,7 @@ def arrange(groups: list[Group], kitchen: Kitchen, compile: bool | Literal["auto
                 parts.append(Part("serial", [member.index], [member.name], reason))
                 units.append(SerialUnit(member))
             continue
-        for recipes in _by_data(found.recipes):
+        for recipes in _alike(found.recipes):
             part, unit = _captured(found, recipes, kitchen, cache, compile, reason)
             parts.append(part)
             units += unit
@@ -51,9 +51,10 @@ def _captured(
     return Part(form.tier, places, names, reason, predicted), [unit]
 
 
-def _by_data(recipes: list[Recipe]) -> list[list[Recipe]]:
-    """Members that read the same data: a captured step gathers from one data set."""
-    groups: dict[int, list[Recipe]] = {}
+def _alike(recipes: list[Recipe]) -> list[list[Recipe]]:
+    """Members that read the same data, since a captured step gathers from one data set; and those that cannot be
+    captured by themselves, or the others would not be either."""
+    groups: dict[tuple[int, bool], list[Recipe]] = {}
     for recipe in recipes:
-        groups.setdefault(id(recipe.member.data.source), []).append(recipe)
+        groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
     return list(groups.values())

@@ -7,6 +7,7 @@ throwaway unit, captured and timed; compiling is weighed against the steps that 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -73,7 +74,8 @@ def choose(
     stackable: bool = True,
 ) -> Form | None:
     """The fastest form found; None where nothing could be captured."""
-    key = (recipes[0].key, len(recipes), compile, stackable)
+    optimizers = tuple(Counter(recipe.optimizer.key for recipe in recipes).items())
+    key = (recipes[0].key, optimizers, compile, stackable)
     if key not in _known:
         found = _choose(recipes, kitchen, cache, compile, stackable)
         if found is None:

@@ -17,8 +17,9 @@ from shoal.pack.captured.step import Inputs, Step, stack_tensors
 from shoal.pack.members import Member
 from shoal.pack.optim import merge_flags
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked.optimizers import StackedOptimizer, kind
 from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.stack import Stack, StackedOptimizer
+from shoal.pack.stacked.stack import Stack
 from shoal.pack.stacked.unit import StackedUnit
 from shoal.randomness import signed
 
@@ -39,11 +40,8 @@ class Chunk:
         member = stack.members[0]
         size, n, device = len(stack.rows), member.num_rows, stack.device
         source = member.data.source
-        assert isinstance(source, TensorSource) and isinstance(stack.optimizer, StackedOptimizer)
+        assert isinstance(source, TensorSource)
         batches = member.num_batches
-        table = None
-        if any(m.job.schedule is not None and m.job.schedule_every == "step" for m in stack.members):
-            table = torch.zeros(batches + 1, *stack.optimizer.columns.packed.shape, dtype=torch.float64, device=device)
         self.inputs = Inputs(
             data=source.leaves,
             orders=torch.zeros(n if shared else (size, n), dtype=torch.int64, device=device),
@@ -53,7 +51,7 @@ class Chunk:
             count=torch.tensor([m.batches for m in stack.members], dtype=torch.int64, device=device),
             seeds=torch.tensor([signed(m.job.seed) for m in stack.members], dtype=torch.int64, device=device),
             losses=torch.zeros(batches, size, dtype=torch.float64, device=device),
-            table=table,
+            tables=[_table(part, batches) for part in stack.optimizer.ruled()],
         )
         self._orders: list[Tensor | None] = [None] * size
         """The orders that are on the device, row by row."""
@@ -88,28 +86,21 @@ class Chunk:
 
     def free_seat(self, recipe: Recipe) -> int | None:
         """A row that this member can take as it is: same computation, same numbers in it, no term that is not there."""
-        member, optimizer = recipe.member, self.stack.optimizer
         first = self.stack.recipes[0]
-        assert isinstance(optimizer, StackedOptimizer) and optimizer.plans[0].flags is not None
-        plan, job = recipe.optimizer, recipe.member.job
-        stepped = job.schedule is not None and job.schedule_every == "step"
         if (
             self.shared
             or recipe.key != first.key
-            or member.data.source is not first.member.data.source
-            or (stepped and self.inputs.table is None)
-            or (job.clip_norm is not None and self.stack.max_norm is None)
-            or plan.flags is None
-            or any(
-                merge_flags(plan.kind, [rule.flags, flags]) != rule.flags
-                for (rule, _), flags in zip(optimizer.groups, plan.flags, strict=True)
-            )
+            or recipe.member.data.source is not first.member.data.source
+            or (recipe.member.job.clip_norm is not None and self.stack.max_norm is None)
         ):
             return None
-        for row, seat in enumerate(self.seats):
-            theirs = self.stack.recipes[row].steps
-            if seat is None and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
-                return row
+        for part, table in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):
+            if not _fits(part, table, recipe):
+                continue
+            for row in range(part.span.start, part.span.stop):
+                theirs = self.stack.recipes[row].steps
+                if self.seats[row] is None and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
+                    return row
         return None
 
     def sit(self, row: int, recipe: Recipe) -> None:
@@ -122,9 +113,10 @@ class Chunk:
         self.inputs.seeds[row] = signed(member.job.seed)
         self._orders[row] = None
         self.seats[row] = member
-        last = self.view.rates_of.last
+        last = dict(enumerate(self.view.rates_of.last))
+        del last[row]
         self.view = StackedUnit.around(self.stack, self.kitchen)
-        self.view.rates_of.last = [*last[:row], self.view.rates_of.last[row], *last[row + 1 :]]
+        self.view.rates_of.carry(last)
 
     def stand(self, row: int) -> None:
         """Make a row free."""
@@ -138,7 +130,8 @@ class Chunk:
         self.view.rates_of.settle()
         stack = self.stack.keep(rows, len(rows))
         kept = Chunk(stack, self.kitchen, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
-        kept.view.rates_of.last = [self.view.rates_of.last[row] for row in rows]
+        last = self.view.rates_of.last
+        kept.view.rates_of.carry({place: last[row] for place, row in enumerate(rows)})
         return kept
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -154,10 +147,11 @@ class Chunk:
         self.inputs.tick.zero_()
         rates = self.view.rates_of
         rates.settle()
-        if self.inputs.table is not None:
-            rates.begin(batches, least=1)
-            assert rates.table is not None, "schedules that cannot be foreseen are not captured"
-            self.inputs.table[: batches + 1].copy_(rates.table.permute(3, 0, 1, 2))
+        rates.begin(batches, least=1)
+        for part, ahead, held in zip(self.stack.optimizer.ruled(), rates.tables, self.inputs.tables, strict=True):
+            if held is not None:  # those with a schedule may have left: their numbers are constant then
+                coming = part.columns.packed if ahead is None else ahead.permute(3, 0, 1, 2)
+                held[: batches + 1].copy_(coming)
 
     def move(self, rows: int, after: int = 0) -> None:
         """Let those move whose batch has so many rows, `after` batches from where they are; the others stand still."""
@@ -213,10 +207,11 @@ class Chunk:
             return 0.0
         step = self.step(rows)
         traces = tuple(id(self.stack.recipes[row].steps[rows]) for row in self.stack.rows)
-        optimizer = self.stack.optimizer
-        assert isinstance(optimizer, StackedOptimizer)
-        rules = tuple(repr(rule) for rule, _ in optimizer.groups)
-        extras = (self.stack.max_norm is None, self.inputs.table is None)
+        rules = tuple(
+            (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
+            for part in self.stack.optimizer.ruled()
+        )
+        extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, self.compiled, rows)
         new = key not in self.cache
         if new:
@@ -243,5 +238,24 @@ class Chunk:
                 member.place += batches
                 member.batches += batches
         self._places = [0 if member is None else member.place for member in self.seats]
-        if self.inputs.table is not None:
-            self.view.rates_of.skip(batches)
+        self.view.rates_of.skip(batches)
+
+
+def _table(part: StackedOptimizer, batches: int) -> Tensor | None:
+    """Room for the numbers of so many steps, where a schedule moves them."""
+    if not any(m.job.schedule is not None and m.job.schedule_every == "step" for m in part.span.members):
+        return None
+    packed = part.columns.packed
+    return torch.zeros(batches + 1, *packed.shape, dtype=packed.dtype, device=packed.device)
+
+
+def _fits(part: StackedOptimizer, table: Tensor | None, recipe: Recipe) -> bool:
+    """Whether a member's optimizer and schedule can be run by a part as it is."""
+    plan, job = recipe.optimizer, recipe.member.job
+    stepped = job.schedule is not None and job.schedule_every == "step"
+    if plan.flags is None or kind(recipe) != kind(part.span.recipes[0]) or (stepped and table is None):
+        return False
+    return all(
+        merge_flags(plan.kind, [rule.flags, flags]) == rule.flags
+        for (rule, _), flags in zip(part.groups, plan.flags, strict=True)
+    )

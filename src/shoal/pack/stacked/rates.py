@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.pack.stacked.stack import OwnOptimizers, Stack, StackedOptimizer
+from shoal.pack.optim import ScheduleRunner
+from shoal.pack.stacked.optimizers import OwnOptimizers, StackedOptimizer
+from shoal.pack.stacked.stack import Stack
 
 FEW = 4
 """Steps from which looking ahead costs less than asking each time."""
@@ -18,119 +20,178 @@ class Rates:
     """Moves every member's schedule on; the stack's columns always hold the numbers of the next step."""
 
     def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-        self.last = self._current()
-        self._table: Tensor | None = None
-        self._ahead = 0
+        self.parts = [
+            _Ruled(part) if isinstance(part, StackedOptimizer) else _Own(part) for part in stack.optimizer.parts
+        ]
+
+    @property
+    def last(self) -> list[float]:
+        """Every member's learning rate at its last step."""
+        return [rate for part in self.parts for rate in part.last]
+
+    def carry(self, rates: Mapping[int, float]) -> None:
+        """Learning rates of last steps that were taken elsewhere, by slots."""
+        for slot, rate in rates.items():
+            part = self._at(slot)
+            part.last[slot - part.first] = rate
+
+    def _at(self, slot: int) -> _Ruled | _Own:
+        return next(part for part in self.parts if part.first <= slot < part.first + len(part.last))
+
+    @property
+    def tables(self) -> list[Tensor | None]:
+        """Part by part the numbers of the coming steps, [G, names, M, steps + 1]; None where they are constant or
+        cannot be foreseen."""
+        return [part.table for part in self.parts]
 
     def begin(self, steps: int, least: int = FEW) -> None:
         """Look `steps` optimizer steps ahead, where schedules allow it, so that no step has to ask Python."""
-        self._table, self._ahead = None, 0
-        optimizer = self.stack.optimizer
-        if not isinstance(optimizer, StackedOptimizer) or not self._stepped() or steps < least:
-            return
-        tables = [plan.runner.table(steps + 1) for plan in optimizer.plans if plan.runner is not None]
-        if all(table is not None for table in tables):
-            wide = torch.stack([tables[r] for r in self.stack.rows], 2)
-            self._table = wide.to(self.stack.device)  # [G, names, M, steps + 1]
-
-    @property
-    def table(self) -> Tensor | None:
-        """Numbers of the coming steps, [G, names, M, steps + 1]; None where they are constant or cannot be foreseen."""
-        return self._table
+        for part in self.parts:
+            part.begin(steps, least)
 
     def step(self) -> None:
         """After an optimizer step of all members."""
-        optimizer = self.stack.optimizer
-        if isinstance(optimizer, OwnOptimizers):
-            self.last = self._current()
-            for member, schedule in zip(self.stack.members, optimizer.schedules, strict=True):
-                if schedule is not None and member.job.schedule_every == "step":
-                    schedule.step()
-            return
-        if not self._stepped():
-            return
-        if self._table is not None:
-            self._ahead += 1
-            optimizer.columns.packed.copy_(self._table[..., self._ahead])
-            return
-        self.last = self._current()
-        for slot, plan in enumerate(optimizer.plans):
-            assert plan.runner is not None
-            plan.runner.step()
-            self._put(optimizer, slot)
+        for part in self.parts:
+            part.step()
 
     def skip(self, steps: int) -> None:
         """So many steps were taken where Python did not see them, with numbers from a table."""
-        optimizer = self.stack.optimizer
-        if self._table is not None or not isinstance(optimizer, StackedOptimizer):
-            self._ahead += steps
-            return
-        for slot, plan in enumerate(optimizer.plans):
-            assert plan.runner is not None
-            plan.runner.step(steps - 1)
-            self.last[slot] = plan.runner.values()[0].get("lr", float("nan"))
-            plan.runner.step()
+        for part in self.parts:
+            part.skip(steps)
 
     def settle_rates(self) -> None:
         """Note the learning rates of the last step taken."""
-        optimizer = self.stack.optimizer
-        if (
-            self._table is not None
-            and self._ahead
-            and isinstance(optimizer, StackedOptimizer)
-            and "lr" in optimizer.columns.names
-        ):
-            lr = optimizer.columns.names.index("lr")
-            self.last = self._table[0, lr, : len(self.stack.members), self._ahead - 1].tolist()
-        elif not self._stepped() and isinstance(optimizer, StackedOptimizer):
-            self.last = self._current()
+        for part in self.parts:
+            part.settle_rates()
 
     def settle(self) -> None:
         """Catch the schedules up with the steps that were taken from the table."""
-        optimizer = self.stack.optimizer
-        if self._table is not None and isinstance(optimizer, StackedOptimizer):
-            for plan in optimizer.plans:
-                assert plan.runner is not None
-                plan.runner.step(self._ahead)
-        self._table, self._ahead = None, 0
+        for part in self.parts:
+            part.settle()
 
     def epoch(self, values: Mapping[int, float | None]) -> None:
         """At the end of some members' epochs, with the watched value of each."""
-        optimizer = self.stack.optimizer
         for slot, value in values.items():
-            member = self.stack.members[slot]
-            if member.job.schedule_every != "epoch" or member.job.schedule is None:
-                continue
-            if isinstance(optimizer, OwnOptimizers):
-                schedule = optimizer.schedules[slot]
-                if isinstance(schedule, ReduceLROnPlateau):
-                    if value is not None:
-                        schedule.step(value)
-                elif schedule is not None:
-                    schedule.step()
-                continue
-            runner = optimizer.plans[slot].runner
-            assert runner is not None
-            if not runner.needs_metric or value is not None:
-                runner.epoch(value)
-            self._put(optimizer, slot)
+            part = self._at(slot)
+            job = part.span.recipes[slot - part.first].member.job
+            if job.schedule_every == "epoch" and job.schedule is not None:
+                part.epoch(slot - part.first, value)
 
-    def _put(self, optimizer: StackedOptimizer, slot: int) -> None:
-        runner = optimizer.plans[slot].runner
-        assert runner is not None
-        for row, own in enumerate(self.stack.rows):
+
+class _Ruled:
+    """Of members whose optimizers are one rule: columns hold their numbers."""
+
+    def __init__(self, optimizer: StackedOptimizer) -> None:
+        self.optimizer, self.span = optimizer, optimizer.span
+        self.first = self.span.start
+        self.last = self._current()
+        self.table: Tensor | None = None
+        self._ahead = 0
+
+    def begin(self, steps: int, least: int) -> None:
+        self.table, self._ahead = None, 0
+        if not self._stepped() or steps < least:
+            return
+        tables = [runner.table(steps + 1) for runner in self._runners()]
+        if all(table is not None for table in tables):
+            wide = torch.stack([tables[r] for r in self.span.rows], 2)  # type: ignore[misc]
+            self.table = wide.to(self.span.device)
+
+    def step(self) -> None:
+        if not self._stepped():
+            return
+        if self.table is not None:
+            self._ahead += 1
+            self.optimizer.columns.packed.copy_(self.table[..., self._ahead])
+            return
+        self.last = self._current()
+        for slot, runner in enumerate(self._runners()):
+            runner.step()
+            self._put(slot)
+
+    def skip(self, steps: int) -> None:
+        if self.table is not None:
+            self._ahead += steps
+        elif self._stepped():
+            for slot, runner in enumerate(self._runners()):
+                runner.step(steps - 1)
+                self.last[slot] = runner.values()[0].get("lr", float("nan"))
+                runner.step()
+
+    def settle_rates(self) -> None:
+        names = self.optimizer.columns.names
+        if self.table is not None and self._ahead and "lr" in names:
+            self.last = self.table[0, names.index("lr"), : len(self.last), self._ahead - 1].tolist()
+        elif not self._stepped():
+            self.last = self._current()
+
+    def settle(self) -> None:
+        if self.table is not None:
+            for runner in self._runners():
+                runner.step(self._ahead)
+        self.table, self._ahead = None, 0
+
+    def epoch(self, slot: int, value: float | None) -> None:
+        runner = self._runners()[slot]
+        if not runner.needs_metric or value is not None:
+            runner.epoch(value)
+        self._put(slot)
+
+    def _put(self, slot: int) -> None:
+        values = self._runners()[slot].values()
+        for row, own in enumerate(self.span.rows):
             if own == slot:
-                optimizer.columns.set_row(row, runner.values())
+                self.optimizer.columns.set_row(row, values)
+
+    def _runners(self) -> list[ScheduleRunner]:
+        return [plan.runner for plan in self.optimizer.plans if plan.runner is not None]
 
     def _stepped(self) -> bool:
-        return any(m.job.schedule is not None and m.job.schedule_every == "step" for m in self.stack.members)
+        return any(m.job.schedule is not None and m.job.schedule_every == "step" for m in self.span.members)
 
     def _current(self) -> list[float]:
-        optimizer = self.stack.optimizer
-        if isinstance(optimizer, OwnOptimizers):
-            return [float(opt.param_groups[0].get("lr", float("nan"))) for opt in optimizer.optimizers]
-        if "lr" not in optimizer.columns.names:
-            return [float("nan")] * len(self.stack.members)
-        lr: list[float] = optimizer.columns.groups[0]["lr"][: len(self.stack.members)].tolist()
+        count, columns = len(self.span.recipes), self.optimizer.columns
+        if "lr" not in columns.names:
+            return [float("nan")] * count
+        lr: list[float] = columns.groups[0]["lr"][:count].tolist()
         return lr
+
+
+class _Own:
+    """Of members with optimizers and schedulers of their own."""
+
+    table: Tensor | None = None
+
+    def __init__(self, optimizer: OwnOptimizers) -> None:
+        self.optimizer, self.span = optimizer, optimizer.span
+        self.first = self.span.start
+        self.last = self._current()
+
+    def begin(self, steps: int, least: int) -> None:
+        """There is nothing to look ahead to: the schedulers are asked."""
+
+    def step(self) -> None:
+        self.last = self._current()
+        for member, schedule in zip(self.span.members, self.optimizer.schedules, strict=True):
+            if schedule is not None and member.job.schedule_every == "step":
+                schedule.step()
+
+    def skip(self, steps: int) -> None:
+        raise AssertionError("steps of optimizers without a rule are never out of sight")
+
+    def settle_rates(self) -> None:
+        """`step` has noted them."""
+
+    def settle(self) -> None:
+        """Nothing was taken from a table."""
+
+    def epoch(self, slot: int, value: float | None) -> None:
+        schedule = self.optimizer.schedules[slot]
+        if isinstance(schedule, ReduceLROnPlateau):
+            if value is not None:
+                schedule.step(value)
+        elif schedule is not None:
+            schedule.step()
+
+    def _current(self) -> list[float]:
+        return [float(opt.param_groups[0].get("lr", float("nan"))) for opt in self.optimizer.optimizers]

@@ -15,6 +15,7 @@ from shoal.errors import MemberError
 from shoal.pack.members import Member, draws, run_step
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.stacked.feed import Feed
+from shoal.pack.stacked.optimizers import kind
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
@@ -109,8 +110,7 @@ class StackedUnit(Unit):
         part.rates_of.settle()
         self.stack.take(slots, part.stack)
         self._everybody = bool(self.stack.active.all())
-        for slot, rate in zip(slots, part.rates_of.last, strict=True):
-            self.rates_of.last[slot] = rate
+        self.rates_of.carry(dict(zip(slots, part.rates_of.last, strict=True)))
 
     def _note(self) -> None:
         """What the batches since the last note gave, to the members."""
@@ -260,27 +260,33 @@ class StackedUnit(Unit):
         rows = [slots[own] for own in kept.stack.rows]
         kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
         kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
-        kept.rates_of.last = [self.rates_of.last[slot] for slot in slots]
+        last = self.rates_of.last
+        kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
         return kept
 
     def accepts(self, recipe: Recipe) -> bool:
-        """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step."""
+        """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
+
+        What is not captured on a GPU is slow there: it takes in members of its own kind only.
+        """
         first, member = self.members[0], recipe.member
         apart = member.job.accumulate > 1 or member.data.source.streamed
         return (
             self.settled
             and recipe.key == self.stack.recipes[0].key
+            and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
             and (not apart or all(m.place == member.place for m in self.members))
             and member.data.source.streamed == first.data.source.streamed
         )
 
     def join(self, recipes: Sequence[Recipe]) -> StackedUnit:
-        """The same training with these members too, wherever each of them is."""
+        """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
         self.rates_of.settle()
         count = len(self.members) + len(recipes)
         newcomers = Stack(recipes, size=len(recipes))
         grown = self._changed(self.stack.merged(newcomers, max(count, LEAST)))
-        grown.rates_of.last[: len(self.members)] = self.rates_of.last
+        last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
+        grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})
         return grown
 
     def _changed(self, stack: Stack) -> Self:
