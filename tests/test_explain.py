@@ -43,7 +43,7 @@ def job(name: str, **changes: Any) -> shoal.Job:
 
 
 def jobs() -> list[shoal.Job]:
-    sgd = {"optimizer": torch.optim.SGD}
+    sgd = {"optimizer": torch.optim.SGD, "batch_size": 8}
     return [
         *(job(f"a{i}", seed=i, hparams={"lr": 0.1 + i}) for i in range(4)),
         *(job(f"branch{i}", model=Branch) for i in range(2)),
@@ -60,7 +60,7 @@ def test_what_rides_together_and_why() -> None:
         ("serial", [5]),
         ("stacked", [6, 7]),
     ]
-    assert parts[0].reason == "one computation; apart from others: AdamW against SGD"
+    assert parts[0].reason == "one computation; apart from others: batch_size is 16 against 8"
     assert "depends on the data" in parts[1].reason
     text = str(told)
     assert "a0, a1 ... a3" in text and "branch0, branch1" in text and "not timed" in text
@@ -76,8 +76,9 @@ def test_unlike_networks_are_told_as_such() -> None:
     pair = [job("shallow"), job("deep", model=deep)]
     first, second = shoal.explain(pair, device="cpu", measure=False).plan.parts
     assert "parameters have other names" in first.reason and "parameters have other names" in second.reason
-    flags = [job("plain"), job("amsgrad", hparams={"lr": 0.1, "amsgrad": True})]
-    assert "optimizers' settings" in shoal.explain(flags, device="cpu", measure=False).plan.parts[0].reason
+    flags = [job("plain"), job("amsgrad", hparams={"lr": 0.1, "amsgrad": True}), job("sgd", optimizer=torch.optim.SGD)]
+    (part,) = shoal.explain(flags, device="cpu", measure=False).plan.parts
+    assert part.reason == "one computation"
 
 
 def test_memory_is_counted() -> None:
@@ -90,6 +91,9 @@ def test_memory_is_counted() -> None:
     assert adam["activations_bytes"] >= 4 * 16 * 3 * 4
     assert told.data_bytes == X.numel() * 4 + Y.numel() * 8, "once for all jobs"
     assert told.memory_bytes > told.data_bytes
+    both = [job("adam"), job("sgd", optimizer=torch.optim.SGD), job("other", optimizer=torch.optim.SGD)]
+    (one,) = shoal.explain(both, device="cpu", measure=False).plan.parts
+    assert one.predicted["optimizer_bytes"] == pytest.approx(adam["optimizer_bytes"] / 4 + sgd["optimizer_bytes"])
 
 
 def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:

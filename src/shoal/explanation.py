@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,20 +163,33 @@ def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe],
     first, count = members[part.members[0]], len(part.members)
     recipe = recipes.get(first.index)
     rows = max(count, LEAST) if part.tier == "stacked" else count
-    for name, value in memory(first, recipe).items():
-        part.predicted[f"{name}_bytes"] = rows * value
+    kinds = _kinds(part, members, recipes)
+    for name in memory(first, recipe):
+        own = [memory(member, recipes.get(member.index))[name] * share for member, share in kinds]
+        part.predicted[f"{name}_bytes"] = rows * sum(own)
     if not timed or recipe is None or not isinstance(first.data.source, TensorSource):
         return
     try:
-        found = trials.trial(recipe, kitchen, min(count, MOST_MEMBERS))
+        found = [
+            (trials.trial(recipes[member.index], kitchen, min(count, MOST_MEMBERS)), share) for member, share in kinds
+        ]
     except Exception:  # whatever it is will show in training, where it ends its own member
         return
-    part.predicted["alone_seconds"] = found.solo * count
-    part.predicted["step_seconds"] = found.solo * count if part.tier == "serial" else found.stacked * rows
+    alone, stacked = (sum(getattr(one, name) * share for one, share in found) for name in ("solo", "stacked"))
+    part.predicted["alone_seconds"] = alone * count
+    part.predicted["step_seconds"] = alone * count if part.tier == "serial" else stacked * rows
     gain = part.predicted["alone_seconds"] / part.predicted["step_seconds"]
     part.predicted["gain"] = gain
     if part.tier == "stacked" and count > 1 and gain < trials.LOSES:
         part.reason += f"; stacking loses here ({gain:.2f}x): do not pack, if it matters; the jobs are short"
+
+
+def _kinds(part: Part, members: dict[int, Member], recipes: dict[int, Recipe]) -> list[tuple[Member, float]]:
+    """A member for each optimizer in a part, with the share of those that have it."""
+    kinds: dict[Hashable, list[int]] = {}
+    for index in part.members:
+        kinds.setdefault(recipes[index].optimizer.key if index in recipes else None, []).append(index)
+    return [(members[own[0]], len(own) / len(part.members)) for own in kinds.values()]
 
 
 def memory(member: Member, recipe: Recipe | None) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +13,7 @@ from shoal.pack import learned, memory
 from shoal.pack.group import Group, group
 from shoal.pack.members import Member
 from shoal.pack.plan import Part, Plan, build, predicted, requests, try_out
-from shoal.pack.planner import Device, Request, cost, plan
+from shoal.pack.planner import Device, Kinds, Request, cost, plan
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.unit import Executor, Unit
 
@@ -82,8 +81,7 @@ class Board:
 
     def bytes(self, members: Sequence[Member]) -> float:
         """All bytes when these members ride."""
-        kinds: Counter[tuple[str, str]] = Counter()
-        first: dict[tuple[str, str], Request] = {}
+        stacks: dict[tuple[str, str], list[Request]] = {}
         state, working = 0.0, [0.0]
         for member in members:
             request = self.request(member)
@@ -92,14 +90,11 @@ class Board:
                 state += own
                 working.append(more)
                 continue
-            kind = (request.key, request.tier)
-            kinds[kind] += 1
-            first.setdefault(kind, request)
-        for kind, count in kinds.items():
-            request = first[kind]
-            most = request.most_rows or count
-            for start in range(0, count, most):
-                own, more = cost(request, min(most, count - start))
+            stacks.setdefault((request.key, request.tier), []).append(request)
+        for asked in stacks.values():
+            most = min((request.most_rows for request in asked if request.most_rows), default=len(asked))
+            for start in range(0, len(asked), most):
+                own, more = Kinds(asked[start : start + most]).cost()
                 state += own
                 working.append(more)
         return self._taken + state + (sum(working) if self.gpu else max(working))
@@ -120,7 +115,8 @@ class Board:
         request, recipe, unit = self.request(member), self.recipes.get(member.index), ride.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
-        if request.most_rows is not None and len(unit.members) >= request.most_rows:
+        asked = [request, *(self.request(other) for other in unit.members)]
+        if len(unit.members) >= min((own.most_rows for own in asked if own.most_rows), default=math.inf):
             return None
         return recipe if unit.accepts(recipe) else None
 
@@ -170,9 +166,9 @@ class Board:
 
     def full(self, members: Sequence[Member]) -> None:
         """Memory was full while these rode: remembered, so that the next run asks for less."""
-        recipe = self.recipes.get(members[0].index)
-        if recipe is not None and self.budget < math.inf:
-            learned.note(learned.digest(recipe), tier="stacked", rows=len(members), bytes=int(self.budget))
+        recipes = [self.recipes[member.index] for member in members if member.index in self.recipes]
+        for kind in {learned.digest(recipe) for recipe in recipes} if self.budget < math.inf else ():
+            learned.note(kind, tier="stacked", rows=len(members), bytes=int(self.budget))
 
 
 def _only(own: Group, wanted: set[int]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -187,12 +188,18 @@ def _fill(parts: list[Part], groups: list[Group]) -> None:
     """What captured parts should take, and what is known of their steps alone."""
     recipes = {recipe.member.index: recipe for found in groups for recipe in found.recipes}
     for part in parts:
-        recipe = recipes.get(part.members[0])
-        if recipe is not None:
-            state, working = memory.footprint(recipe, part.tier)
-            count = len(part.members)
-            part.key = learned.digest(recipe)
-            part.predicted |= {"state_bytes": state.at(count), "memory_bytes": state.at(count) + working.at(count)}
+        own = [recipes[index] for index in part.members if index in recipes]
+        if not own:
+            continue
+        kinds, count = Counter(map(learned.digest, own)), len(own)
+        first = {learned.digest(recipe): recipe for recipe in own}
+        costs = [(*memory.footprint(recipe, part.tier), kinds[kind] / count) for kind, recipe in first.items()]
+        state = sum(state.at(count) * share for state, _, share in costs)
+        part.key = learned.computation(own[0])
+        part.predicted |= {
+            "state_bytes": state,
+            "memory_bytes": state + max(working.at(count) for _, working, _ in costs),
+        }
 
 
 def try_out(groups: list[Group], kitchen: Kitchen) -> Verdicts:
@@ -203,8 +210,10 @@ def try_out(groups: list[Group], kitchen: Kitchen) -> Verdicts:
             continue
         said = verdicts(found.recipes, kitchen)
         stacked = [r for r in found.recipes if r.member.index in said and not said[r.member.index].reason]
-        if stacked:
-            refine(stacked[0], kitchen, len(stacked), said[stacked[0].member.index])
+        if stacked:  # the pack's own size is tried with the optimizer that most of them have
+            kinds = Counter(recipe.optimizer.key for recipe in stacked)
+            usual = next(r for r in stacked if r.optimizer.key == kinds.most_common(1)[0][0])
+            refine(usual, kitchen, len(stacked), said[usual.member.index])
         tried |= said
     return tried
 

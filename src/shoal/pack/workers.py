@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from shoal.events import Event, Wire, happened
 from shoal.pack.board import Board, num_batches
 from shoal.pack.members import Member
-from shoal.pack.planner import Part, predictions
+from shoal.pack.planner import Kinds, Part
 from shoal.pack.processes import Line, ending, forget, fork, take
 from shoal.pack.run import Run
 
@@ -118,9 +118,8 @@ def _kinds(members: Sequence[Member], board: Board) -> list[list[Member]]:
 
 def _weight(members: Sequence[Member], board: Board) -> float:
     """Seconds of work left in members of one kind, as far as can be said beforehand."""
-    request = board.request(members[0])
     batches = max(num_batches(member) - member.batches for member in members)
-    step = predictions(request, len(members)).get("step_seconds")
+    step = Kinds(map(board.request, members)).predictions().get("step_seconds")
     return batches * (sum(_least_seconds(member) for member in members) if step is None else step)
 
 
