@@ -216,8 +216,10 @@ def test_a_clone_with_another_rate() -> None:
     """Its rates are those of its source times a factor, and the source's are as they were."""
     jobs, change = sources("accumulate", "early stop"), {"lr": 0.001, "weight_decay": 0.5}
     clones = [lambda run, name=one.name: run.clone(name, name + "*", hparams=change, epochs=15) for one in jobs]
+    clones += [lambda run, name=one.name: run.clone(name, name + "-", hparams={"weight_decay": 0.3}) for one in jobs]
     (then, *_), found = ordered(jobs, 3, lambda run: run.status(), *clones)
     for plain in trained(*jobs):
+        assert [row["lr"] for row in found[plain.name + "-"].history] == [row["lr"] for row in plain.history]
         name, clone = plain.name, found[plain.name + "*"]
         assert same(found[name], plain), name
         (_, epochs, steps), rates = then[name], [row["lr"] for row in plain.history]

@@ -105,6 +105,10 @@ def carry_out(
 ) -> Results:
     """`train`, with its settings made."""
     calls = Callbacks(callbacks)
+    if events is not None and not callable(events):
+        raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
     with applied(settings), _folder(out, guarded) as folder:
         members = prepare(jobs, torch.device("cpu") if guarded else settings.device)

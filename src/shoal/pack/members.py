@@ -148,7 +148,7 @@ class Member:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
         self.model.load_state_dict(state["model"])
-        self.optimizer_state, self.best = state["optimizer"], state["best"]
+        self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
         self.orders.set_state(state["orders"])

@@ -203,7 +203,8 @@ class Run(Host):
         self.rides = [ride for ride in self.rides if ride.ready()]
         if not self.rides:
             return
-        seconds = max(0.02, self._turn_seconds / (1 if self.board.gpu else len(self.rides)))  # a CPU has one at a time
+        apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
+        seconds = max(min(0.02, self._turn_seconds), self._turn_seconds / apart)
         batches = [ride.next_batches(seconds) for ride in self.rides]
         if self.before is not None:
             pairs = zip(self.rides, batches, strict=True)
@@ -324,10 +325,10 @@ class Run(Host):
             self._queue.remove(index)
             self._gone(member)
             return True
-        found = next(((r, s) for r in self.rides for s, m in enumerate(r.members) if m.index == index), None)
-        if found is None:
+        ride = next((ride for ride in self.rides if self.members.get(index) in ride.members), None)
+        if ride is None:
             return False
-        ride, slot = found
+        slot = ride.members.index(self.members[index])
         (member := ride.members[slot]).error = error
         ride.leave({slot: status})
         if status == "cancelled":  # for good, and not until the run is resumed
