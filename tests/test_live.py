@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -435,3 +437,20 @@ def test_the_last_one_is_saved_as_it_ended(tmp_path: Path) -> None:
     results = shoal.train(jobs, device="cpu", out=out)
     assert [r.status for r in results] == ["stopped", "cancelled"]
     assert all(same(r, found[r.name]) and r.steps == 14 for r in results)
+
+
+def test_a_program_that_does_not_wait(tmp_path: Path) -> None:
+    """The run ends with it, saved."""
+    program = """
+import shoal, torch
+x = torch.randn(50, 6)
+job = shoal.Job(model=torch.nn.Linear(6, 1), data=(x, x[:, :1]), loss=torch.nn.functional.mse_loss, epochs=10**9)
+run = shoal.start([job], device="cpu", out="run")
+while run.status()["job-0"][1] < 2:
+    pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert any((tmp_path / "run" / "members" / "0000").iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,9 @@ from shoal.results import Results
 from shoal.training import carry_out, make_settings
 
 State = tuple[str, int, int]
+
+LONGEST = 60.0
+"""Seconds that the program's end waits for a run to be saved."""
 
 
 def start(
@@ -53,6 +57,12 @@ class LiveRun:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._go, args=(jobs, settings, more), name="shoal", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)  # a thread that is in the middle of a step when Python goes would take it down
+
+    def _leave(self) -> None:
+        """The program ends: so does the run, saved where it has a folder."""
+        self._controls.give(lambda run: run.interrupt())
+        self._thread.join(LONGEST)
 
     def _go(self, jobs: Sequence[Job], settings: Any, more: dict[str, Any]) -> None:
         try:
@@ -61,6 +71,7 @@ class LiveRun:
             self._error = error
         finally:
             self._controls.close()
+            atexit.unregister(self._leave)
 
     @property
     def running(self) -> bool:
