@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +192,12 @@ def test_a_member_that_does_not_fit_anywhere_fails_alone() -> None:
     Run(members, board).go()
     assert [m.status for m in members] == ["failed", "failed"]
     assert members[0].error is not None and "raise memory=" in members[0].error
+
+
+def test_what_did_not_fit_is_taken_on_with_more_memory(tmp_path: Path) -> None:
+    jobs = [job(0), job(1)]
+    assert [r.status for r in shoal.train(jobs, device="cpu", out=tmp_path, memory=10)] == ["failed", "failed"]
+    assert [r.status for r in shoal.train(jobs, device="cpu", out=tmp_path)] == ["done", "done"]
 
 
 def _note(run: Run, member: Member, states: list[dict[str, Any]]) -> None:

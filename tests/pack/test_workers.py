@@ -81,6 +81,16 @@ def test_epochs_are_told_as_they_end() -> None:
         assert own == [(1, "running"), (2, "running"), (3, "running"), (3, "done")]
 
 
+def test_units_of_different_workers_have_different_numbers() -> None:
+    told: list[Event] = []
+    trained(2, jobs(8), told.append)
+    units: dict[int, set[int]] = {}
+    for event in told:
+        if event.kind == "join" and event.member is not None:
+            units.setdefault(event.data["unit"], set()).add(event.member.index)
+    assert sorted(units) == [1, 2] and sorted(len(unit) for unit in units.values()) == [4, 4]
+
+
 def test_a_killed_worker_ends_its_own_members_alone() -> None:
     home = os.getpid()
 

@@ -6,6 +6,7 @@ happened is settled member by member. The loop knows nothing of how a tier train
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import threading
@@ -58,7 +59,7 @@ class Run(Host):
         self._most = math.inf
         """Bytes that may ride: less than planned, once memory was full."""
         self._interrupted = False
-        self._rode = 0
+        self.numbers = itertools.count(1)  # of the rides
         self.everybody: list[Member] = list(members)
         """All members, of other processes and at their end too; then those that were added while it ran."""
         self.between: Callable[[], object] = lambda: None
@@ -161,7 +162,7 @@ class Run(Host):
             member.status = "failed"
             member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
             self._queue.remove(index)
-            self._gone(member)
+            self._tell_leave(member)  # and it is not saved so: with more memory a resume takes it on
 
     def _seat(self, members: list[Member]) -> None:
         """Give members places: beside others that do the same, or in units of their own."""
@@ -177,8 +178,7 @@ class Run(Host):
             else:
                 rest.append(member)
         for unit, part in self.board.units(rest) if rest else []:
-            self._rode += 1
-            ride = Ride(unit, self, self._rode)
+            ride = Ride(unit, self, next(self.numbers))
             self.rides.append(ride)
             self.board.boarded(ride, part)
             for member in ride.members:

@@ -11,6 +11,7 @@ waiting for. So do streams, whose reading threads do not survive a fork.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import queue
@@ -150,13 +151,14 @@ def run_shared(
     """Train these members in `count` processes, this one included; those that come later are added to `everybody`."""
     own, *others = deal(members, board, count) if count > 1 else [list(members)]
     board.budget /= max(1, count)
-    crew = [Crewman(share, board, make) for share in others if share]
+    crew = [Crewman(share, board, make, (1 + place, count)) for place, share in enumerate(others, 1) if share]
     try:
         for worker in crew:
             if not worker.start():
                 own += worker.members.values()
         alive = [worker for worker in crew if worker.started]
         mine = make(own, tell)
+        mine.numbers = itertools.count(1, count)
         mine.between = partial(_settle, alive, tell)
         mine.everybody = everybody if everybody is not None else list(members)
         try:
@@ -182,7 +184,10 @@ def _settle(crew: list[Crewman], tell: Callable[[Event], None]) -> None:
 class Crewman:
     """One worker process, as its parent sees it."""
 
-    def __init__(self, members: Sequence[Member], board: Board, make: MakeRun) -> None:
+    def __init__(
+        self, members: Sequence[Member], board: Board, make: MakeRun, numbers: tuple[int, int] = (1, 1)
+    ) -> None:
+        self._numbers = numbers
         self.members = {member.index: member for member in members}
         self._all = dict(self.members)
         self._board, self._make = board, make
@@ -195,7 +200,7 @@ class Crewman:
 
     def body(self, members: Sequence[Member], pipe: Connection) -> None:
         """The worker's life."""
-        _train(members, self._board, self._make, Line(pipe))
+        _train(members, self._board, self._make, Line(pipe), self._numbers)
 
     def put_back(self, member: Member) -> None:
         """To where it was last saved, or to its beginning."""
@@ -299,12 +304,13 @@ class Crewman:
             forget(self._pipe)
 
 
-def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line) -> None:
+def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line, numbers: tuple[int, int]) -> None:
     """Train, tell, send members back."""
     x = torch.ones(1, requires_grad=True)
     x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
     board.plan.parts = []
     run = make(members, line.tell)
+    run.numbers = itertools.count(*numbers)
     signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
     line.send("ready")
     try:
