@@ -76,6 +76,21 @@ def worst(a: shoal.Result, b: shoal.Result) -> float:
     return found
 
 
+KINDS: list[dict[str, object]] = [
+    {"optimizer": torch.optim.Adam, "clip_norm": 0.3},
+    {"optimizer": torch.optim.SGD, "schedule": lambda t: 0.95**t},
+    {"optimizer": torch.optim.RMSprop},
+    {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.05, "momentum": 0.9}},
+    {"optimizer": torch.optim.AdamW, "schedule": lambda t: 0.5**t, "schedule_every": "epoch"},
+    {
+        "optimizer": torch.optim.Adam,
+        "schedule": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=7),
+        "epochs": None,
+        "steps": 7,
+    },
+]
+"""Members with different optimizers, and schedules for some of them."""
+
 CASES = {
     "dropout rates": [job(i) for i in range(4)],
     "one order": [job(i, data_seed=7) for i in range(4)],
@@ -87,6 +102,7 @@ CASES = {
     "lengths": [job(i, epochs=1 + i) for i in range(5)],
     "steps": [job(i, epochs=None, steps=5 + 3 * i) for i in range(5)],
     "optimizers": [job(i, optimizer=[torch.optim.SGD, torch.optim.RMSprop][i % 2]) for i in range(4)],
+    "kinds of optimizers": [job(i, **changes) for i, changes in enumerate(KINDS)],
     "accumulate": [job(i, accumulate=3) for i in range(3)],
     "images": [job(i, model=Conv, data=(IMAGES, Y[:70]), val=None, batch_size=16) for i in range(3)],
     "one diverges": [job(i, hparams={"lr": 1e200 if i == 1 else 1e-3}, optimizer=torch.optim.SGD) for i in range(4)],

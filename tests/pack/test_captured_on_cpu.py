@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.pack.test_captured import CASES, job, worst
+from tests.pack.test_captured import CASES, KINDS, job, worst
 
 import shoal
 from shoal import reference
@@ -84,14 +84,18 @@ class Seats(Board):
         return recipe if ride.unit.accepts(recipe) else None
 
 
+LENGTHS: list[dict[str, Any]] = [{"epochs": 1 + i % 3} if i % 2 else {"epochs": None, "steps": 3 + i} for i in range(9)]
+
+
 @pytest.mark.parametrize("policy", [Fifo(), RoundRobin(slice_seconds=1e-3)])
 @pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("kinds", [False, True], ids=["one optimizer", "several"])
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_seats_that_are_taken_again(chunk: int, policy: Policy) -> None:
+def test_seats_that_are_taken_again(chunk: int, policy: Policy, kinds: bool) -> None:
     """Members in one stack, each at another place of its epoch, some of them at their short last batch."""
-    jobs = [
-        job(i, val=None, **({"epochs": 1 + i % 3} if i % 2 else {"epochs": None, "steps": 3 + i})) for i in range(9)
-    ]
+    jobs = [job(i, val=None, **((LENGTHS[i] | KINDS[i % len(KINDS)]) if kinds else LENGTHS[i])) for i in range(9)]
+    if kinds:
+        jobs += [job(9 + i, val=None, **changes) for i, changes in enumerate(KINDS)]
     members = prepare(jobs, CPU)
     board = Seats(members, timed=False)
     board.budget, board.chunk = 4, chunk
@@ -99,8 +103,8 @@ def test_seats_that_are_taken_again(chunk: int, policy: Policy) -> None:
     run = Run(members, board, policy=policy, tell=told.append)
     run._turn_seconds = 1e-4
     run.go()
-    units = {event.data["unit"] for event in told if event.kind == "join"}
-    assert len(units) < len(jobs)
+    joins = [event.data["unit"] for event in told if event.kind == "join"]
+    assert len(set(joins)) < len(joins)
     for ours, own in zip(collect(members, {}), jobs, strict=True):
         theirs = reference.solo(own)
         assert (ours.status, ours.steps) == (theirs.status, theirs.steps), own.name

@@ -117,10 +117,16 @@ class Chunk:
         del last[row]
         self.view = StackedUnit.around(self.stack, self.kitchen)
         self.view.rates_of.carry(last)
+        self._rest()
 
     def stand(self, row: int) -> None:
         """Make a row free."""
         self.seats[row] = None
+        self._rest()
+
+    def _rest(self) -> None:
+        """Schedules of those who have left may be at their end."""
+        self.view.rates_of.rest([row for row, seat in enumerate(self.seats) if seat is None])
 
     def fitted(self) -> Chunk:
         """This chunk, or a smaller one with the same members where half of the seats are free."""

@@ -178,6 +178,9 @@ class StackedOptimizer:
     def __init__(self, span: Span) -> None:
         plans = [recipe.optimizer for recipe in span.recipes]
         self.span, self.plans = span, plans
+        for plan, member in zip(plans, span.members, strict=True):
+            if plan.runner is not None and member.optimizer_state:
+                plan.runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
         values = [plan.runner.values() for plan in plans if plan.runner is not None]
         self.columns = Columns([values[r] for r in span.rows], device=span.device)
         place = {index: i for i, index in enumerate(span.trained)}

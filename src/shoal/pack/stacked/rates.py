@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ class Rates:
 
     def _at(self, slot: int) -> _Ruled | _Own:
         return next(part for part in self.parts if part.first <= slot < part.first + len(part.last))
+
+    def rest(self, slots: Iterable[int]) -> None:
+        """Whose schedules stand still from here on: they have left, and their rows wait for others."""
+        self.settle()
+        for part in self.parts:
+            part.resting = {slot - part.first for slot in slots if part.first <= slot < part.first + len(part.last)}
 
     @property
     def tables(self) -> list[Tensor | None]:
@@ -85,6 +91,7 @@ class _Ruled:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
+        self.resting: set[int] = set()
         self.table: Tensor | None = None
         self._ahead = 0
 
@@ -92,7 +99,11 @@ class _Ruled:
         self.table, self._ahead = None, 0
         if not self._stepped() or steps < least:
             return
-        tables = [runner.table(steps + 1) for runner in self._runners()]
+        still = self.optimizer.columns.packed.cpu().unsqueeze(-1).expand(-1, -1, -1, steps + 1)
+        tables = [
+            still[:, :, slot] if slot in self.resting else runner.table(steps + 1)
+            for slot, runner in enumerate(self._runners())
+        ]
         if all(table is not None for table in tables):
             wide = torch.stack([tables[r] for r in self.span.rows], 2)  # type: ignore[misc]
             self.table = wide.to(self.span.device)
@@ -105,7 +116,7 @@ class _Ruled:
             self.optimizer.columns.packed.copy_(self.table[..., self._ahead])
             return
         self.last = self._current()
-        for slot, runner in enumerate(self._runners()):
+        for slot, runner in self._moving():
             runner.step()
             self._put(slot)
 
@@ -113,7 +124,7 @@ class _Ruled:
         if self.table is not None:
             self._ahead += steps
         elif self._stepped():
-            for slot, runner in enumerate(self._runners()):
+            for slot, runner in self._moving():
                 runner.step(steps - 1)
                 self.last[slot] = runner.values()[0].get("lr", float("nan"))
                 runner.step()
@@ -127,7 +138,7 @@ class _Ruled:
 
     def settle(self) -> None:
         if self.table is not None:
-            for runner in self._runners():
+            for _, runner in self._moving():
                 runner.step(self._ahead)
         self.table, self._ahead = None, 0
 
@@ -146,8 +157,14 @@ class _Ruled:
     def _runners(self) -> list[ScheduleRunner]:
         return [plan.runner for plan in self.optimizer.plans if plan.runner is not None]
 
+    def _moving(self) -> list[tuple[int, ScheduleRunner]]:
+        return [(slot, runner) for slot, runner in enumerate(self._runners()) if slot not in self.resting]
+
     def _stepped(self) -> bool:
-        return any(m.job.schedule is not None and m.job.schedule_every == "step" for m in self.span.members)
+        return any(
+            member.job.schedule is not None and member.job.schedule_every == "step" and slot not in self.resting
+            for slot, member in enumerate(self.span.members)
+        )
 
     def _current(self) -> list[float]:
         count, columns = len(self.span.recipes), self.optimizer.columns
@@ -166,6 +183,7 @@ class _Own:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
+        self.resting: set[int] = set()
 
     def begin(self, steps: int, least: int) -> None:
         """There is nothing to look ahead to: the schedulers are asked."""
