@@ -42,7 +42,7 @@ class Rates:
         """Whose schedules stand still from here on: they have left, and their rows wait for others."""
         self.settle()
         for part in self.parts:
-            part.resting = {slot - part.first for slot in slots if part.first <= slot < part.first + len(part.last)}
+            part.rest({slot - part.first for slot in slots})
 
     @property
     def tables(self) -> list[Tensor | None]:
@@ -91,13 +91,20 @@ class _Ruled:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
-        self.resting: set[int] = set()
         self.table: Tensor | None = None
         self._ahead = 0
+        self.rest(set())
+
+    def rest(self, slots: set[int]) -> None:
+        self.resting = slots
+        self._stepped = any(
+            member.job.schedule is not None and member.job.schedule_every == "step" and slot not in slots
+            for slot, member in enumerate(self.span.members)
+        )
 
     def begin(self, steps: int, least: int) -> None:
         self.table, self._ahead = None, 0
-        if not self._stepped() or steps < least:
+        if not self._stepped or steps < least:
             return
         still = self.optimizer.columns.packed.cpu().unsqueeze(-1).expand(-1, -1, -1, steps + 1)
         tables = [
@@ -109,7 +116,7 @@ class _Ruled:
             self.table = wide.to(self.span.device)
 
     def step(self) -> None:
-        if not self._stepped():
+        if not self._stepped:
             return
         if self.table is not None:
             self._ahead += 1
@@ -123,7 +130,7 @@ class _Ruled:
     def skip(self, steps: int) -> None:
         if self.table is not None:
             self._ahead += steps
-        elif self._stepped():
+        elif self._stepped:
             for slot, runner in self._moving():
                 runner.step(steps - 1)
                 self.last[slot] = runner.values()[0].get("lr", float("nan"))
@@ -133,7 +140,7 @@ class _Ruled:
         names = self.optimizer.columns.names
         if self.table is not None and self._ahead and "lr" in names:
             self.last = self.table[0, names.index("lr"), : len(self.last), self._ahead - 1].tolist()
-        elif not self._stepped():
+        elif not self._stepped:
             self.last = self._current()
 
     def settle(self) -> None:
@@ -160,12 +167,6 @@ class _Ruled:
     def _moving(self) -> list[tuple[int, ScheduleRunner]]:
         return [(slot, runner) for slot, runner in enumerate(self._runners()) if slot not in self.resting]
 
-    def _stepped(self) -> bool:
-        return any(
-            member.job.schedule is not None and member.job.schedule_every == "step" and slot not in self.resting
-            for slot, member in enumerate(self.span.members)
-        )
-
     def _current(self) -> list[float]:
         count, columns = len(self.span.recipes), self.optimizer.columns
         if "lr" not in columns.names:
@@ -183,7 +184,9 @@ class _Own:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
-        self.resting: set[int] = set()
+
+    def rest(self, slots: set[int]) -> None:
+        """Nobody sits in the seats of others here."""
 
     def begin(self, steps: int, least: int) -> None:
         """There is nothing to look ahead to: the schedulers are asked."""
