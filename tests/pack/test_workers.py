@@ -202,3 +202,10 @@ def test_how_many_workers(
         monkeypatch.setenv("SHOAL_WORKERS", told)
     assert workers.workers_for(threads, torch.device("cpu"), seconds) == count
     assert workers.workers_for(threads, torch.device("cuda"), seconds) == 1
+
+
+@pytest.mark.parametrize("told", ["0", "many", "-1", "1.5"])
+def test_a_number_of_workers_that_cannot_be(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setenv("SHOAL_WORKERS", told)
+    with pytest.raises(ValueError, match=f"^SHOAL_WORKERS is '{told}'; set it to a whole number"):
+        workers.workers_for(None, torch.device("cpu"), 100.0)

@@ -126,6 +126,12 @@ class Member:
             known += [math.nan] * (self.place - done - len(known))
             known += logs.get(name, [math.nan] * done)
 
+    def rest(self) -> None:
+        """Wait with the host: nothing of a member that was written back stays on the device."""
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            self.optimizer_state = _stored(self.optimizer_state)
+
     def state(self) -> dict[str, Any]:
         """Everything needed to go on from here, as tensors and plain values; for a member that was written back."""
         drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None

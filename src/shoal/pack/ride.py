@@ -183,6 +183,8 @@ class Ride:
         self.unit.write_back(slots)
         gone = [self.members[slot] for slot in slots]
         self.drop(slots)
+        for member in gone:
+            member.rest()
         return gone
 
     def join(self, recipes: Sequence[Recipe]) -> None:

@@ -56,7 +56,9 @@ def workers_for(threads: int | None, device: torch.device, seconds: float) -> in
     if device.type != "cpu" or not hasattr(os, "fork"):
         return 1
     told = os.environ.get("SHOAL_WORKERS", "")
-    if told.isdigit() and int(told) > 0:
+    if told and not (told.isdigit() and int(told) > 0):
+        raise ValueError(f"SHOAL_WORKERS is {told!r}; set it to a whole number, 1 or more, or not at all")
+    if told:
         return int(told)
     if threads is not None or seconds < WORTH_SECONDS:
         return 1
