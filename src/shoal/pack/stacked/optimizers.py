@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, zeros_like
+from torch.optim import Optimizer
 
 from shoal.pack.members import Member, make_optimizer, make_schedule
 from shoal.pack.optim import (
@@ -23,7 +24,9 @@ from shoal.pack.optim import (
     to_torch_state,
 )
 from shoal.pack.recipe import OptimizerPlan, Recipe
-from shoal.pack.stacked.fused import FusedAdam, suits
+from shoal.pack.stacked import flat, fused
+from shoal.pack.stacked.flat import FlatUpdate
+from shoal.pack.stacked.fused import FusedAdam
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.stack import Stack
@@ -215,10 +218,9 @@ class StackedOptimizer:
     def _set_up(self) -> None:
         """What refers to the stack's tensors, as they are now."""
         leaves, kind = self.span.leaves, self.plans[0].kind
-        self._fused = [
-            FusedAdam(rule, params, states) if suits(kind, params) else None
+        self._fused: list[FusedAdam | FlatUpdate | None] = [
+            _at_once(kind, rule, [leaves[i] for i in held], states)
             for (rule, held), states in zip(self.groups, self.states, strict=True)
-            for params in [[leaves[i] for i in held]]
         ]
 
     def tensors(self) -> list[Tensor]:
@@ -243,9 +245,9 @@ class StackedOptimizer:
             if not held:
                 continue
             wanted: list[Tensor] = [grads[i] for i in held]  # type: ignore[misc]
-            fused = self._fused[g]
-            if fused is not None:
-                fused.update(wanted, self.columns.groups[g], active)
+            at_once = self._fused[g]
+            if at_once is not None:
+                at_once.update(wanted, self.columns.groups[g], active)
             else:
                 rule.update_all_([leaves[i] for i in held], wanted, states, self.columns.groups[g], active)
 
@@ -301,6 +303,15 @@ class StackedOptimizer:
         kept.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in self.states]
         kept._set_up()
         return kept
+
+
+def _at_once(
+    kind: type[Optimizer], rule: Rule, params: list[Tensor], states: list[dict[str, Tensor]]
+) -> FusedAdam | FlatUpdate | None:
+    """A faster way than parameter by parameter, where there is one."""
+    if fused.suits(kind, params):
+        return FusedAdam(rule, params, states)
+    return FlatUpdate(rule, params, states) if flat.suits(rule, params, states) else None
 
 
 def _alike(first: list[list[dict[str, Tensor]]], *others: list[list[dict[str, Tensor]]]) -> Iterator[tuple[Any, ...]]:

@@ -1,0 +1,60 @@
+"""A tiny network's parameters, updated on a CPU as one: there the calls cost more than the arithmetic.
+
+The optimizer's state of all parameters lies in one [M, elements] tensor, of which each parameter has a view; weights
+and gradients are laid side by side for the step. Every rule goes element by element, so each element's bits are those
+it has by itself. Whether it is done depends on the member's own shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.pack.optim import Rule
+
+MOST_ELEMENTS = 1 << 14
+LEAST_PARAMS = 3
+"""A member's elements up to which, and parameters from which, one call for all of them wins."""
+
+
+def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Whether parameters [M, ...] of one group are better updated as one."""
+    if len(params) < LEAST_PARAMS or sum(math.prod(p.shape[1:]) for p in params) > MOST_ELEMENTS:
+        return False
+    first, buffers = params[0], rule.buffers()
+    if first.dtype not in (torch.float32, torch.float64):
+        return False
+    if any(p.device.type != "cpu" or p.dtype != first.dtype or not p.is_contiguous() for p in params):
+        return False
+    return all(value is states[0].get(name) for state in states for name, value in state.items() if name not in buffers)
+
+
+class FlatUpdate:
+    """One group's parameters and state side by side."""
+
+    def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+        """The states' own tensors become views of the flat ones."""
+        self.rule = rule
+        self._params = [p.flatten(1) if p.dim() > 1 else p.unsqueeze(1) for p in params]
+        self._sizes = [p.shape[1] for p in self._params]
+        self._state = {name: value for name, value in states[0].items() if name not in rule.buffers()}
+        for name in rule.buffers():
+            wide = torch.cat([state[name].reshape(p.shape) for state, p in zip(states, self._params, strict=True)], 1)
+            self._state[name] = wide
+            for state, part, param in zip(states, torch.split(wide, self._sizes, 1), params, strict=True):
+                state[name] = part.view(param.shape)
+        self._weights = torch.empty(len(params[0]), sum(self._sizes), dtype=params[0].dtype)
+        self._grads = torch.empty_like(self._weights)
+        self._parts = list(torch.split(self._weights, self._sizes, 1))
+
+    @torch.no_grad()
+    def update(self, grads: Sequence[Tensor], h: Mapping[str, Tensor], active: Tensor | None) -> None:
+        """One step; members outside `active` keep every bit they have."""
+        rows = len(self._weights)
+        torch.cat(self._params, 1, out=self._weights)
+        torch.cat([grad.reshape(rows, -1) for grad in grads], 1, out=self._grads)
+        self.rule.update_all_([self._weights], [self._grads], [self._state], h, active)
+        torch._foreach_copy_(self._params, self._parts)
