@@ -19,6 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time
@@ -36,6 +37,8 @@ from shoal.pack.run import Run
 
 WORTH_SECONDS = 2.0
 """Predicted work from which other processes are asked to help."""
+EVEN = 1.1
+"""The busiest process's share of the work, over the mean, up to which no stack is cut."""
 SPIN_SECONDS = 0.1
 READY_SECONDS = 20.0
 """A worker that has not answered by then is stuck in something it inherited, and its units run here."""
@@ -95,18 +98,41 @@ def movable(member: Member, board: Board) -> bool:
 
 
 def deal(members: Sequence[Member], board: Board, count: int) -> list[list[Member]]:
-    """Members dealt out to `count` processes, the first of which is this one. Large stacks are cut."""
-    pieces: list[list[Member]] = []
-    for kind in _kinds(members, board):
-        cuts = min(count, max(1, len(kind) // 2)) if movable(kind[0], board) else 1
-        pieces += [kind[i::cuts] for i in range(cuts)]
-    out: list[list[Member]] = [[] for _ in range(count)]
-    loads = [0.0] * count
-    for piece in sorted(pieces, key=lambda own: (movable(own[0], board), -_weight(own, board))):
-        place = loads.index(min(loads)) if movable(piece[0], board) else 0
-        out[place] += piece
-        loads[place] += _weight(piece, board)
-    return [sorted(share, key=lambda member: member.index) for share in out]
+    """Members dealt out to `count` processes, the first of which is this one.
+
+    Stacks stay whole where that gives the processes equal work, and are halved, the largest first, where it does not.
+    """
+    pieces = [_Piece(kind, _weight(kind, board), movable(kind[0], board)) for kind in _kinds(members, board)]
+    while True:
+        shares = _dealt(pieces, count)
+        busiest = max(shares, key=_load)
+        cut = max((p for p in busiest if p.movable and len(p.members) >= 4), key=lambda p: p.weight, default=None)
+        if cut is None or _load(busiest) <= EVEN * sum(p.weight for p in pieces) / count:
+            break
+        pieces.remove(cut)
+        pieces += [_Piece(half, _weight(half, board), True) for half in (cut.members[::2], cut.members[1::2])]
+    return [sorted((m for piece in share for m in piece.members), key=lambda m: m.index) for share in shares]
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Members that go to one process together."""
+
+    members: list[Member]
+    weight: float
+    movable: bool
+
+
+def _load(share: list[_Piece]) -> float:
+    return sum(piece.weight for piece in share)
+
+
+def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
+    """The heaviest first, each to whom has the least; what cannot be moved stays here."""
+    shares: list[list[_Piece]] = [[] for _ in range(count)]
+    for piece in sorted(pieces, key=lambda own: (own.movable, -own.weight)):
+        (min(shares, key=_load) if piece.movable else shares[0]).append(piece)
+    return shares
 
 
 def _kinds(members: Sequence[Member], board: Board) -> list[list[Member]]:
@@ -120,10 +146,22 @@ def _kinds(members: Sequence[Member], board: Board) -> list[list[Member]]:
 
 
 def _weight(members: Sequence[Member], board: Board) -> float:
-    """Seconds of work left in members of one kind, as far as can be said beforehand."""
-    batches = max(num_batches(member) - member.batches for member in members)
-    step = Kinds(map(board.request, members)).predictions().get("step_seconds")
-    return batches * (sum(_least_seconds(member) for member in members) if step is None else step)
+    """Seconds of work left in members of one kind, as far as can be said beforehand.
+
+    A step is taken to cost something by itself and something for each member; those with less to do leave earlier.
+    """
+    batches = [max(0, num_batches(member) - member.batches) for member in members]
+    timed = [member for member in members if _step_seconds([member], board) is not None]
+    if not timed:
+        return sum(n * _least_seconds(member) for n, member in zip(batches, members, strict=True))
+    count, some = len(timed), timed[: max(1, len(timed) // 2)]
+    whole, half = (_step_seconds(own, board) or 0.0 for own in (timed, some))
+    each = max(0.0, whole - half) / max(1, count - len(some))
+    return max(0.0, whole - each * count) * max(batches) + each * sum(batches)
+
+
+def _step_seconds(members: Sequence[Member], board: Board) -> float | None:
+    return Kinds(map(board.request, members)).predictions().get("step_seconds")
 
 
 def predicted_seconds(board: Board, members: Sequence[Member]) -> float:
