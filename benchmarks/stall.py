@@ -1,0 +1,94 @@
+"""How long joining and leaving hold up the others on a GPU, once the pack's size has been seen.
+
+python benchmarks/stall.py --network mlp --seats 32
+
+Three times as many jobs as seats, of different lengths: whoever ends makes room for one who waits. Told are the
+milliseconds for which the others stand still, and the steps that they would have taken meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.bench.workloads import Spec, workload
+from shoal.checks import prepare
+from shoal.pack import run as loop
+from shoal.pack.board import Board
+from shoal.pack.members import Member
+
+
+class Seats(Board):
+    """A board on which every member takes one seat."""
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        return float(len(members))
+
+
+class Timed(loop.Run):
+    """A run that notes how long its parts take."""
+
+    def __init__(self, members: Sequence[Member], board: Board) -> None:
+        super().__init__(members, board)
+        self.joins: list[float] = []
+        self.settling: list[float] = []
+        self.steps: list[float] = []
+
+    def _seat(self, members: list[Member]) -> None:
+        first, start = not self.rides, time.perf_counter()
+        super()._seat(members)
+        torch.cuda.synchronize()
+        if not first:
+            self.joins.append(1e3 * (time.perf_counter() - start))
+
+    def _turn(self) -> None:
+        start = time.perf_counter()
+        spent: list[float] = []
+        look = self._look
+        self._look = lambda ride, outcome, done: (  # type: ignore[method-assign]
+            spent.append(outcome.seconds),
+            self.steps.append(1e3 * outcome.seconds / max(1, done)),
+            look(ride, outcome, done),
+        )
+        try:
+            super()._turn()
+        finally:
+            self._look = look  # type: ignore[method-assign]
+        self.settling.append(1e3 * (time.perf_counter() - start - sum(spent)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", default="mlp")
+    parser.add_argument("--seats", type=int, default=32)
+    args = parser.parse_args()
+    made = workload(Spec(network=args.network, members=3 * args.seats, precision="bf16", batches=64)).jobs(epochs=1)
+    lengths = [200 + 53 * (7 * index % 40) for index in range(len(made))]
+    jobs = [
+        dataclasses.replace(job, epochs=None, steps=steps, name=str(index))
+        for index, (job, steps) in enumerate(zip(made, lengths, strict=True))
+    ]
+    members = prepare(jobs, torch.device("cuda", 0))
+    board = Seats(members, compile=False)
+    board.budget = args.seats
+    run = Timed(members, board)
+    run.go()
+    step = statistics.median(run.steps)
+    found: dict[str, Any] = {
+        "network": args.network, "seats": args.seats, "joins": len(run.joins), "units": len(board.plan.parts),
+        "step_ms": step, "join_ms": statistics.median(run.joins), "join_ms_most": max(run.joins),
+        "join_steps": statistics.median(run.joins) / step, "settle_ms": statistics.median(run.settling),
+        "settle_ms_most": max(run.settling), "statuses": sorted({member.status for member in members}),
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
