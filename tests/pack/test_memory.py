@@ -16,6 +16,7 @@ from shoal.pack import learned, memory, plan
 from shoal.pack.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
 from shoal.pack.planner import Curve
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked.flat import FlatUpdate
 from shoal.pack.stacked.unit import StackedUnit
 
 X = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -58,7 +59,9 @@ def test_a_step_on_fake_tensors_holds_what_real_ones_hold(optimizer: type[torch.
     assert said.working == pytest.approx(held, rel=0.1)
     assert sum(said.sizes) == said.working
     stack = unit.stack
-    state = sum(map(nbytes, [*stack.params, *stack.buffers, *stack.optimizer.tensors()]))
+    flat = [own for part in stack.optimizer.ruled() for own in part._fused if isinstance(own, FlatUpdate)]
+    scratch = [tensor for own in flat for tensor in own.scratch]
+    state = sum(map(nbytes, [*stack.params, *stack.buffers, *stack.optimizer.tensors(), *scratch]))
     assert said.state == pytest.approx(state, rel=0.15, abs=512 * 40), "up to whole blocks and the numbers' columns"
 
 

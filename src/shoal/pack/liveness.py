@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.pack.members import Member
 from shoal.pack.optim import rule_for
 from shoal.pack.recipe import Recipe
+from shoal.pack.stacked.fused import FusedAdam
 from shoal.pack.stacked.optimizers import StackedOptimizer
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack
@@ -121,7 +122,7 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
 def _update(stack: Stack, grads: list[Tensor | None]) -> None:
     """The optimizer's step, but for kernels that work in place."""
     (optimizer,) = stack.optimizer.parts
-    if isinstance(optimizer, StackedOptimizer) and any(f is not None for f in optimizer._fused):
+    if isinstance(optimizer, StackedOptimizer) and any(isinstance(f, FusedAdam) for f in optimizer._fused):
         optimizer._fused = [None] * len(optimizer.groups)
         if stack.device.type == "cpu":
             return

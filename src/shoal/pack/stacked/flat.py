@@ -48,6 +48,8 @@ class FlatUpdate:
                 state[name] = part.view(param.shape)
         self._weights = torch.empty(len(params[0]), sum(self._sizes), dtype=params[0].dtype)
         self._grads = torch.empty_like(self._weights)
+        self.scratch = [self._weights, self._grads]
+        """What it holds besides the state."""
         self._parts = list(torch.split(self._weights, self._sizes, 1))
 
     @torch.no_grad()
