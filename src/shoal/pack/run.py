@@ -131,7 +131,7 @@ class Run(Host):
     def _admit(self) -> None:
         """Let those join who should ride now, and take places from those who should not."""
         sliced = self._queue.policy.slice_seconds is not None
-        if not self.waiting or not (self._changed or sliced):
+        if not self.waiting or not (self._changed or sliced) or not all(ride.unit.settled for ride in self.rides):
             return
         self._changed = False
         enough = self._room == math.inf or self._bytes(self._queue.tickets) <= self._room
