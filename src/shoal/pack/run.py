@@ -210,10 +210,10 @@ class Run(Host):
             pairs = zip(self.rides, batches, strict=True)
             self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
         outcomes = turn(self.rides, batches, self.board.executor, self._look)
-        full = [(ride, outcome) for ride, outcome in zip(self.rides, outcomes, strict=True) if outcome.full]
+        full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
         self.rides = [ride for ride in self.rides if ride.members]
         if full:
-            self._make_room(full[0][0], full[0][1].full)
+            self._make_room(*full[0])
 
     def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
         """A ride's turn is over; what came of it is settled after this."""
@@ -233,9 +233,8 @@ class Run(Host):
         riding = self.board.bytes(everybody)
         self._most = min(self._most, SAFER * riding)
         slots = list(range(len(ride.members)))
-        reason = (
-            f"memory was full ({str(error).splitlines()[0][:120] if error is not None and str(error) else 'no room'})"
-        )
+        said = (str(error).splitlines() or ["no room"])[0]
+        reason = f"memory was full ({said[:120]})"
         if len(slots) > 1:
             half = slots[len(slots) // 2 :]
             sizes = [len(slots) - len(half), len(half)]
