@@ -15,6 +15,10 @@ class JobError(ShoalError, ValueError):
         super().__init__("\n".join(lines))
 
 
+class SplitError(ShoalError, ValueError):
+    """A network, a job or a crew that cannot be split as asked: the value, the rule and the fix, in one line."""
+
+
 class OutError(ShoalError, ValueError):
     """The run folder cannot take these jobs."""
 

@@ -1,0 +1,131 @@
+"""A split as plain data: who trains which slices of which tensors, on which rows, for how many steps.
+
+Every way to train one network as many parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a list of
+rounds, and a round is a list of parts. Nothing here knows which way it is.
+
+    state -> parts of the round -> tasks -> outcomes -> state
+
+A task is complete: what comes of it depends on the task and the job alone, not on who carries it out. So the parts may
+be trained one after another in this process (the reference), as a pack on one device, or by workers on other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Index = tuple[Tensor | None, ...]
+"""For each dimension the rows that are taken, ascending; None: all. Dimensions that are left out are taken whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where a part's tensor lies in the whole network's.
+
+    >>> whole = torch.arange(6.0).view(2, 3)
+    >>> piece = Slice("weight", (None, torch.tensor([0, 2])))
+    >>> piece.take(whole)
+    tensor([[0., 2.],
+            [3., 5.]])
+    >>> piece.put(whole, torch.zeros(2, 2)); whole
+    tensor([[0., 1., 0.],
+            [0., 4., 0.]])
+    """
+
+    name: str
+    """The tensor's name in the whole network's state."""
+    index: Index = ()
+
+    @property
+    def whole(self) -> bool:
+        return all(rows is None for rows in self.index)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The piece, as a tensor of its own."""
+        if self.whole:
+            return whole.clone()
+        return whole[self._at(whole)]
+
+    def put(self, whole: Tensor, value: Tensor) -> None:
+        """Write the piece back, in place."""
+        if self.whole:
+            whole.copy_(value)
+        else:
+            whole[self._at(whole)] = value
+
+    def shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """The piece's shape."""
+        rows = (*self.index, *(None for _ in range(len(whole) - len(self.index))))
+        return tuple(size if kept is None else len(kept) for size, kept in zip(whole, rows, strict=True))
+
+    def _at(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Index tensors that broadcast against one another, one for each dimension."""
+        dims = whole.dim()
+        found = []
+        for dim in range(dims):
+            kept = self.index[dim] if dim < len(self.index) else None
+            rows = torch.arange(whole.shape[dim]) if kept is None else kept
+            found.append(rows.to(whole.device).view([-1 if d == dim else 1 for d in range(dims)]))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one worker trains in one round."""
+
+    number: int
+    """Its place in the round, from 0: the order of every sum."""
+    keep: Mapping[str, Tensor] = field(default_factory=dict)
+    """Group of units -> those that it keeps, ascending. Groups that are not named are kept whole."""
+    learn: Mapping[str, Tensor] | None = None
+    """Group of units -> those whose weights learn, where that is less than it keeps; None: all that it keeps."""
+    role: str = ""
+    """Which part of the network, where parts are not alike ("left", "right"); empty: they are."""
+    shard: tuple[int, int] = (0, 1)
+    """Which of how many shards of the rows it reads."""
+    start: int = 0
+    """Its first batch, in the endless sequence of the shard's batches."""
+    steps: int = 1
+    """Optimizer steps."""
+    seed: int = 0
+    """Of the randomness inside its network."""
+
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A part with what it starts from."""
+
+    round: int
+    part: Part
+    tensors: Tensors
+    """Its parameters and buffers, by their names in the part's network."""
+    moments: Tensors = field(default_factory=dict)
+    """Optimizer state: "<parameter>/<name>" -> its piece."""
+    extras: Tensors = field(default_factory=dict)
+    """What else it needs, such as another part's activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a task."""
+
+    round: int
+    number: int
+    """The part's."""
+    tensors: Tensors
+    moments: Tensors = field(default_factory=dict)
+    extras: Tensors = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    """One for each step."""
+    rows: int = 0
+    """Rows that were read."""
+    seconds: float = 0.0
+    """Of training alone."""
+    peak_bytes: int = 0
+    """Most memory that the part's training held, weights included."""
