@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from torch import nn
@@ -36,6 +37,10 @@ class Method(ABC):
     merge: Literal["weights", "gradients"] = "weights"
     """What outcomes hold: trained weights, averaged over the parts that own them (a block with one owner is copied); or
     the gradients of one step, averaged and followed once by the job's optimizer."""
+    moments: Literal["travel", "fresh"] = "travel"
+    """Whether optimizer state travels with the weights that it belongs to, or every part starts with none."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """What makes two splits of one job the same, as plain data: a run folder remembers it."""
 
     @abstractmethod
     def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
@@ -49,12 +54,49 @@ class Method(ABC):
     def slices(self, part: Part) -> Mapping[str, Slice]:
         """For each parameter and buffer of the part's network, by name: where it lies in the whole network's state."""
 
+    def returns(self, part: Part) -> Mapping[str, Slice]:
+        """Of these, what comes back changed; where a part holds more than it trains, less than `slices`."""
+        return self.slices(part)
+
     def step(self, part: Part) -> Callable[[nn.Module, Any], Any]:
         """The part's own step, (network, batch) -> loss; as in a job."""
         raise NotImplementedError
 
     def settled(self, number: int, model: nn.Module) -> None:
         """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again."""
+
+    # --- what only some ways need -----------------------------------------------------------------------------------
+
+    def companions(self) -> Tensors:
+        """Tensors that train beside the network's own and are kept in the same state, such as local heads: by names
+        that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
+        return {}
+
+    def job(self, job: Job, part: Part) -> Job:
+        """The job by whose optimizer and settings the part trains."""
+        return job
+
+    def extras(self, number: int, part: Part) -> Tensors:
+        """What goes along with the part's task, such as another part's activations. Asked where the state is."""
+        return {}
+
+    def batches(self, task: Task, read: Iterator[Any]) -> Iterator[Any]:
+        """A task's batches, as its step takes them, from those that were read. Asked where the part is trained."""
+        return read
+
+    def yields(self, task: Task, network: nn.Module, read: Callable[[], Iterator[Any]]) -> Tensors:
+        """The extras of the outcome, from the trained network; `read()` gives the task's batches again, in order."""
+        return {}
+
+    def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
+        """Called where the state is with what came of a round, before it is evaluated."""
+
+    def stored(self) -> Tensors:
+        """What `see` has kept that later rounds need: written into every checkpoint."""
+        return {}
+
+    def restore(self, tensors: Tensors) -> None:
+        """Be as when `stored` gave these."""
 
 
 class Crew(Protocol):
