@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from shoal.split.parts import Outcome, Part, Slice, Task
+from shoal.job import Job
+from shoal.split.parts import Outcome, Part, Slice, Task, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Method(ABC):
         """The part's own step, (network, batch) -> loss; as in a job."""
         raise NotImplementedError
 
-    def settled(self, number: int, model: nn.Module) -> None:
+    def settled(self, number: int, model: nn.Module) -> None:  # noqa: B027  # most have nothing to do
         """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again."""
 
     # --- what only some ways need -----------------------------------------------------------------------------------
@@ -88,14 +89,14 @@ class Method(ABC):
         """The extras of the outcome, from the trained network; `read()` gives the task's batches again, in order."""
         return {}
 
-    def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
+    def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:  # noqa: B027
         """Called where the state is with what came of a round, before it is evaluated."""
 
     def stored(self) -> Tensors:
         """What `see` has kept that later rounds need: written into every checkpoint."""
         return {}
 
-    def restore(self, tensors: Tensors) -> None:
+    def restore(self, tensors: Tensors) -> None:  # noqa: B027
         """Be as when `stored` gave these."""
 
 
