@@ -73,7 +73,7 @@ class Method(ABC):
         that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
         return {}
 
-    def job(self, job: Job, part: Part) -> Job:
+    def job_of(self, job: Job, part: Part) -> Job:
         """The job by whose optimizer and settings the part trains."""
         return job
 
