@@ -73,7 +73,7 @@ class Method(ABC):
         that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
         return {}
 
-    def job_of(self, job: Job, part: Part) -> Job:
+    def job(self, job: Job, part: Part) -> Job:
         """The job by whose optimizer and settings the part trains."""
         return job
 
@@ -86,7 +86,7 @@ class Method(ABC):
         return read
 
     def yields(self, task: Task, network: nn.Module, read: Callable[[], Iterator[Any]]) -> Tensors:
-        """The extras of the outcome, from the trained network; `read()` gives the task's batches again, in order."""
+        """The extras of the outcome, from the trained network; `read()` gives the batches again that it had."""
         return {}
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:  # noqa: B027
