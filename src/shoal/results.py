@@ -48,6 +48,8 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     """Optimizer steps done."""
+    split: Any = None
+    """What a split did and cost: a `shoal.split.SplitReport`; None where the job was trained as one."""
 
     def __repr__(self) -> str:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
@@ -67,6 +69,7 @@ class Result:
             "seconds": self.seconds,
             "history": self.history,
             "environment": self.environment,
+            **({"split": self.split.to_dict()} if self.split is not None else {}),
         }
 
 

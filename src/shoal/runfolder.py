@@ -85,13 +85,15 @@ class RunFolder:
         self._checkpoints.wait()
         self._lock.release()
 
-    def claim(self, members: Sequence[Member]) -> bool:
+    def claim(self, members: Sequence[Member], also: Mapping[str, Any] | None = None) -> bool:
         """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
+
+        `also`: what else makes them the same jobs, such as how they are split.
 
         OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
         cannot be written; where its jobs.json is damaged.
         """
-        jobs = [describe_member(member) for member in members]
+        jobs = [describe_member(member) | dict(also or {}) for member in members]
         self._jobs = {member.index: job_key(job) for member, job in zip(members, jobs, strict=True)}
         if not self._is_run():
             raise OutError(

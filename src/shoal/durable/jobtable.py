@@ -62,8 +62,8 @@ def differences(held: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> list[
     lines = [f"job {name!r} is not in it" for name in here if name not in there]
     lines += [f"it has job {name!r}" for name in there if name not in here]
     for name in (name for name in here if name in there):
-        for field in here[name]:
-            old, new = there[name].get(field), here[name][field]
+        for field in {**here[name], **there[name]}:
+            old, new = there[name].get(field), here[name].get(field)
             if json.dumps(old) != json.dumps(new):  # as text: NaN is not itself otherwise
                 lines.append(f"job {name!r} has {field} {old!r} there and {new!r} here")
     if not lines and [job["name"] for job in held] != [job["name"] for job in jobs]:

@@ -1,0 +1,44 @@
+"""One network trained as many parts, on one device or over slow links.
+
+Names are loaded when they are used, so that `import shoal` does not wait for them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.split.averaging import DataParallel as DataParallel
+    from shoal.split.averaging import LocalSGD as LocalSGD
+    from shoal.split.crews import Serial as Serial
+    from shoal.split.report import SplitReport as SplitReport
+    from shoal.split.rounds import train_split as train_split
+    from shoal.split.runs import data_parallel as data_parallel
+    from shoal.split.runs import local_sgd as local_sgd
+    from shoal.split.state import State as State
+
+_HOME = {
+    "DataParallel": "shoal.split.averaging",
+    "LocalSGD": "shoal.split.averaging",
+    "Serial": "shoal.split.crews",
+    "SplitReport": "shoal.split.report",
+    "State": "shoal.split.state",
+    "data_parallel": "shoal.split.runs",
+    "local_sgd": "shoal.split.runs",
+    "train_split": "shoal.split.rounds",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal.split' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

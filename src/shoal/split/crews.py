@@ -1,0 +1,37 @@
+"""Those who carry parts out on this machine: one after another, or as a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.data import Pool, View
+from shoal.errors import SplitError
+from shoal.job import Job
+from shoal.pack.members import open_data
+from shoal.split.local import carry_out
+from shoal.split.method import Method, Worker
+from shoal.split.parts import Outcome, Task
+
+
+class Serial:
+    """This process, part after part: the reference that every other crew is held to."""
+
+    tier = "serial"
+
+    def __init__(
+        self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu", data: View | None = None
+    ) -> None:
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise SplitError(f"workers is {workers!r}; use a whole number, 1 or more")
+        self.job, self.method = job, method
+        self.device = torch.device(device)
+        self.data = data if data is not None else open_data(Pool(self.device), job, "data")
+        self.workers = [Worker(number) for number in range(workers)]
+
+    def roll(self, number: int) -> Sequence[Worker]:
+        return self.workers
+
+    def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
+        return [carry_out(self.job, self.method, task, self.device, self.data) for task in tasks]
