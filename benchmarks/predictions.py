@@ -99,13 +99,15 @@ def _turn(units: list[Any], steps: int) -> float:
     return (perf_counter() - start) / steps
 
 
-def on_gpu(network: str, members: int, compile: bool) -> dict[str, float]:
+def on_gpu(network: str, members: int, compile: bool) -> dict[str, Any]:
     """Two small packs teach; then the large one is predicted and measured. All in this process."""
     from shoal.pack import learned, memory
 
+    small = []
     for count in SMALL:
         recipe, part, seconds, peak = _captured(network, count, compile)
         learned.note(learned.digest(recipe), tier=part.tier, rows=count, seconds=seconds, bytes=peak)
+        small.append(peak)
     tier = part.tier
     bytes_said = memory.predict_bytes(recipe, members, tier)
     curve = learned.lookup(learned.digest(recipe)).curve("seconds", tier)
@@ -118,6 +120,7 @@ def on_gpu(network: str, members: int, compile: bool) -> dict[str, float]:
         "bytes_predicted": bytes_said,
         "bytes": peak,
         "same_tier": float(part.tier == tier),
+        "small": small,
     }
 
 
@@ -153,7 +156,7 @@ def _captured(network: str, members: int, compile: bool) -> tuple[Any, Any, floa
     return recipe, made.parts[0], seconds, peak
 
 
-def child(*words: str) -> dict[str, float]:
+def child(*words: str) -> dict[str, Any]:
     """One measurement in a fresh process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_WORKERS": "1"}
     done = subprocess.run(
@@ -161,7 +164,7 @@ def child(*words: str) -> dict[str, float]:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -185,6 +188,7 @@ def gpu_rows(networks: list[str], members: int, compile: bool) -> list[dict[str,
         found = child("on_gpu", network, str(members), "compile" if compile else "")
         pack = f"{network}:{members}" + ("" if found["same_tier"] else " (another tier than the small packs)")
         rows.append(row(pack, "memory", found["bytes_predicted"], found["bytes"], MEMORY_BAR["cuda"]))
+        print(f"{'':13} {pack:12} seen at {SMALL}: {', '.join(f'{peak / 1e6:.4g}' for peak in found['small'])} MB")
         rows.append(row(pack, "step, from 4 and 8", found["predicted"], found["measured"], TIME_BAR))
         rows.append(row(pack, "step, as planned", found["planned"], found["measured"], TIME_BAR))
     return rows
