@@ -1,0 +1,109 @@
+"""A worker's side: join, carry out tasks, send back what came of them; and come back after the link was lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.data import Pool
+from shoal.errors import SplitError, describe
+from shoal.job import Job
+from shoal.pack.members import open_data
+from shoal.split.local import carry_out
+from shoal.split.method import Method
+from shoal.split.net.blocks import Blocks
+from shoal.split.net.codec import codec_named
+from shoal.split.net.handshake import describe_job
+from shoal.split.net.links import Address, Link, LinkLost, knock
+from shoal.split.net.wire import END, PROBE, RAISED, TASK, Message, Wire, WireError, text_message
+
+SEND_SECONDS = 3600.0
+"""For an outcome to go out: the coordinator cuts the link when it has waited long enough."""
+DAY = 86400.0
+
+
+def serve_worker(
+    job: Job,
+    method: Method,
+    where: Address,
+    *,
+    device: torch.device | str = "cpu",
+    codec: str = "exact",
+    shard: int | None = None,
+    patience: float = 60.0,
+    tell: Callable[[str], None] | None = None,
+) -> int:
+    """Work for the coordinator at `where` until it says that it is over; how many tasks were carried out.
+
+    `shard`: the job's data is this worker's own shard alone, and no row of it leaves. `patience`: how long to look for
+    a coordinator that is not there, at the beginning or after it was lost. Refused (a SplitError) where the
+    coordinator has another job, SplitError where it ended in trouble or stays away.
+    """
+    worker = _Worker(job, method, torch.device(device), codec, shard)
+    say = tell if tell is not None else lambda line: None
+    joined = False
+    while True:
+        try:
+            link = knock(where, worker.ask, patience)
+        except LinkLost as error:
+            lost = f"lost the coordinator at {where} and did not find it again in {patience:g} s"
+            raise SplitError(
+                f"{lost}; start it again, its run goes on from its checkpoint" if joined else str(error)
+            ) from None
+        joined = True
+        try:
+            worker.serve(link)
+            return worker.done
+        except (LinkLost, WireError) as error:
+            say(f"lost the coordinator at {where} ({error}); joining again, for {patience:g} s")
+            time.sleep(0.05)
+        finally:
+            link.close()
+
+
+class _Worker:
+    """What a worker keeps while links come and go."""
+
+    def __init__(self, job: Job, method: Method, device: torch.device, codec: str, shard: int | None) -> None:
+        self.job, self.method, self.device, self.shard = job, method, device, shard
+        self.codec = codec_named(codec)
+        self.data = open_data(Pool(device), job, "data")
+        self.done = 0
+        self.ask: dict[str, Any] = {
+            "name": f"{socket.gethostname()}:{os.getpid()}",
+            "job": describe_job(job, method, private=shard is not None),
+            "codec": codec,
+            "shard": shard,
+        }
+
+    def serve(self, link: Link) -> None:
+        """Carry out what comes through a link, until the end."""
+        wire, blocks = Wire(self.codec), Blocks(self.job, self.method, self.codec)
+        while True:
+            message = link.receive(DAY)
+            if message.header.kind == END:
+                if message.text:
+                    raise SplitError(message.text)
+                return
+            if message.header.kind == PROBE:
+                link.send(message, SEND_SECONDS)
+            elif message.header.kind == TASK:
+                link.send(self._answer(wire, blocks, message), SEND_SECONDS)
+                self.done += 1
+            else:
+                raise WireError(f"the coordinator sent a message of kind {message.header.kind}")
+
+    def _answer(self, wire: Wire, blocks: Blocks, message: Message) -> Message:
+        task = wire.read_task(message, blocks.task_shapes)
+        try:
+            outcome = carry_out(
+                self.job, self.method, task, self.device, self.data, private=self.shard is not None
+            )  # fmt: skip
+        except Exception as error:
+            return text_message(RAISED, describe(error))
+        return wire.outcome(blocks.sent(task, outcome))

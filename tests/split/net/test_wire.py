@@ -1,0 +1,180 @@
+"""Tasks and outcomes as bytes: what comes back is what was sent, and what was changed on the way is told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.split.net.codec import CODECS
+from shoal.split.net.wire import (
+    END,
+    HEADER_BYTES,
+    RAISED,
+    VERSION,
+    Header,
+    Message,
+    Wire,
+    WireError,
+    probe_message,
+    text_message,
+)
+from shoal.split.parts import Outcome, Part, Task, Tensors
+
+KEEP = torch.tensor([0, 3, 4, 9, 31])
+SHAPES = {"fc.weight": (5, 3), "fc.bias": (5,), "count": ()}
+
+
+def tensors() -> Tensors:
+    return {"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5).double(), "count": torch.tensor(7)}
+
+
+def a_task() -> Task:
+    part = Part(
+        number=2, keep={"fc": KEEP}, learn={"fc": KEEP[:2], "none": KEEP[:0]}, role="left", shard=(1, 3), start=12,
+        steps=50, seed=2**64 - 1,
+    )  # fmt: skip
+    moments = {"fc.weight/exp_avg": torch.randn(5, 3), "fc.weight/step": torch.tensor(4.0)}
+    return Task(round=9, part=part, tensors=tensors(), moments=moments, extras={"h": torch.randn(2, 2)})
+
+
+def an_outcome() -> Outcome:
+    return Outcome(
+        round=9, number=2, tensors=tensors(), moments={"fc.bias/momentum_buffer": torch.randn(5)},
+        extras={"log/acc": torch.rand(2).double()}, losses=(0.1, 0.30000000000000004), rows=64, seconds=1.5,
+        peak_bytes=2**33,
+    )  # fmt: skip
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return list(a) == list(b) and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def same_groups(a: object, b: object) -> bool:
+    if a is None or b is None:
+        return a is b
+    assert isinstance(a, dict) and isinstance(b, dict)
+    return list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_task_comes_back_bit_for_bit() -> None:
+    task = a_task()
+    found = Wire().read_task(Wire().task(task), lambda part: SHAPES)
+    assert found.round == 9 and replace(found.part, keep={}, learn=None) == replace(task.part, keep={}, learn=None)
+    assert same_groups(found.part.keep, task.part.keep) and same_groups(found.part.learn, task.part.learn)
+    assert same(found.tensors, task.tensors) and same(found.moments, task.moments) and same(found.extras, task.extras)
+
+
+def test_an_outcome_comes_back_bit_for_bit() -> None:
+    sent = an_outcome()
+    found = Wire().read_outcome(Wire().outcome(sent), SHAPES)
+    for section in ("tensors", "moments", "extras"):
+        assert same(getattr(found, section), getattr(sent, section))
+    plain = {"tensors": {}, "moments": {}, "extras": {}}
+    assert replace(found, **plain) == replace(sent, **plain)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, 300)), st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
+def test_any_part_comes_back(kept: set[int], seed: int, start: int) -> None:
+    keep = {"a group": torch.tensor(sorted(kept), dtype=torch.int64), "ünits": torch.arange(3)}
+    task = Task(round=0, part=Part(number=0, keep=keep, seed=seed, start=start), tensors={})
+    found = Wire().read_task(Wire().task(task), lambda part: {}).part
+    assert same_groups(found.keep, keep) and (found.seed, found.start) == (seed, start)
+
+
+def test_units_cost_a_bit_each_and_names_travel_once() -> None:
+    wire = Wire()
+    many = Part(number=0, keep={"fc": torch.arange(0, 8000, 2)})
+    sizes = [
+        wire.task(Task(round=n, part=many, tensors={"weight": torch.zeros(100)})).num_bytes - 400 for n in range(3)
+    ]
+    assert sizes[1] == sizes[2] < 1000 + 128 and sizes[0] > sizes[1]
+    assert wire.task(Task(round=3, part=many, tensors={"other": torch.zeros(100)})).num_bytes - 400 > sizes[1]
+
+
+def test_shapes_follow_from_the_part_so_a_table_serves_every_round() -> None:
+    here, there = Wire(), Wire()
+    for width in (5, 3, 8):
+        sent = {"w": torch.randn(width, 2)}
+        moments = {"w/momentum_buffer": torch.randn(width, 2)}
+        message = here.task(Task(round=0, part=Part(number=0), tensors=sent, moments=moments))
+        found = there.read_task(message, lambda part, width=width: {"w": (width, 2)})  # type: ignore[misc]
+        assert same(found.tensors, sent) and same(found.moments, moments)
+    assert len(here._sent) == 1
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_message_says_how_it_was_encoded(name: str) -> None:
+    task = a_task()
+    message = Wire(CODECS[name]).task(task)
+    found = Wire().read_task(message, lambda part: SHAPES)
+    expected = CODECS[name].decode(CODECS[name].encode(task.tensors["fc.weight"]), (5, 3), torch.float32)
+    assert torch.equal(found.tensors["fc.weight"], expected) and found.tensors["count"] == 7
+    if name != "exact":
+        assert torch.equal(found.moments["fc.weight/exp_avg"], task.moments["fc.weight/exp_avg"].bfloat16().float())
+
+
+def test_headers() -> None:
+    header = Header(END, 3, 4, 5, 6, 7, 1)
+    assert len(header.to_bytes()) == HEADER_BYTES == 32 and Header.from_bytes(header.to_bytes()) == header
+    assert text_message(RAISED, "größer").text == "größer"
+    assert probe_message(100).num_bytes == 132
+
+
+def changed(data: bytes, at: int, value: int) -> bytes:
+    return data[:at] + bytes([value]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: example.com"[:32], "it is not from Shoal"),
+        (Header(END).to_bytes()[:20], "it is not from Shoal"),
+        (changed(Header(END).to_bytes(), 4, VERSION + 1), "use one version of Shoal"),
+        (changed(Header(END).to_bytes(), 6, 99), "which do not exist"),
+        (changed(Header(END).to_bytes(), 7, 9), "which do not exist"),
+        (changed(Header(END).to_bytes(), 27, 255), "it was changed"),
+    ],
+)
+def test_a_wrong_header_is_told(data: bytes, line: str) -> None:
+    with pytest.raises(WireError, match=line):
+        Header.from_bytes(data)
+
+
+def test_a_message_cut_short_or_changed_is_told() -> None:
+    message = Wire().outcome(an_outcome())
+    message.check()
+    with pytest.raises(WireError, match="the rest was lost"):
+        Message(message.header, message.payload[:-1]).check()
+    for at in range(0, message.payload.numel(), 7):
+        wrong = message.payload.clone()
+        wrong[at] ^= 1
+        with pytest.raises(WireError, match="its checksum is wrong"):
+            Message(message.header, wrong).check()
+
+
+def test_a_message_for_another_network_is_told() -> None:
+    message = Wire().outcome(an_outcome())
+    with pytest.raises(WireError, match="ends inside"):
+        Wire().read_outcome(message, {**SHAPES, "fc.weight": (50, 300)})
+    with pytest.raises(WireError, match="bytes too many"):
+        Wire().read_outcome(Wire().outcome(Outcome(round=0, number=0, tensors=tensors())), {**SHAPES, "fc.bias": (2,)})
+    with pytest.raises(WireError, match="does not fit this job"):
+        Wire().read_outcome(message, {})
+    wire = Wire()
+    wire.outcome(an_outcome())
+    with pytest.raises(WireError, match="never sent"):
+        Wire().read_outcome(wire.outcome(an_outcome()), SHAPES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_no_bytes_do_anything_but_raise(junk: bytes, description: int) -> None:
+    payload = torch.frombuffer(bytearray(junk), dtype=torch.uint8) if junk else torch.empty(0, dtype=torch.uint8)
+    message = Message(Header(2, 0, 0, min(description, len(junk)), len(junk) - min(description, len(junk))), payload)
+    with pytest.raises(WireError):
+        Wire().read_outcome(message, SHAPES)
+    with pytest.raises(WireError):
+        Wire().read_task(message, lambda part: SHAPES)
