@@ -1,0 +1,235 @@
+"""Axes: what the dimensions of a network's tensors have in common.
+
+Every dimension of every tensor is an axis. Operators say which axes are one and the same (`unify`), which are made of
+others (a view that takes (heads, width) out of one dimension makes it a product; a concatenation makes a sum), and
+which must stay whole (`fix`, with the reason). What is left at the end, leaves that nobody fixed, can be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
+
+
+class Axis:
+    """One axis: a leaf, a product of others (the first moves slowest), or a sum of others, one after another."""
+
+    __slots__ = ("factors", "fixed", "into", "notes", "size", "terms")
+
+    def __init__(self, size: int, fixed: str = "") -> None:
+        self.size = size
+        self.fixed = fixed
+        """Why it stays whole; only a leaf's counts."""
+        self.notes: set[str] = set()
+        """What was seen on the way: "head", "channel", "normalised", "residual", "input"."""
+        self.into: Axis | None = None
+        self.factors: list[Axis] = []
+        self.terms: list[Axis] = []
+
+    def __repr__(self) -> str:
+        axis = find(self)
+        inside = " x ".join(map(repr, axis.factors)) or " + ".join(map(repr, axis.terms))
+        return f"({inside})" if inside else f"{axis.size}{'!' if axis.fixed else ''}"
+
+
+def find(axis: Axis) -> Axis:
+    """The axis that stands for all that are the same as this one."""
+    while axis.into is not None:
+        axis = axis.into
+    return axis
+
+
+def leaves(axis: Axis) -> Iterator[Axis]:
+    axis = find(axis)
+    parts = axis.factors or axis.terms
+    if not parts:
+        yield axis
+    for part in parts:
+        yield from leaves(part)
+
+
+def fix(axis: Axis, reason: str) -> None:
+    """Keep it whole; the first reason stays."""
+    for leaf in leaves(axis):
+        leaf.fixed = leaf.fixed or reason
+
+
+def note(axis: Axis, word: str) -> None:
+    for leaf in leaves(axis):
+        leaf.notes.add(word)
+
+
+def product(factors: Sequence[Axis]) -> Axis:
+    factors = [find(f) for f in factors if find(f).size != 1]
+    if len(factors) == 1:
+        return factors[0]
+    made = Axis(prod(f.size for f in factors))
+    made.factors = list(factors)
+    return made
+
+
+def total(terms: Sequence[Axis]) -> Axis:
+    terms = [find(t) for t in terms if find(t).size]
+    if len(terms) == 1:
+        return terms[0]
+    made = Axis(sum(t.size for t in terms))
+    made.terms = list(terms)
+    return made
+
+
+def unify(a: Axis, b: Axis) -> None:
+    """The two are one and the same from here on."""
+    a, b = find(a), find(b)
+    if a is b:
+        return
+    if a.size != b.size:
+        fix(a, f"sizes {a.size} and {b.size} meet")
+        fix(b, f"sizes {a.size} and {b.size} meet")
+        return
+    if a.factors or a.terms:
+        a, b = b, a  # a leaf goes into whatever the other is
+    if not (a.factors or a.terms):
+        if a.fixed:
+            fix(b, a.fixed)
+        for word in a.notes:
+            note(b, word)
+    elif a.factors and b.factors:
+        _refine_factors(a, b)
+    elif a.terms and b.terms:
+        _refine_terms(a, b)
+    else:
+        _both_whole(a, b, "it is taken apart in two ways that do not fit")
+        return
+    a, b = find(a), find(b)
+    if a is not b:
+        a.into = b
+
+
+def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
+    """The axes of a view of the same elements in another shape."""
+    waiting = [f for dim in reversed(dims) for f in reversed(_flat(dim)) if f.size != 1]
+    found: list[Axis] = []
+    for size in sizes:
+        taken: list[Axis] = []
+        missing = size
+        while missing > 1 and waiting:
+            first = find(waiting.pop())
+            if missing % first.size == 0:
+                taken.append(first)
+                missing //= first.size
+            elif first.size % missing == 0 and (pieces := _cut(first, [missing, first.size // missing])):
+                taken.append(pieces[0])
+                waiting.append(pieces[1])
+                missing = 1
+            else:
+                for axis in dims:
+                    fix(axis, "a view mixes it with other dimensions")
+                return [Axis(n, "a view mixes it with other dimensions") for n in sizes]
+        found.append(product(taken) if taken else Axis(size))
+    return found
+
+
+def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+    """The axes of consecutive pieces of one axis."""
+    axis = find(axis)
+    sizes = list(sizes)
+    if len([n for n in sizes if n]) <= 1:
+        return [axis if n else Axis(0) for n in sizes]
+    if axis.factors:
+        inner = prod(find(f).size for f in axis.factors[1:])
+        if all(n % inner == 0 for n in sizes):
+            outer = pieces(axis.factors[0], [n // inner for n in sizes])
+            return [product([piece, *axis.factors[1:]]) for piece in outer]
+    if axis.terms and [find(t).size for t in axis.terms] == [n for n in sizes if n]:
+        known = iter(axis.terms)
+        return [find(next(known)) if n else Axis(0) for n in sizes]
+    if axis.factors or axis.terms:
+        fix(axis, "it is taken apart in two ways that do not fit")
+        return [Axis(n, "a piece of something that stays whole") for n in sizes]
+    found = [_child(axis, n) for n in sizes]
+    axis.terms = [f for f in found if f.size]
+    return found
+
+
+def positions(axis: Axis, keep: Mapping[Axis, Rows]) -> Rows:
+    """Which places of the axis are left when its leaves keep these."""
+    axis = find(axis)
+    if axis.factors:
+        at = np.zeros(1, dtype=np.int64)
+        for factor in axis.factors:
+            at = (at[:, None] * find(factor).size + positions(factor, keep)[None, :]).reshape(-1)
+        return at
+    if axis.terms:
+        starts = np.cumsum([0, *(find(t).size for t in axis.terms)])
+        return np.concatenate([positions(t, keep) + start for t, start in zip(axis.terms, starts, strict=False)])
+    return keep.get(axis, np.arange(axis.size, dtype=np.int64))
+
+
+def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
+    """[units, rows of each]: the places of the axis that each unit of the leaf has; no rows where it has none."""
+    at = [positions(axis, {leaf: np.array([unit])}) for unit in range(leaf.size)]
+    alone = set.intersection(*(set(rows.tolist()) for rows in at)) if leaf.size > 1 else set()
+    if alone:  # the other terms of a sum
+        at = [np.array([row for row in rows.tolist() if row not in alone], dtype=np.int64) for rows in at]
+    return np.stack(at)
+
+
+def _flat(axis: Axis) -> list[Axis]:
+    axis = find(axis)
+    return [inner for f in axis.factors for inner in _flat(f)] if axis.factors else [axis]
+
+
+def _child(axis: Axis, size: int) -> Axis:
+    made = Axis(size, axis.fixed)
+    made.notes = set(axis.notes)
+    return made
+
+
+def _cut(axis: Axis, sizes: list[int]) -> list[Axis]:
+    """A leaf becomes a product; nothing where it is a sum."""
+    if axis.terms:
+        return []
+    axis.factors = [_child(axis, n) for n in sizes]
+    return axis.factors
+
+
+def _refine_factors(a: Axis, b: Axis) -> None:
+    left, right = _flat(a)[::-1], _flat(b)[::-1]
+    while left and right:
+        x, y = find(left.pop()), find(right.pop())
+        if x.size == y.size:
+            unify(x, y)
+            continue
+        large, small, rest = (x, y, left) if x.size > y.size else (y, x, right)
+        halves = _cut(large, [small.size, large.size // small.size]) if large.size % small.size == 0 else []
+        if not halves:
+            _both_whole(a, b, "it is taken apart in two ways that do not fit")
+            return
+        unify(halves[0], small)
+        rest.append(halves[1])
+
+
+def _refine_terms(a: Axis, b: Axis) -> None:
+    left, right = list(reversed(a.terms)), list(reversed(b.terms))
+    while left and right:
+        x, y = find(left.pop()), find(right.pop())
+        if x.size == y.size:
+            unify(x, y)
+            continue
+        large, small, rest = (x, y, left) if x.size > y.size else (y, x, right)
+        if large.factors or large.terms:
+            _both_whole(a, b, "it is taken apart in two ways that do not fit")
+            return
+        first, second = pieces(large, [small.size, large.size - small.size])
+        unify(first, small)
+        rest.append(second)
+
+
+def _both_whole(a: Axis, b: Axis, reason: str) -> None:
+    fix(a, reason)
+    fix(b, reason)

@@ -1,0 +1,154 @@
+"""Groups verified by numbers before they are offered: tracing proposes, arithmetic decides.
+
+A narrow network must compute what the whole one does when the weights that read the missing units are zero. Where a
+layer norm is taken over the units that is not so, and the narrow network has to run, forward and backward. A group that
+fails is left whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.errors import describe
+from shoal.split.coupling_trace import named_state, shell
+from shoal.split.deal import shuffled
+from shoal.split.narrow import narrow
+from shoal.split.units import Units
+
+MANY = 100_000_000
+"""Parameters from which the check is made in the network's own precision."""
+
+
+def verified(model: nn.Module, units: Units, inputs: Sequence[Any]) -> Units:
+    """The groups that pass; the others are named in `whole`."""
+    if not units.groups:
+        return units
+    with _quiet():
+        probe = Probe(model, inputs)
+        first = _failing(probe, units)
+        if not first:
+            return units
+        resizing = replace(units, resize=True)
+        second = _failing(probe, resizing)
+        best, failing = (resizing, second) if len(second) < len(first) else (units, first)
+        while failing:
+            best = best.only([name for name in best.groups if name not in failing], failing)
+            together = probe.fault(best) if best.groups else ""
+            failing = dict.fromkeys(best.groups, together) if together else {}
+        return best
+
+
+def _failing(probe: Probe, units: Units) -> dict[str, str]:
+    """Group -> why it fails; all at once first, each alone only where that fails."""
+    if not probe.fault(units):
+        return {}
+    found = {}
+    for name in units.groups:
+        if fault := probe.fault(units.only([name], {})):
+            found[name] = fault
+    return found or dict.fromkeys(units.groups, "groups that hold alone do not hold together")
+
+
+class Probe:
+    """A network of the same shapes with weights that are nowhere zero, and what comes of cutting it."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        total = sum(t.numel() for t in named_state(model).values())
+        self.dtype = torch.float64 if total < MANY else torch.float32
+        self.inputs = pytree.tree_map_only(Tensor, self._cast, tuple(inputs))
+        noise = torch.Generator().manual_seed(0)
+
+        def stirred(_: str, tensor: Tensor) -> Tensor:
+            made = self._cast(tensor.detach()).clone()
+            if made.is_floating_point():
+                drawn = torch.rand(made.shape, generator=noise, dtype=made.dtype)
+                made += drawn * 0.2 - (0.1 if isinstance(tensor, nn.Parameter) else 0.0)  # variances stay above zero
+            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+        self.whole = shell(model, stirred)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", self.dtype if tensor.is_floating_point() else None)
+
+    def fault(self, units: Units) -> str:
+        """What is wrong with these groups, all cut at once; nothing: ""."""
+        keep = {
+            name: torch.from_numpy(shuffled(name, group.size, 0, 0)[: (group.size + 1) // 2]).sort().values
+            for name, group in units.groups.items()
+        }
+        try:
+            exact = {name: kept for name, kept in keep.items() if units.groups[name].exact}
+            if exact and (wrong := self._differs(units, exact)):
+                return wrong
+            return self._trains(narrow(self.whole, units, keep, scale=True))
+        except Exception as error:
+            return f"the narrow network does not run ({describe(error)})"
+
+    def _differs(self, units: Units, keep: dict[str, Tensor]) -> str:
+        small = narrow(self.whole, units, keep, scale=False).eval()
+        silenced = self._without(units, keep).eval()
+        with torch.no_grad():
+            expected, got = _leaves(_seeded(silenced, self.inputs)), _leaves(_seeded(small, self.inputs))
+        for a, b in zip(expected, got, strict=True):
+            if a.shape != b.shape:
+                return f"the narrow network's output has shape {tuple(b.shape)}, not {tuple(a.shape)}"
+            bound = 1e-9 if a.dtype == torch.float64 else 1e-3
+            if a.is_floating_point() and not _close(a, b, bound):
+                return "the narrow network does not compute what the whole one does without the other units"
+        return ""
+
+    def _without(self, units: Units, keep: dict[str, Tensor]) -> nn.Module:
+        """The whole network with the weights that read units that are not kept set to zero."""
+        readers = {(r.tensor, r.dim): r.span for r in units.readers}
+
+        def silent(name: str, tensor: Tensor) -> Tensor:
+            made = tensor.detach().clone()
+            for dim in range(made.dim()):
+                kept = readers[name, dim].kept(keep) if (name, dim) in readers else None
+                if kept is not None:
+                    gone = torch.ones(made.shape[dim], dtype=torch.bool)
+                    gone[kept] = False
+                    made[(slice(None),) * dim + (gone,)] = 0
+            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+        return shell(self.whole, silent)
+
+    def _trains(self, small: nn.Module) -> str:
+        small.train()
+        outs = [t for t in _leaves(_seeded(small, self.inputs)) if t.requires_grad]
+        if not outs:
+            return "" if not any(p.requires_grad for p in small.parameters()) else "nothing of it can be trained"
+        torch.autograd.backward([t.sum() for t in outs])
+        small.zero_grad()
+        _seeded(small.eval(), self.inputs)
+        return ""
+
+
+def _close(a: Tensor, b: Tensor, bound: float) -> bool:
+    scale = a.abs().nan_to_num(0, 0, 0).max() if a.numel() else torch.zeros(())
+    return bool(torch.isclose(a, b, rtol=bound, atol=float(scale) * bound + 1e-30, equal_nan=True).all())
+
+
+def _seeded(model: nn.Module, inputs: Sequence[Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(*inputs)
+
+
+def _leaves(outputs: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

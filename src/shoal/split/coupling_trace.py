@@ -1,0 +1,227 @@
+"""A network's forward pass written down: every operator it calls, on tensors that have shapes and no data.
+
+The network runs once, in training mode, on fake copies of its parameters: nothing is computed and no memory is taken.
+Two levels are noted: the operators (`aten.addmm`), from which couplings follow, and the calls in the user's own code
+that name sizes (`x.view(batch, tokens, self.heads, 32)`), which a narrow network has to make with other numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.errors import SplitError, describe
+
+SIZED = frozenset(
+    {"view", "reshape", "unflatten", "split", "split_with_sizes", "expand", "layer_norm", "rms_norm", "group_norm"}
+)
+"""Calls whose arguments are sizes."""
+SUMS = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "conv1d", "conv2d", "conv3d"})
+"""Calls that sum over their first operand's features."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call in the user's code that names sizes or sums over features."""
+
+    name: str
+    modules: tuple[str, ...]
+    """The modules that were at work, the innermost last."""
+    runs: tuple[int, ...] = ()
+    """Which run of each of them."""
+    dim: int = 0
+    """Of a split."""
+    outs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def sized(self) -> bool:
+        return self.name in SIZED
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One operator as it was called."""
+
+    name: str
+    pointwise: bool
+    args: dict[str, Any]
+    outs: list[Tensor]
+    modules: tuple[str, ...]
+    call: Call | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(list(self.args.values())) if isinstance(leaf, Tensor)]
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A whole forward pass."""
+
+    state: dict[str, Tensor]
+    """Parameters and buffers by name, as fakes."""
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def live(self) -> list[Op]:
+        """The operators that something of the output depends on."""
+        wanted = {_storage(t) for t in self.outputs}
+        found = []
+        for op in reversed(self.ops):
+            if any(_storage(t) in wanted for t in op.outs):
+                found.append(op)
+                wanted.update(_storage(t) for t in op.tensors)
+        return found[::-1]
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that has several names (tied weights) by its first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy of the network around other tensors; its own are never copied."""
+    memo: dict[int, Any] = {}
+    for name, tensor in named_state(model).items():
+        memo[id(tensor)] = made(name, tensor)
+    kept = [p.grad for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        for parameter, grad in zip(model.parameters(), kept, strict=True):
+            parameter.grad = grad
+
+
+def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
+    """Run the network once on fakes."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        with fakes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def fake_state(_: str, tensor: Tensor) -> Tensor:
+        made = fake(tensor)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    try:
+        copied = shell(model, fake_state)
+    except Exception as error:
+        raise SplitError(
+            f"{type(model).__name__} cannot be copied ({describe(error)}): a split needs copies"
+        ) from error
+    given = pytree.tree_map_only(Tensor, fake, tuple(inputs))
+    found = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
+    stack: list[tuple[str, int]] = []
+    for name, module in copied.named_modules():
+        module.register_forward_pre_hook(_push(stack, name))
+        module.register_forward_hook(_pop(stack), always_call=True)
+    copied.train()
+    calls = _Calls(found, stack)
+    try:
+        with torch.no_grad(), fakes, _Ops(found, stack, calls), calls:
+            outputs = copied(*given)
+    except Exception as error:
+        raise SplitError(
+            f"{type(model).__name__} cannot be traced: {describe(error)}; its forward pass may depend on shapes, not "
+            "on the values of tensors (no .item(), no branches on data)"
+        ) from error
+    found.outputs = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+    if not found.outputs:
+        raise SplitError(f"{type(model).__name__} returns no tensor: nothing to train")
+    return found
+
+
+def _push(stack: list[tuple[str, int]], name: str) -> Callable[..., None]:
+    runs = itertools.count()
+
+    def enter(*_: Any) -> None:
+        stack.append((name, next(runs)))
+
+    return enter
+
+
+def _pop(stack: list[tuple[str, int]]) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        if stack:
+            stack.pop()
+
+    return leave
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the calls that name sizes or sum over features."""
+
+    def __init__(self, found: Record, stack: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.found = found
+        self.stack = stack
+        self.current: Call | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in SIZED | SUMS:
+            return func(*args, **kwargs)
+        call = Call(name, tuple(name for name, _ in self.stack), tuple(run for _, run in self.stack))
+        self.found.calls.append(call)
+        before, self.current = self.current, call
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.current = before
+        call.outs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if name.startswith("split"):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            call.dim = dim % call.outs[0].dim()
+        return result
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator."""
+
+    def __init__(self, found: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
+        self.stack = stack
+        self.calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if outs:
+            name = func.overloadpacket.__name__
+            bound = dict(_bound(func, args, kwargs or {}))
+            modules = tuple(module for module, _ in self.stack)
+            pointwise = torch.Tag.pointwise in func.tags
+            self.found.ops.append(Op(name, pointwise, bound, outs, modules, self.calls.current))
+        return result
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments by their names in the operator's schema."""
+    for place, argument in enumerate(func._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        yield argument.name, args[place] if place < len(args) else kwargs.get(argument.name, default)

@@ -1,0 +1,94 @@
+"""The deal of a round: which units each worker gets, from the seed and the round alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import SplitError
+from shoal.split.coupling_axes import Rows
+
+if TYPE_CHECKING:
+    from shoal.split.units import Group, Units
+
+
+def deal(
+    units: Units, shares: Sequence[float], *, seed: int, round: int, overlap: float = 0.0
+) -> list[dict[str, Tensor]]:
+    """For each worker, the units of every group that it keeps, ascending.
+
+    Units are dealt at random without replacement, afresh every round, so that over the rounds any two of them meet. The
+    same on every machine: a pure function of its arguments.
+
+    Args:
+        units: Of the network.
+        shares: What each worker gets of every group, relative to the others'.
+        seed: Of the run.
+        round: Its number.
+        overlap: The fraction of a group's units that every worker gets, besides its own.
+    """
+    _check(shares, overlap)
+    hands: list[dict[str, Tensor]] = [{} for _ in shares]
+    for group in units.groups.values():
+        order = shuffled(group.name, group.size, seed, round)
+        common = _common(group.size, overlap, len(shares))
+        for hand, own in zip(hands, _dealt(group, order[common:], shares), strict=True):
+            kept = np.sort(np.concatenate([order[:common], own]))
+            hand[group.name] = torch.from_numpy(kept)
+    return hands
+
+
+def counts(size: int, shares: Sequence[float]) -> list[int]:
+    """How many of `size` units each share is: the largest remainders are rounded up, and nobody gets none.
+
+    >>> counts(10, [1, 1, 1]), counts(10, [8, 1, 0.1])
+    ([4, 3, 3], [8, 1, 1])
+    """
+    whole = math.fsum(shares)
+    exact = [size * share / whole for share in shares]
+    found = [int(e) for e in exact]
+    remainders = sorted(range(len(shares)), key=lambda i: (found[i] - exact[i], i))
+    for i in remainders[: size - sum(found)]:
+        found[i] += 1
+    while 0 in found:
+        most = max(range(len(found)), key=lambda i: (found[i], -i))
+        found[most] -= 1
+        found[found.index(0)] += 1
+    return found
+
+
+def _dealt(group: Group, order: Rows, shares: Sequence[float]) -> list[Rows]:
+    if group.size < len(shares):
+        raise SplitError(
+            f"{len(shares)} workers, but {group.name} has {group.size} units ({group.kind}s): each worker needs one; "
+            f"use at most {group.size} workers or a wider layer"
+        )
+    return np.split(order, np.cumsum(counts(len(order), shares))[:-1].astype(np.int64))
+
+
+def _common(size: int, overlap: float, workers: int) -> int:
+    return max(0, min(round(overlap * size), size - workers))
+
+
+def shuffled(name: str, size: int, seed: int, number: int) -> Rows:
+    """A group's units in a round's order; the group's name takes part, so that no two layers are dealt alike."""
+    key = hashlib.sha256(f"shoal deal {seed} {number} {name}".encode()).digest()
+    bits = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+    # argsort of raw draws: numpy promises the bit stream of Philox, not the algorithm of `permutation`.
+    return np.argsort(bits.bit_generator.random_raw(size), kind="stable").astype(np.int64)
+
+
+def _check(shares: Sequence[float], overlap: float) -> None:
+    if not shares:
+        raise SplitError("no workers: a deal needs at least one")
+    for share in shares:
+        if not (share > 0 and math.isfinite(share)):
+            raise SplitError(f"a worker's share is {share}: shares are finite and above 0")
+    if not 0 <= overlap <= 1:
+        raise SplitError(f"overlap is {overlap}: it is a fraction of the units, from 0 to 1")

@@ -1,0 +1,171 @@
+"""Narrow networks: the user's own network with fewer units, and nothing of the rest in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from shoal.split.coupling_trace import shell
+from shoal.split.narrow_classes import attend, rescale, resize
+from shoal.split.narrow_sizes import Entry
+from shoal.split.units import Keep, Reader, Sized, Span, Units
+
+NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm}
+
+
+def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) -> nn.Module:
+    """A network of the user's own class with the units that are kept: same names, smaller tensors.
+
+    The weights are the kept pieces of the model's; only they are copied. What the layers say of themselves
+    (`out_features`, `num_heads`, `normalized_shape`) says the new sizes.
+
+    Args:
+        model: The whole network. It is not changed.
+        units: Its units.
+        keep: Group -> the units that are kept.
+        scale: Where a layer sums over units of which some are gone, multiply what it reads by size / kept, as inverted
+            dropout does, unless a normalisation undoes it at once.
+    """
+    slices = units.slices(keep)
+
+    def piece(name: str, tensor: Tensor) -> Tensor:
+        taken = slices[name].take(tensor.detach())
+        return nn.Parameter(taken, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else taken
+
+    if units.blocks is not None:
+        made: nn.Module = units.blocks.part(model, keep, scale=scale)
+        return made
+    found = shell(model, piece)
+    modules = dict(found.named_modules())
+    for name, module in modules.items():
+        _attributes(module)
+        if isinstance(module, nn.MultiheadAttention):
+            _heads(module, name, units, keep)
+    for call in units.calls:
+        if call.name in NORMS and call.cut(keep):
+            _norm(modules[call.modules[-1]], call, keep)
+    leftover: dict[int, float | tuple[float, ...]] = {}
+    if scale:
+        leftover = _scale(modules, units, keep)
+    _resize(modules, units, keep, leftover)
+    return found
+
+
+def _attributes(module: nn.Module) -> None:
+    """What a layer of torch says of itself, after its tensors."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, _ConvNd):
+        _convolution(module)
+    elif isinstance(module, _NormBase):
+        known = module.weight if module.affine else module.running_mean
+        if known is not None:
+            module.num_features = len(known)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.elementwise_affine:
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.GroupNorm) and module.affine:
+        inside = module.num_channels // module.num_groups
+        if len(module.weight) != module.num_channels and module.num_groups > 1:
+            module.num_groups = len(module.weight) // inside
+        module.num_channels = len(module.weight)
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+
+
+def _convolution(module: _ConvNd) -> None:
+    back = isinstance(module, _ConvTransposeNd)
+    first, second = module.weight.shape[:2]
+    before = module.in_channels if back else module.out_channels
+    if module.groups > 1:
+        module.groups = first // (before // module.groups)
+    read, made = (first, second * module.groups) if back else (second * module.groups, first)
+    module.in_channels, module.out_channels = read, made
+
+
+def _heads(module: nn.MultiheadAttention, name: str, units: Units, keep: Keep) -> None:
+    """Attention of torch: its own forward pass takes the head's width from the model's, so it is given another."""
+    prefix = f"{name}." if name else ""
+    readers = [r for r in units.readers if r.tensor == f"{prefix}out_proj.weight"]
+    if any(r.span.left(keep) != r.span.size for r in readers):
+        span = readers[0].span
+        attend(module, heads=module.num_heads * span.left(keep) // span.size)
+    elif any(
+        span.left(keep) != span.size
+        for tensor, spans in units.spans.items()
+        if tensor.startswith(prefix) and "." not in tensor[len(prefix) :].replace("out_proj.", "")
+        for span in spans
+    ):
+        attend(module, heads=module.num_heads)
+
+
+def _norm(module: nn.Module, call: Sized, keep: Keep) -> None:
+    """A normalisation without weights knows its size from its settings alone."""
+    dims = call.outs[0]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        inner = dims[len(dims) - len(module.normalized_shape) :]
+        module.normalized_shape = tuple(d.left(keep) for d in inner if isinstance(d, Span))
+    elif isinstance(module, nn.GroupNorm) and not module.affine and isinstance(dims[1], Span):
+        left = dims[1].left(keep)
+        module.num_groups = module.num_groups * left // dims[1].size if module.num_groups > 1 else 1
+        module.num_channels = left
+
+
+def _scale(modules: Mapping[str, nn.Module], units: Units, keep: Keep) -> dict[int, float | tuple[float, ...]]:
+    """Give every layer that sums over kept units its factor; by call for sums that no layer of torch makes."""
+    leftover: dict[int, float | tuple[float, ...]] = {}
+    for reader in units.readers:
+        factor = None if reader.normalised else _factor(reader, keep)
+        if factor is None:
+            continue
+        owner, module = reader.tensor.rpartition(".")[0], modules[reader.module]
+        if isinstance(module, nn.MultiheadAttention) and owner.endswith("out_proj"):
+            module.shoal_scale = factor  # type: ignore[assignment]
+        elif isinstance(module, nn.Linear | _ConvNd) and owner == reader.module:
+            rescale(module, factor)
+        elif reader.call is not None:
+            leftover[reader.call] = factor
+    return leftover
+
+
+def _factor(reader: Reader, keep: Keep) -> float | tuple[float, ...] | None:
+    """One factor where all are alike, else one for each place; None where there is nothing to scale."""
+    if reader.span.left(keep) == reader.span.size:
+        return None
+    found = tuple(reader.span.factors(keep).tolist())
+    return found[0] if len(set(found)) == 1 else found
+
+
+def _resize(
+    modules: Mapping[str, nn.Module], units: Units, keep: Keep, factors: Mapping[int, float | tuple[float, ...]]
+) -> None:
+    """Give the modules whose own code names sizes, or sums by a function, the narrow network's numbers."""
+    wanted = set(factors)
+    if units.resize:
+        wanted |= {
+            place
+            for place, call in enumerate(units.calls)
+            if call.cut(keep) and not isinstance(modules[call.modules[-1]], NORMS.get(call.name, ()))
+        }
+    swapped = {units.calls[place].modules[-1] for place in wanted}
+    tables: dict[str, dict[int, list[Entry]]] = {name: {} for name in swapped}
+    for place, call in enumerate(units.calls):
+        owner = next((at for at in reversed(range(len(call.modules))) if call.modules[at] in swapped), None)
+        if owner is not None:
+            entry = Entry(call.name, call.dim, _sizes(call, keep) if place in wanted else (), factors.get(place))
+            tables[call.modules[owner]].setdefault(call.runs[owner], []).append(entry)
+    for name, runs in tables.items():
+        resize(modules[name], name, list(runs.values()))
+
+
+def _sizes(call: Sized, keep: Keep) -> tuple[tuple[int | None, ...], ...]:
+    """For each result its sizes: None where the caller's own are right, -1 where it follows from the rest."""
+    if not call.cut(keep):
+        return ()
+    return tuple(
+        tuple(d.left(keep) if isinstance(d, Span) else None if d == "rows" else -1 for d in out) for out in call.outs
+    )

@@ -1,0 +1,212 @@
+"""Units: what can be dealt to different workers, so that each trains a narrow network of its own.
+
+A unit is whatever must stay together: a neuron with its row in one layer and its column in the next, a channel with
+its batch norm, an attention head with its rows of query, key and value. Units of one group are interchangeable. All of
+it is plain data; how it is found stands in the files called coupling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import SplitError
+from shoal.split.parts import Slice
+
+Keep = Mapping[str, Tensor]
+"""Group -> the units that are kept, ascending. Groups that are not named are kept whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where a group's units lie in one dimension of a tensor."""
+
+    group: str
+    tensor: str
+    dim: int
+    rows: Tensor
+    """[units, rows of each]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Units that are alike."""
+
+    name: str
+    size: int
+    """How many units."""
+    kind: str
+    """"neuron", "channel", "head" or "block"."""
+    uses: tuple[Use, ...]
+    exact: bool = True
+    """Whether the narrow network computes what the whole one does without the units that are not kept; it does not
+    where a layer norm is taken over them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One dimension of some tensor: its size, and which of its places belong to units."""
+
+    size: int
+    uses: tuple[Use, ...] = ()
+
+    def kept(self, keep: Keep) -> Tensor | None:
+        """The places that are left, ascending; None: all."""
+        mask = None
+        for use in self.uses:
+            if use.group in keep and len(keep[use.group]) < len(use.rows):
+                mask = torch.ones(self.size, dtype=torch.bool) if mask is None else mask
+                dropped = torch.ones(len(use.rows), dtype=torch.bool)
+                dropped[keep[use.group]] = False
+                mask[use.rows[dropped].reshape(-1)] = False
+        return None if mask is None else mask.nonzero().reshape(-1)
+
+    def left(self, keep: Keep) -> int:
+        """How many places are left."""
+        kept = self.kept(keep)
+        return self.size if kept is None else len(kept)
+
+    def factors(self, keep: Keep) -> Tensor:
+        """For each place that is left, by how much its share of a sum has to grow to stand for those that are not."""
+        found = torch.ones(self.size, dtype=torch.float64)
+        for use in self.uses:
+            if use.group in keep:
+                found[use.rows.reshape(-1)] *= len(use.rows) / len(keep[use.group])
+        kept = self.kept(keep)
+        return found if kept is None else found[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A parameter that sums over units."""
+
+    tensor: str
+    dim: int
+    span: Span
+    module: str
+    """The module at work."""
+    call: int | None
+    """Its place among the calls, where the user's code makes the sum by a function."""
+    normalised: bool
+    """Whether nothing but a normalisation reads the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A call in the user's code that names sizes, or sums."""
+
+    name: str
+    modules: tuple[str, ...]
+    runs: tuple[int, ...]
+    """Which run of each of these modules."""
+    dim: int
+    outs: tuple[tuple[Span | str, ...], ...]
+    """For each result, its dimensions: "rows" where the size comes from the inputs, "mixed" where inputs and units
+    share it, else what it is made of."""
+
+    def cut(self, keep: Keep) -> bool:
+        return any(d == "mixed" or (isinstance(d, Span) and d.left(keep) != d.size) for out in self.outs for d in out)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """All groups of a network, and what stays whole."""
+
+    groups: Mapping[str, Group]
+    whole: Mapping[str, str]
+    """Tensor -> why no worker gets only a piece of it."""
+    spans: Mapping[str, tuple[Span, ...]]
+    """For every parameter and buffer, its dimensions."""
+    readers: tuple[Reader, ...] = ()
+    calls: tuple[Sized, ...] = ()
+    resize: bool = False
+    """Whether the user's own code names sizes that are other in a narrow network."""
+    blocks: Any = field(default=None, repr=False)
+
+    def slices(self, keep: Keep) -> dict[str, Slice]:
+        """For every parameter and buffer, where a part that keeps these units has its piece."""
+        self.check(keep)
+        found = {}
+        for name, spans in self.spans.items():
+            index = tuple(span.kept(keep) for span in spans)
+            found[name] = Slice(name, index if any(rows is not None for rows in index) else ())
+        return found
+
+    def check(self, keep: Keep) -> None:
+        """Refuse what is not a choice of units."""
+        for name, kept in keep.items():
+            if name not in self.groups:
+                raise SplitError(f"there is no group of units called {name!r}; there are {', '.join(self.groups)}")
+            size = self.groups[name].size
+            if not len(kept) or kept.dtype != torch.long or bool((kept.diff() <= 0).any()):
+                raise SplitError(
+                    f"units of {name} must be whole numbers, ascending, and at least one; got {kept.tolist()}"
+                )
+            if int(kept[0]) < 0 or int(kept[-1]) >= size:
+                raise SplitError(f"{name} has units 0 to {size - 1}; got {kept.tolist()}")
+
+    def only(self, names: Sequence[str], reasons: Mapping[str, str]) -> Units:
+        """With these groups alone; the others stay whole for these reasons."""
+        kept = set(names)
+
+        def spared(span: Span | str) -> Any:
+            return span if isinstance(span, str) else Span(span.size, tuple(u for u in span.uses if u.group in kept))
+
+        whole = dict(self.whole)
+        for name, group in self.groups.items():
+            if name not in kept:
+                whole.update({use.tensor: reasons.get(name, "left whole") for use in group.uses})
+        return replace(
+            self,
+            groups={name: group for name, group in self.groups.items() if name in kept},
+            whole=whole,
+            spans={name: tuple(spared(s) for s in spans) for name, spans in self.spans.items()},
+            readers=tuple(replace(r, span=spared(r.span)) for r in self.readers),
+            calls=tuple(replace(c, outs=tuple(tuple(spared(s) for s in out) for out in c.outs)) for c in self.calls),
+        )
+
+
+def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = False, streams: bool = False) -> Units:
+    """The units of a network, found by tracing it, and each group verified by numbers before it is offered.
+
+    Args:
+        model: Any network whose forward pass depends on shapes, not on the values of tensors.
+        inputs: What it is called with: a batch of a few rows.
+        blocks: Deal whole residual blocks instead.
+        streams: Cut the width of a residual stream too where layer norms read it, such as a transformer's model width.
+            A narrow network then normalises over fewer numbers than the whole one: left out unless asked for.
+
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> units = find_units(net, (torch.zeros(2, 4),))
+    >>> [(group.name, group.size, group.kind) for group in units.groups.values()]
+    [('0', 6, 'neuron')]
+    >>> {name: piece.index for name, piece in units.slices({"0": torch.tensor([1, 4])}).items()}["2.weight"]
+    (None, tensor([1, 4]))
+    """
+    from shoal.split.coupling_check import verified
+    from shoal.split.coupling_trace import record
+    from shoal.split.coupling_units import units_of
+
+    if blocks:
+        from shoal.split.blocks import find_blocks
+
+        return find_blocks(model, inputs)
+    found = verified(model, units_of(record(model, inputs), streams=streams), inputs)
+    if not found.groups:
+        raise SplitError(nothing_to_cut(model, found))
+    return found
+
+
+def nothing_to_cut(model: nn.Module, found: Units) -> str:
+    """One line: the main reason and the fix."""
+    reasons = [why for why in found.whole.values() if "output" not in why and "input" not in why]
+    reasons = reasons or list(found.whole.values()) or ["it has no parameters"]
+    main = max(set(reasons), key=reasons.count)
+    return (
+        f"{type(model).__name__} has no units to deal: {main}; a split needs a hidden width of at least two, as "
+        "between two Linear or Conv layers"
+    )
