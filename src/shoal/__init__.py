@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal import split as split
     from shoal.callbacks import MemberView as MemberView
     from shoal.data.rows import Rows as Rows
     from shoal.errors import JobError as JobError
@@ -83,6 +84,8 @@ def __getattr__(name: str) -> Any:
             return metadata.version("shoal")
         except metadata.PackageNotFoundError:
             return "0"
+    if name == "split":
+        return import_module("shoal.split")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

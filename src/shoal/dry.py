@@ -67,13 +67,14 @@ def dry_run(member: Member) -> list[str]:
     metrics = list(job.metrics.values())
     with draws(member, keep=False), kept(job.step, job.loss, metrics, member.model, skip=member.model):
         for size in sizes:
-            lines = _step_problems(member, size, short=size != sizes[0])
+            lines = step_problems(member, size, short=size != sizes[0])
             if lines:
                 return lines
         return _metric_problems(member) if member.val is not None else []
 
 
-def _step_problems(member: Member, size: int, short: bool) -> list[str]:
+def step_problems(member: Member, size: int, short: bool) -> list[str]:
+    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch."""
     job = member.job
     model = _twin(member)
     try:

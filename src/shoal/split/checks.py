@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from shoal.checks import prepare
+from shoal.dry import step_problems
 from shoal.errors import JobError
 from shoal.job import Job
+from shoal.pack.kept import kept
 from shoal.pack.members import Member, draws, make_optimizer, names, needs_closure
 
 
@@ -32,6 +34,22 @@ def split_problems(job: Job, member: Member) -> list[str]:
         kind = type(optimizer).__name__
         lines.append(f"{kind} evaluates the loss itself and cannot be split; use SGD, Adam or another optimizer")
     return lines
+
+
+def shard_problems(member: Member, workers: int) -> None:
+    """JobError where a shard's epoch ends in a batch of one row that the network cannot train on."""
+    job, rows = member.job, len(member.data)
+    ends = [len(range(shard, rows, workers)) % job.batch_size for shard in range(workers)]
+    if 1 not in ends or job.drop_last or job.batch_size == 1:
+        return
+    with draws(member, keep=False), kept(job.step, job.loss, member.model, skip=member.model):
+        if not step_problems(member, 1, short=True):
+            return
+    raise JobError(
+        f"job {member.name!r}: the last batch of an epoch has 1 row (a shard of {workers} has "
+        f"{len(range(ends.index(1), rows, workers))}, batch_size is {job.batch_size}), and the network cannot train "
+        "on one row; set drop_last=True, another batch_size, or another number of workers"
+    )
 
 
 def _is_factor(job: Job) -> bool:

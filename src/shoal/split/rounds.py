@@ -23,7 +23,7 @@ from shoal.pack.members import Member, open_data
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
 from shoal.split.averaging import check_count
-from shoal.split.checks import checked
+from shoal.split.checks import checked, shard_problems
 from shoal.split.local import diverged
 from shoal.split.memory import predicted_peaks
 from shoal.split.method import Crew, Method
@@ -63,6 +63,9 @@ def train_split(
         member: The job, where it has been checked already.
     """
     member = checked(job) if member is None else member
+    plan = getattr(method, "plan", None)
+    if plan is not None:
+        shard_problems(member, plan.workers)
     if val_every is not None:
         check_count("val_every", val_every)
     run = _Run(job, method, crew, torch.device(device), tell or (lambda line: None), val_every, member)

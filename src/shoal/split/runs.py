@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from shoal.errors import SplitError
 from shoal.job import Job
 from shoal.results import Result
 from shoal.split.averaging import DataParallel, LocalSGD
@@ -68,6 +69,8 @@ def run_here(
     **settings: Any,
 ) -> Result:
     """Train by this method, on this machine."""
+    if tier not in ("auto", "serial", "packed"):
+        raise SplitError(f"tier is {tier!r}; use 'auto', 'serial' or 'packed'")
     found = pick_device(device)
     crew = Serial(job, method, workers, found)
     return train_split(job, method, crew, device=found, tell=_line if progress else None, **settings)
