@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
+from io import BytesIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +72,27 @@ def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -
     return members
 
 
-@pytest.mark.slow  # forks several times, and failed once on a busy machine
+def late_reader(self: Connection, size: int, read: Callable[[int, int], bytes] = os.read) -> BytesIO:
+    """`Connection._recv`, where whoever reads in another thread is held up between its look at the pipe's number and
+    its reading, as happens on a busy machine."""
+    handle, found = self.fileno(), BytesIO()
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.02)
+    while found.tell() < size:
+        chunk = read(handle, size - found.tell())
+        if not chunk:
+            raise EOFError
+        found.write(chunk)
+    return found
+
+
+def test_who_listens_late_takes_nothing_from_the_next_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "_recv", late_reader)
+    for again in range(2):
+        members = guarded(jobs(bad=2), tmp_path / str(again))
+        assert [member.status for member in members] == ["done", "done", "failed", "done", "done"]
+
+
 def test_a_lost_context_costs_its_member_and_a_resume(tmp_path: Path) -> None:
     told: list[Event] = []
     members = guarded(jobs(bad=2), tmp_path / "bad", told.append)

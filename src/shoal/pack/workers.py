@@ -43,6 +43,9 @@ SPIN_SECONDS = 0.1
 READY_SECONDS = 20.0
 """A worker that has not answered by then is stuck in something it inherited, and its units run here."""
 
+HANG_UP_SECONDS = 20.0
+"""For a worker's last words to be read; a pipe that somebody else holds open is left open."""
+
 
 def usable_cores() -> int:
     """Cores this process may run on."""
@@ -234,6 +237,7 @@ class Crewman:
         self.started = False
         self.pid = 0
         self._pipe: Connection | None = None
+        self._listener: threading.Thread | None = None
         self._done = False
         self._again = False
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -250,7 +254,8 @@ class Crewman:
         """Fork; whether the worker is up and can train."""
         share = list(self.members.values())
         self.pid, self._pipe = fork(partial(self.body, share))
-        threading.Thread(target=self._listen, args=(self._pipe, self._inbox), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(self._pipe, self._inbox), daemon=True)
+        self._listener.start()
         try:
             self.started = pickle.loads(self._inbox.get(timeout=READY_SECONDS) or b"N.") == ("ready",)
         except queue.Empty:
@@ -308,8 +313,7 @@ class Crewman:
     def _lost(self, tell: Callable[[Event], None]) -> bool:
         """The worker is gone without a word. Another one has its members go on, once; whether there is one."""
         how = ending(self._reap())
-        if self._pipe is not None:
-            forget(self._pipe)
+        self._hang_up()
         if not self._again:
             self._again = True
             for member in self.members.values():
@@ -340,6 +344,15 @@ class Crewman:
             if not self._done:
                 os.kill(self.pid, signal.SIGKILL)
             self._reap()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the pipe to a worker that has ended, once nobody reads from it any more: the next pipe may get its
+        number, and a reader that is late would take what is said there."""
+        if self._listener is not None:
+            self._listener.join(HANG_UP_SECONDS)  # it reads up to the end, which is there
+            if self._listener.is_alive():
+                return
         if self._pipe is not None:
             forget(self._pipe)
 
