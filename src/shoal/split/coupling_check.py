@@ -31,7 +31,7 @@ def verified(model: nn.Module, units: Units, inputs: Sequence[Any]) -> Units:
     """The groups that pass; the others are named in `whole`."""
     if not units.groups:
         return units
-    with _quiet():
+    with quiet():
         probe = Probe(model, inputs)
         first = _failing(probe, units)
         if not first:
@@ -78,6 +78,12 @@ class Probe:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", self.dtype if tensor.is_floating_point() else None)
 
+    def run(self, model: nn.Module) -> Any:
+        """The network's outputs; what it draws at random is the same every time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model(*self.inputs)
+
     def fault(self, units: Units) -> str:
         """What is wrong with these groups, all cut at once; nothing: ""."""
         keep = {
@@ -96,7 +102,7 @@ class Probe:
         small = narrow(self.whole, units, keep, scale=False).eval()
         silenced = self._without(units, keep).eval()
         with torch.no_grad():
-            expected, got = _leaves(_seeded(silenced, self.inputs)), _leaves(_seeded(small, self.inputs))
+            expected, got = _leaves(self.run(silenced)), _leaves(self.run(small))
         for a, b in zip(expected, got, strict=True):
             if a.shape != b.shape:
                 return f"the narrow network's output has shape {tuple(b.shape)}, not {tuple(a.shape)}"
@@ -123,12 +129,12 @@ class Probe:
 
     def _trains(self, small: nn.Module) -> str:
         small.train()
-        outs = [t for t in _leaves(_seeded(small, self.inputs)) if t.requires_grad]
+        outs = [t for t in _leaves(self.run(small)) if t.requires_grad]
         if not outs:
             return "" if not any(p.requires_grad for p in small.parameters()) else "nothing of it can be trained"
         torch.autograd.backward([t.sum() for t in outs])
         small.zero_grad()
-        _seeded(small.eval(), self.inputs)
+        self.run(small.eval())
         return ""
 
 
@@ -137,18 +143,12 @@ def _close(a: Tensor, b: Tensor, bound: float) -> bool:
     return bool(torch.isclose(a, b, rtol=bound, atol=float(scale) * bound + 1e-30, equal_nan=True).all())
 
 
-def _seeded(model: nn.Module, inputs: Sequence[Any]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model(*inputs)
-
-
 def _leaves(outputs: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

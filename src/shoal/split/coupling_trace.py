@@ -65,6 +65,16 @@ class Op:
 
 
 @dataclass(slots=True, eq=False)
+class Run:
+    """One run of a module."""
+
+    module: str
+    given: Any
+    """Its first argument."""
+    made: Any = None
+
+
+@dataclass(slots=True, eq=False)
 class Record:
     """A whole forward pass."""
 
@@ -74,6 +84,7 @@ class Record:
     outputs: list[Tensor] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
     def live(self) -> list[Op]:
         """The operators that something of the output depends on."""
@@ -91,19 +102,12 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
+def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor | None]) -> nn.Module:
     """A copy of the network around other tensors; its own are never copied."""
     memo: dict[int, Any] = {}
     for name, tensor in named_state(model).items():
         memo[id(tensor)] = made(name, tensor)
-    kept = [p.grad for p in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = None
-    try:
-        return copy.deepcopy(model, memo)
-    finally:
-        for parameter, grad in zip(model.parameters(), kept, strict=True):
-            parameter.grad = grad
+    return copy.deepcopy(model, memo)
 
 
 def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
@@ -128,8 +132,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
     found = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
     stack: list[tuple[str, int]] = []
     for name, module in copied.named_modules():
-        module.register_forward_pre_hook(_push(stack, name))
-        module.register_forward_hook(_pop(stack), always_call=True)
+        _watch(module, name, found, stack)
     copied.train()
     calls = _Calls(found, stack)
     try:
@@ -146,21 +149,22 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
     return found
 
 
-def _push(stack: list[tuple[str, int]], name: str) -> Callable[..., None]:
-    runs = itertools.count()
+def _watch(module: nn.Module, name: str, found: Record, stack: list[tuple[str, int]]) -> None:
+    """Keep the stack of the modules at work, and note what each is given and makes."""
+    count = itertools.count()
+    open_runs: list[Run] = []
 
-    def enter(*_: Any) -> None:
-        stack.append((name, next(runs)))
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+        stack.append((name, next(count)))
+        open_runs.append(Run(name, args[0] if args else None))
 
-    return enter
+    def leave(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        stack.pop()
+        found.runs.append(open_runs.pop())
+        found.runs[-1].made = made
 
-
-def _pop(stack: list[tuple[str, int]]) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        if stack:
-            stack.pop()
-
-    return leave
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
 
 
 def _storage(tensor: Tensor) -> int:

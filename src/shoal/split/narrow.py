@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from shoal.split.blocks import without_blocks
 from shoal.split.coupling_trace import shell
 from shoal.split.narrow_classes import attend, rescale, resize
 from shoal.split.narrow_sizes import Entry
@@ -31,13 +32,14 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
     """
     slices = units.slices(keep)
 
-    def piece(name: str, tensor: Tensor) -> Tensor:
+    def piece(name: str, tensor: Tensor) -> Tensor | None:
+        if name not in slices:
+            return None
         taken = slices[name].take(tensor.detach())
         return nn.Parameter(taken, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else taken
 
     if units.blocks is not None:
-        made: nn.Module = units.blocks.part(model, keep, scale=scale)
-        return made
+        return without_blocks(model, units.blocks, keep, piece, scale=scale)
     found = shell(model, piece)
     modules = dict(found.named_modules())
     for name, module in modules.items():

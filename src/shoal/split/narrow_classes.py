@@ -20,7 +20,7 @@ from shoal.split.narrow_sizes import Entry, Factor, Sizes, own_code, times
 def rescale(module: nn.Module, factor: Factor) -> None:
     """Have a layer multiply what it reads."""
     module.shoal_scale = factor  # type: ignore[assignment]
-    module.__class__ = _subclass(type(module), _scaled)
+    module.__class__ = subclass(type(module), _scaled)
 
 
 def resize(module: nn.Module, name: str, runs: Sequence[Sequence[Entry]]) -> None:
@@ -29,7 +29,7 @@ def resize(module: nn.Module, name: str, runs: Sequence[Sequence[Entry]]) -> Non
         raise SplitError(f"{name or 'the network'} runs more than once in a forward pass, with other sizes each time")
     module.shoal_sizes = tuple(runs[0])  # type: ignore[assignment]
     module.shoal_name = name  # type: ignore[assignment]
-    module.__class__ = _subclass(type(module), _resized)
+    module.__class__ = subclass(type(module), _resized)
 
 
 def attend(module: nn.MultiheadAttention, heads: int) -> None:
@@ -38,13 +38,13 @@ def attend(module: nn.MultiheadAttention, heads: int) -> None:
         raise SplitError("attention with add_bias_kv or add_zero_attn keeps all its heads")
     module.num_heads = heads
     module._qkv_same_embed_dim = False  # or layers around it would take the fused path of the whole network
-    module.__class__ = _subclass(type(module), _attending)
+    module.__class__ = subclass(type(module), _attending)
 
 
 _MADE: dict[tuple[type[nn.Module], Any], Any] = {}
 
 
-def _subclass(cls: type[nn.Module], make: Callable[[Any], Any]) -> Any:
+def subclass(cls: type[nn.Module], make: Callable[[Any], Any]) -> Any:
     """The class with the forward pass that `make` gives it; always the same one for the same class."""
     if (cls, make) not in _MADE:
         _MADE[cls, make] = _made(cls, make(cls))

@@ -113,6 +113,27 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Residual blocks, the units of one group."""
+
+    group: str
+    modules: tuple[str, ...]
+    """Their names in the network."""
+    tensors: tuple[frozenset[str], ...]
+    """What each has: parameters and buffers."""
+
+    def gone(self, keep: Keep) -> list[str]:
+        """The blocks that are not kept."""
+        kept = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
+        return [name for place, name in enumerate(self.modules) if place not in kept]
+
+    def absent(self, keep: Keep) -> frozenset[str]:
+        """The tensors that are not in such a part."""
+        gone = set(self.gone(keep))
+        return frozenset().union(*(t for name, t in zip(self.modules, self.tensors, strict=True) if name in gone))
+
+
+@dataclass(frozen=True, slots=True)
 class Units:
     """All groups of a network, and what stays whole."""
 
@@ -125,13 +146,17 @@ class Units:
     calls: tuple[Sized, ...] = ()
     resize: bool = False
     """Whether the user's own code names sizes that are other in a narrow network."""
-    blocks: Any = field(default=None, repr=False)
+    blocks: Blocks | None = field(default=None, repr=False)
+    """Where units are whole residual blocks."""
 
     def slices(self, keep: Keep) -> dict[str, Slice]:
-        """For every parameter and buffer, where a part that keeps these units has its piece."""
+        """For every parameter and buffer of a part that keeps these units, where its piece lies."""
         self.check(keep)
         found = {}
+        absent = self.blocks.absent(keep) if self.blocks is not None else ()
         for name, spans in self.spans.items():
+            if name in absent:
+                continue
             index = tuple(span.kept(keep) for span in spans)
             found[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return found
