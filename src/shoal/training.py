@@ -30,6 +30,7 @@ from shoal.pack.memory import memory_budget
 from shoal.pack.planner import Plan
 from shoal.pack.policy import Fifo, Policy, policy_for
 from shoal.pack.run import Run
+from shoal.pack.times import collected, timed
 from shoal.pack.unit import context_lost
 from shoal.pack.workers import predicted_seconds, run_shared, workers_for
 from shoal.progress import progress_for
@@ -110,8 +111,9 @@ def carry_out(
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
-    with applied(settings), _folder(out, guarded) as folder:
-        members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
+    with collected() as times, applied(settings), _folder(out, guarded) as folder:
+        with timed("jobs"):
+            members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
         tiers: dict[int, str] = {}
         if folder is not None and folder.claim(members):
             for member in members:
@@ -129,6 +131,8 @@ def carry_out(
                 interrupted = caught
             results = collect(work.members, work.stamp or environment(settings.device))
             results.plan, results.riding = work.plan, riding.average()
+            if results.plan is not None:
+                results.plan.set_up = times.seconds
             statuses = Counter(result.status for result in results)
             tell(happened("end", statuses=dict(statuses), seconds=work.seconds, riding=results.riding))
         if folder is not None and out is not None and interrupted is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from shoal import reference
 from shoal.checks import prepare
 from shoal.events import Event
 from shoal.pack.board import Board
+from shoal.pack.captured.executor import CapturedExecutor
+from shoal.pack.captured.graphs import Branch, Graph, Recorder
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.group import group
 from shoal.pack.members import Member, counted
@@ -39,6 +42,41 @@ class Ahead(Executor):
         if meanwhile is not None:
             meanwhile()
         return outcomes
+
+
+class Recorded:
+    """A graph: what was recorded, on the tensors of that moment."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.branches, self.replays = list(branches), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for branch in self.branches:
+            branch()
+
+    def pool(self) -> None:
+        return None
+
+
+class OnCpu(Recorder):
+    """Records and replays without a device: an index beyond its table is an error here, and no assert somewhere."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Recorded] = []
+
+    def capture(self, branches: Sequence[Branch], lane: int, beside: Graph | None = None) -> Graph:
+        self.graphs.append(Recorded(branches))
+        return self.graphs[-1]
+
+    def on(self, lane: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def fork(self, lanes: Sequence[int]) -> None: ...
+
+    def join(self, lanes: Sequence[int]) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 @pytest.fixture
@@ -109,6 +147,80 @@ def test_seats_that_are_taken_again(chunk: int, policy: Policy, kinds: bool) -> 
         theirs = reference.solo(own)
         assert (ours.status, ours.steps) == (theirs.status, theirs.steps), own.name
         assert worst(ours, theirs) < 1e-9, own.name
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("seats", [2, 3, 4])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_graphs_of_seats_that_are_taken_again(chunk: int, seats: int) -> None:
+    """What is captured is replayed for its own unit alone, and rows where nobody sits stand still."""
+    jobs = [job(i, val=None, **LENGTHS[i % len(LENGTHS)]) for i in range(14)]
+    members = prepare(jobs, CPU)
+    board = Seats(members, timed=False)
+    board.budget, board.chunk, board.executor = seats, chunk, CapturedExecutor(recorder := OnCpu())
+    run = Run(members, board)
+    run._turn_seconds = 1e-3
+    run.go()
+    assert recorder.graphs and all(graph.replays for graph in recorder.graphs)
+    for ours, own in zip(collect(members, {}), jobs, strict=True):
+        theirs = reference.solo(own)
+        assert (ours.status, ours.steps) == (theirs.status, theirs.steps), own.name
+        assert worst(ours, theirs) < 1e-9, own.name
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_seat_that_stays_free(chunk: int) -> None:
+    """Its steps are captured with the others' and replayed for several epochs, and go nowhere."""
+    jobs = [job(i, val=None, epochs=1 if i == 0 else 6) for i in range(4)]
+    members, kitchen = prepare(jobs, CPU), Kitchen()
+    unit = CapturedUnit([kitchen.recipe(m) for m in members], kitchen, {}, chunk=min(chunk, 4), compiled=False)
+    run([unit], CapturedExecutor(OnCpu()))
+    for ours, own in zip(collect(members, {}), jobs, strict=True):
+        assert worst(ours, reference.solo(own)) < 1e-9, own.name
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_units_one_after_the_other_have_graphs_of_their_own() -> None:
+    """Units come and go, and Python gives the same address to one after the other."""
+    recorder, kitchen = OnCpu(), Kitchen()
+    executor = CapturedExecutor(recorder)
+    for i in range(4):
+        jobs = [job(i + 4 * k, val=None, epochs=2) for k in range(2)]
+        members = prepare(jobs, CPU)
+        found = group(members, kitchen)[0]
+        run([CapturedUnit(found.recipes, kitchen, {}, chunk=2, compiled=False)], executor)
+        for ours, own in zip(collect(members, {}), jobs, strict=True):
+            assert worst(ours, reference.solo(own)) < 1e-9
+    gc.collect()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_several_units_side_by_side() -> None:
+    jobs = [job(i, val=None, batch_size=(8, 16, 20)[i % 3], epochs=1 + i % 4) for i in range(9)]
+    members, kitchen, recorder = prepare(jobs, CPU), Kitchen(), OnCpu()
+    units: list[Unit] = [
+        CapturedUnit(found.recipes, kitchen, {}, chunk=8, compiled=False) for found in group(members, kitchen)
+    ]
+    run(units, CapturedExecutor(recorder))
+    assert len(recorder.graphs) <= 4 * len(units), "whoever else is there, a unit is captured once for each shape"
+    for ours, own in zip(collect(members, {}), jobs, strict=True):
+        assert worst(ours, reference.solo(own)) < 1e-9
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_trial_leaves_nothing_behind() -> None:
+    members, kitchen = prepare([job(i, val=None) for i in range(3)], CPU), Kitchen()
+    recipes = [kitchen.recipe(member) for member in members]
+    unit = CapturedUnit(recipes, kitchen, {}, chunk=3, compiled=False)
+    before = [tensor.detach().clone() for chunk in unit.chunks for tensor in chunk.tensors()]
+    graph = unit.graph(OnCpu())
+    with unit.trying():
+        for _ in range(20):
+            unit.rewind()
+            graph.replay()
+    after = [tensor.detach() for chunk in unit.chunks for tensor in chunk.tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8])

@@ -15,6 +15,7 @@ from shoal.pack.members import Member
 from shoal.pack.plan import Part, Plan, build, predicted, requests, try_out
 from shoal.pack.planner import Device, Kinds, Request, cost, plan
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.times import timed
 from shoal.pack.unit import Executor, Unit
 
 if TYPE_CHECKING:
@@ -57,9 +58,12 @@ class Board:
 
     def add(self, members: Sequence[Member]) -> None:
         """Work out what is to be known of these members."""
-        groups = group(list(members), self.kitchen)
-        tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
-        found = requests(groups, tried, self.tiers, exact=self._matters(groups))
+        with timed("traces"):
+            groups = group(list(members), self.kitchen)
+        with timed("trials"):
+            tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
+        with timed("costs"):
+            found = requests(groups, tried, self.tiers, exact=self._matters(groups))
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
         self.groups += groups
@@ -122,7 +126,10 @@ class Board:
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
         """Units of their own for these members, with their parts of the plan."""
-        wanted = {member.index for member in members}
+        with timed("units"):
+            return self._units({member.index for member in members})
+
+    def _units(self, wanted: set[int]) -> list[tuple[Unit, Part]]:
         groups = [_only(own, wanted) for own in self.groups]
         groups = [own for own in groups if own.members]
         if self.gpu:

@@ -27,6 +27,7 @@ from shoal.pack.planner import Part
 from shoal.pack.processes import Line, forget, fork
 from shoal.pack.run import Run
 from shoal.pack.serial import SerialUnit
+from shoal.pack.times import current, timed
 from shoal.pack.unit import context_lost
 from shoal.pack.workers import Crewman
 
@@ -128,21 +129,25 @@ class Guarded(Crewman):
     def body(self, members: Sequence[Member], pipe: Connection) -> None:
         from shoal.environment import environment
 
-        line = Line(pipe)
+        line, times = Line(pipe), current()
+        times.seconds = {}  # those of this process
         try:
-            _touch(self.device)
+            with timed("device"):
+                _touch(self.device)
         except RuntimeError as error:  # somebody asked the driver something in the parent: no child can use it then
             line.send("cannot", describe(error))
             return
         line.send("ready")
         try:
-            to_device(members, self.device)
+            with timed("data"):
+                to_device(members, self.device)
             board = self.build(members)
             run = self.make(members, board, line.tell)
             run.before = lambda targets: line.send("targets", targets)
             signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
             line.send("stamp", environment(self.device))
             run.go()
+            line.send("times", times.seconds)
             line.send("done", board.plan.parts)
         except KeyboardInterrupt:
             line.send("done", [])
@@ -157,6 +162,8 @@ class Guarded(Crewman):
             self.targets |= content[0]
         elif kind == "stamp":
             self.stamp = content[0]
+        elif kind == "times":
+            current().add(content[0])
         elif kind == "lost":
             self.lost, self._done = content[0], True
 

@@ -141,6 +141,8 @@ class Plan:
     parts: list[Part]
     waiting: list[Waiting] = field(default_factory=list)
     budget: int | None = None
+    set_up: dict[str, float] = field(default_factory=dict)
+    """Seconds that went into getting ready, by what was done."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as numbers and strings."""
@@ -151,6 +153,7 @@ class Plan:
             "budget_bytes": self.budget,
             "parts": [{name: getattr(p, name) for name in names} for p in self.parts],
             "waiting": waiting,
+            "set_up_seconds": dict(self.set_up),
         }
 
     def part_of(self, index: int) -> Part | None:

@@ -6,7 +6,6 @@ from typing import Literal
 
 from shoal.pack.captured.choose import choose, why_not
 from shoal.pack.captured.chunk import Cache
-from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.group import Group, told
 from shoal.pack.plan import Part
 from shoal.pack.recipe import Kitchen, Recipe
@@ -40,13 +39,13 @@ def _captured(
     members = [recipe.member for recipe in recipes]
     places, names = [m.index for m in members], [m.name for m in members]
     refused = why_not(recipes[0])
-    form = None if refused else choose(recipes, kitchen, cache, compile, stackable=found.stackable)
-    if form is None:
+    chosen = None if refused else choose(recipes, kitchen, cache, compile, stackable=found.stackable)
+    if chosen is None:
         why = f"{reason}; not captured: {refused or 'the device refused'}"
         if not found.stackable:
             return Part("serial", places, names, why), [SerialUnit(member) for member in members]
         return Part("stacked", places, names, why), [StackedUnit(recipes, kitchen)]
-    unit = CapturedUnit(recipes, kitchen, cache, chunk=form.chunk, compiled=form.compiled)
+    form, unit = chosen
     predicted = {"step_seconds": form.seconds, "compile_seconds": form.compile_seconds}
     return Part(form.tier, places, names, reason, predicted), [unit]
 

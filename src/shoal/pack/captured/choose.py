@@ -1,12 +1,12 @@
 """Which captured form suits a group of members: tried, timed, and remembered.
 
-Candidates are one stack of all members, and every member's own step side by side on streams. Each is built on a
-throwaway unit, captured and timed; compiling is weighed against the steps that are left.
+Candidates are one stack of all members, and every member's own step side by side on streams. The first is built,
+captured and timed, and what it did is undone. Where the work that is left is so short that no other form could save
+what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +16,24 @@ import torch
 
 from shoal.data.source import TensorSource
 from shoal.pack.captured.chunk import Cache
-from shoal.pack.captured.executor import CapturedExecutor
+from shoal.pack.captured.graphs import RECORDER, clear
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.measure import num_steps
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.stacked.site import NotStackable
+from shoal.pack.times import timed
 from shoal.pack.trace import Trace
+from shoal.pack.unit import context_lost
 
 COMPILED_GAIN = 0.5
 """The share of an uncompiled step that compiling is taken to save, until it has been measured."""
+FORM_GAIN = 0.5
+"""The share of a step that another form is taken to save."""
 REPLAYS = 10
+ENOUGH_SECONDS = 0.1
+"""Replays are timed three times, or until so much time is over."""
+SMALL = 50_000
+"""Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
 FULL_SECONDS = 1e-3
 """Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
 
@@ -72,42 +80,84 @@ def choose(
     compile: bool | Literal["auto"],
     *,
     stackable: bool = True,
-) -> Form | None:
-    """The fastest form found; None where nothing could be captured."""
+) -> tuple[Form, CapturedUnit] | None:
+    """The fastest form found, and a unit of it; None where nothing could be captured."""
     optimizers = tuple(Counter(recipe.optimizer.key for recipe in recipes).items())
     key = (recipes[0].key, optimizers, compile, stackable)
+    trials = Trials(recipes, kitchen, cache)
     if key not in _known:
-        found = _choose(recipes, kitchen, cache, compile, stackable)
+        with timed("trials"):
+            found = _choose(trials, compile, stackable)
         if found is None:
             return None
         _known[key] = found
-    return _known[key]
+    return _known[key], trials.unit(_known[key])
 
 
-def _choose(
-    recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, compile: bool | Literal["auto"], stackable: bool
-) -> Form | None:
+class Trials:
+    """Forms that are tried for one group of members."""
+
+    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache) -> None:
+        self.recipes, self.kitchen, self.cache = recipes, kitchen, cache
+        self.spent = 0.0
+        """What the last trial took, compiling aside."""
+        self._last: tuple[Form, CapturedUnit] | None = None
+
+    def unit(self, form: Form) -> CapturedUnit:
+        """A unit of this form: the one that was tried last, where it is that one."""
+        last, self._last = self._last, None
+        if last is not None and last[0] == form:
+            return last[1]
+        del last  # two would need twice the memory
+        return self._build(form)
+
+    def _build(self, form: Form) -> CapturedUnit:
+        with timed("units"):
+            unit = CapturedUnit(self.recipes, self.kitchen, self.cache, chunk=form.chunk, compiled=form.compiled)
+        unit.step_seconds = form.seconds
+        return unit
+
+    def time(self, form: Form) -> Form | None:
+        """Build, capture and time one form; None where it fails."""
+        if self._last is not None:
+            self._last = None
+            clear()
+        try:
+            with timed("trials") as span:
+                unit = self._build(form)
+                found = _timed(unit, form)
+        except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
+            if context_lost(error):
+                raise
+            clear()
+            return None
+        self.spent, self._last = span.seconds - found.compile_seconds, (found, unit)
+        return found
+
+
+def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
+    recipes = trials.recipes
     graph = next(iter(recipes[0].steps.values()))
     count = len(recipes)
-    order = [1] if count == 1 or not stackable else [1, count] if _convolves(graph) else [count, 1]
-    plain = _first([trial(recipes, kitchen, cache, Form(chunk, False)) for chunk in order[:1]])
-    if compile is False:
-        return _best([plain, *(trial(recipes, kitchen, cache, Form(chunk, False)) for chunk in order[1:])])
+    first_alone = _convolves(graph) and _weights(recipes[0]) > SMALL
+    order = [1] if count == 1 or not stackable else [1, count] if first_alone else [count, 1]
     steps = max(num_steps(recipe.member) - recipe.member.step for recipe in recipes)
+    plain = trials.time(Form(order[0], False))
+    if compile is False:
+        more = trials.spent * (count if order[-1] == 1 else 1)
+        if plain is not None and (len(order) == 1 or steps * plain.seconds * FORM_GAIN < more):
+            return plain
+        return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
     effort = 5.0 + 0.15 * len(graph.nodes)
     if compile == "auto" and plain is not None and steps * plain.seconds * COMPILED_GAIN < effort:
         return plain
-    first = trial(recipes, kitchen, cache, Form(order[0], True))
+    first = trials.time(Form(order[0], True))
     settled = first is not None and (order[0] == 1 and first.seconds > FULL_SECONDS * count)
     if first is not None and (
         settled or len(order) == 1 or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)
     ):
         return _best([plain, first])
-    return _best([plain, first, *(trial(recipes, kitchen, cache, Form(chunk, True)) for chunk in order[1:])])
-
-
-def _first(forms: list[Form | None]) -> Form | None:
-    return next((form for form in forms if form is not None), None)
+    return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
 
 
 def _best(forms: list[Form | None]) -> Form | None:
@@ -115,32 +165,26 @@ def _best(forms: list[Form | None]) -> Form | None:
     return min(found, key=lambda form: form.seconds) if found else None
 
 
-def trial(recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, form: Form) -> Form | None:
-    """Build, capture and time one form on a unit that is then thrown away; None where it fails."""
-    try:
-        return _timed(recipes, kitchen, cache, form)
-    except (RuntimeError, NotImplementedError, AssertionError, NotStackable):
-        return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _timed(recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, form: Form) -> Form:
-    unit = CapturedUnit(recipes, kitchen, cache, chunk=form.chunk, compiled=form.compiled)
-    compile_seconds = unit.prepare()
-    graph = CapturedExecutor().graph([unit])
+def _timed(unit: CapturedUnit, form: Form) -> Form:
+    graph = unit.graph(RECORDER)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    best = float("inf")
-    for _ in range(3):
-        start.record()
-        for _ in range(REPLAYS):
-            unit.rewind()
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, start.elapsed_time(end) / REPLAYS / 1e3)
-    return replace(form, seconds=best, compile_seconds=compile_seconds)
+    best, total = float("inf"), 0.0
+    with unit.trying():
+        while total < ENOUGH_SECONDS and total < 3 * REPLAYS * best:
+            start.record()
+            for _ in range(REPLAYS):
+                unit.rewind()
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+            best, total = min(best, seconds / REPLAYS), total + seconds
+    unit.step_seconds = best
+    return replace(form, seconds=best, compile_seconds=unit.compile_seconds)
+
+
+def _weights(recipe: Recipe) -> int:
+    return sum(weight.numel() for weight in recipe.member.model.parameters())
 
 
 def _convolves(graph: Trace) -> bool:

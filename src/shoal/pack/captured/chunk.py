@@ -6,7 +6,8 @@ same: what was compiled and captured goes on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Chunk:
         self.view = StackedUnit.around(stack, kitchen)
         """For what is not a training step: validation, schedules, writing back."""
         self._steps: dict[int, Step] = {}
-        self._full: Executable | None = None
+        self._ready: dict[int, Executable] = {}
 
     @classmethod
     def build(
@@ -144,13 +145,16 @@ class Chunk:
 
     def load(self, batches: int, rows: int) -> None:
         """Make ready for so many batches of those members whose next batch has so many rows."""
+        self.inputs.tick.zero_()
+        if not self.alive:  # what was captured runs along: its rows stand still
+            self.move(rows)
+            return
         self._load_orders()
         places = [0 if member is None else member.place for member in self.seats]
         if places != self._places:
             self.inputs.place.copy_(torch.tensor(places[self.alive[0]] if self.shared else places))
             self._places = places
         self.move(rows)
-        self.inputs.tick.zero_()
         rates = self.view.rates_of
         rates.settle()
         rates.begin(batches, least=1)
@@ -207,32 +211,37 @@ class Chunk:
     def tensors(self) -> list[Tensor]:
         return [*stack_tensors(self.stack), *self.inputs.tensors()]
 
-    def prepare(self, rows: int) -> float:
-        """Make the full batch's step ready to be captured; seconds spent compiling now."""
-        if self._full is not None:
+    def written(self) -> list[Tensor]:
+        """What a step writes."""
+        own = self.inputs
+        return [*stack_tensors(self.stack), own.place, own.tick, own.count, own.losses]
+
+    def prepare(self, rows: int, full: bool = True) -> float:
+        """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are
+        compiled."""
+        if rows in self._ready:
             return 0.0
-        step = self.step(rows)
+        step, compiled = self.step(rows), self.compiled and full
         traces = tuple(id(self.stack.recipes[row].steps[rows]) for row in self.stack.rows)
         rules = tuple(
             (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
             for part in self.stack.optimizer.ruled()
         )
         extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
-        key = (traces, rules, extras, self.solo, self.shared, self.compiled, rows)
+        key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
         new = key not in self.cache
         if new:
-            self.cache[key] = executable(step, self.inputs, compiled=self.compiled)
+            self.cache[key] = executable(step, self.inputs, compiled=compiled)
             warm_up(self.cache[key], step, self.inputs)
-        self._full = self.cache[key]
-        return self._full.seconds if new else 0.0
+        self._ready[rows] = self.cache[key]
+        return self._ready[rows].seconds if new else 0.0
 
-    def enqueue(self) -> None:
-        """One step on a full batch, onto the current stream."""
-        assert self._full is not None
-        self._full.run(self.tensors())
+    def branch(self, rows: int) -> Callable[[], None]:
+        """One step on so many rows, to be captured: on the tensors of this chunk and no others."""
+        return partial(self._ready[rows].run, self.tensors())
 
-    def short(self, rows: int) -> None:
-        """One step on a batch of another size, operator by operator."""
+    def batch(self, rows: int) -> None:
+        """One step on a batch of so many rows, operator by operator."""
         self.step(rows).run(self.stack, self.inputs)
 
     def note(self, batches: int) -> None:

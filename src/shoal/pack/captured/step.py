@@ -141,7 +141,7 @@ class Step:
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
-        at = at.clamp(max=inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
+        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         if rows.dim() == 2 and rows.shape[0] > 1:
             rows = fence(rows)  # or every element of the batch would look up its row by itself

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shoal.pack.captured.chunk import Cache, Chunk
+from shoal.pack.captured.graphs import LANES, Graph, Recorder, scarce
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.times import timed
 from shoal.pack.unit import Findings, Unit, Unlike
 from shoal.pack.unit import stack_outputs as _stack
+
+_lanes = itertools.count()
+FEW = 3
+"""Batches from which a graph is made: a warm-up and a recording take as long as two of them without one."""
+FITTING_GAIN = 0.25
+"""The share of a step that a stack of half the size is taken to save."""
 
 
 class CapturedUnit(Unit):
@@ -22,14 +32,19 @@ class CapturedUnit(Unit):
     ) -> None:
         """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
         self.tier = "streams" if chunk == 1 else "stacked"
+        self.compiled, self.compile_seconds = compiled, 0.0
         solo = chunk == 1
         shared = not solo and _orders_agree([recipe.member for recipe in recipes])
         groups = [recipes[i : i + chunk] for i in range(0, len(recipes), chunk)]
         self.chunks = [
             Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
         ]
-        self.version = 0
-        """Changes whenever a captured graph no longer fits."""
+        self.lane = next(_lanes) % LANES
+        """Where it is captured and launched."""
+        self.graphs: dict[int, Graph] = {}
+        """Of a step of all chunks, by the batch's rows. They are of these chunks: gone with the first that is."""
+        self.step_seconds = self.set_up_seconds = 0.0
+        """What a step takes, and what it took to make it ready; where that is known."""
         self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
         self._short: list[int] = []
         self._mixed = False
@@ -40,9 +55,17 @@ class CapturedUnit(Unit):
     def _seated(self) -> None:
         self.members = [member for chunk in self.chunks for member in chunk.members]
 
-    def prepare(self) -> float:
-        """Make full batches ready for capture; seconds spent compiling."""
-        return sum(chunk.prepare(self._full) for chunk in self.chunks)
+    def graph(self, recorder: Recorder, rows: int | None = None) -> Graph:
+        """A step of all chunks on batches of so many rows (None: full ones), captured once."""
+        rows = self._full if rows is None else rows
+        if rows not in self.graphs:
+            with timed("capture") as spent:
+                self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
+                branches = [chunk.branch(rows) for chunk in self.chunks]
+                beside = next(iter(self.graphs.values()), None)
+                self.graphs[rows] = recorder.capture(branches, self.lane, beside)
+            self.set_up_seconds += spent.seconds
+        return self.graphs[rows]
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -56,35 +79,60 @@ class CapturedUnit(Unit):
         self._mixed = len(last) > 1
         full = batches if self._mixed or not self._short else batches - 1
         for chunk in self.chunks:
-            if chunk.members:
-                chunk.load(batches, self._full if full else self._short[0])
+            chunk.load(batches, self._full if full else self._short[0])
         return full
 
+    def ready(self, recorder: Recorder) -> Graph | None:
+        """The full batch's graph; None where so few are left that they are run operator by operator."""
+        if self._full in self.graphs or self.compiled or self._coming(self._full) >= FEW:
+            return self.graph(recorder)
+        return None
+
+    def ready_to_finish(self, recorder: Recorder) -> None:
+        """Make graphs of the short batches that are about to come, where more of them will."""
+        for rows in self._short:
+            if self._coming(rows) >= FEW:
+                self.graph(recorder, rows)
+
+    def _coming(self, rows: int) -> int:
+        """How many batches of so many rows somebody will still have."""
+        return max(batches_left(member, full=rows == self._full) for member in self.members)
+
     def _fit(self) -> None:
-        """Let go of seats that nobody has taken, where they are half of all."""
+        """Let go of seats that nobody has taken, where they are half of all and it pays."""
+        if not self._worth_fitting():
+            return
         chunks = [chunk for chunk in self.chunks if chunk.members]
         chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
         chunks = [chunk.fitted() for chunk in chunks]
         if any(a is not b for a, b in zip(chunks, self.chunks, strict=False)) or len(chunks) != len(self.chunks):
-            self.chunks = chunks
-            self.version += 1
+            self.chunks, self.graphs = chunks, {}
             self._seated()
 
-    def enqueue(self, streams: Sequence[torch.cuda.Stream], offset: int = 0) -> None:
-        """One full batch of every chunk, spread over the streams."""
-        for index, chunk in enumerate(self.chunks):
-            with torch.cuda.stream(streams[(index + offset) % len(streams)]):
-                chunk.enqueue()
+    def _worth_fitting(self) -> bool:
+        """Whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
+        saved = FITTING_GAIN * self.step_seconds * self._coming(self._full)
+        if not self.step_seconds or saved > self.set_up_seconds:
+            return True
+        return self.members[0].device.type == "cuda" and scarce()
+
+    def batch(self, rows: int | None = None) -> None:
+        """A batch of so many rows (None: a full one), operator by operator."""
+        for chunk in self.chunks:
+            if chunk.members:
+                chunk.batch(self._full if rows is None else rows)
 
     def finish(self) -> None:
         """The last batch, of those for whom it is not full."""
         for rows in self._short:
             for chunk in self.chunks:
-                if chunk.members:
-                    if self._mixed:
-                        chunk.inputs.tick.zero_()
-                    chunk.move(rows, self._batches - 1)
-                    chunk.short(rows)
+                if self._mixed:
+                    chunk.inputs.tick.zero_()
+                chunk.move(rows, self._batches - 1)
+            if rows in self.graphs:
+                self.graphs[rows].replay()
+            else:
+                self.batch(rows)
 
     def note(self) -> None:
         """Tell the members what the batches gave; for when the device is done with them."""
@@ -95,17 +143,26 @@ class CapturedUnit(Unit):
     def run(self, batches: int) -> None:
         """Batch by batch without a captured graph: for devices that capture nothing."""
         for _ in range(self.load(batches)):
-            for chunk in self.chunks:
-                if chunk.members:
-                    chunk.short(self._full)
+            self.batch()
         self.finish()
         self.note()
 
     def rewind(self) -> None:
-        """Back to the epoch's first batch, for a trial that is thrown away."""
+        """Back to the epoch's first batch, for a trial."""
         for chunk in self.chunks:
             chunk.inputs.place.zero_()
             chunk.inputs.tick.zero_()
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside: steps may be tried. After: nobody has taken one."""
+        held = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
+        before = [tensor.clone() for tensor in held]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +240,15 @@ def _member(outputs: Any, index: int) -> Any:
     if isinstance(outputs, Unlike):
         return outputs[index]
     return torch.utils._pytree.tree_map(lambda leaf: leaf[index], outputs)
+
+
+def batches_left(member: Member, *, full: bool) -> int:
+    """How many full batches, or short ones, a member will still have."""
+    job, each = member.job, member.num_batches
+    total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * each
+    left = max(0, total - member.batches)
+    short = (member.place + left) // each if member.num_rows % job.batch_size else 0
+    return left - short if full else short
 
 
 def _orders_agree(members: list[Member]) -> bool:
