@@ -5,27 +5,35 @@ Names are loaded when they are used, so that `import shoal` does not wait for th
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.split.averaging import DataParallel as DataParallel
     from shoal.split.averaging import LocalSGD as LocalSGD
     from shoal.split.crews import Serial as Serial
+    from shoal.split.ist import IST as IST
     from shoal.split.report import SplitReport as SplitReport
     from shoal.split.rounds import train_split as train_split
     from shoal.split.runs import data_parallel as data_parallel
+    from shoal.split.runs import ist as ist
     from shoal.split.runs import local_sgd as local_sgd
+    from shoal.split.sil import sil as sil
     from shoal.split.state import State as State
 
 _HOME = {
     "DataParallel": "shoal.split.averaging",
+    "IST": "shoal.split.ist",
     "LocalSGD": "shoal.split.averaging",
     "Serial": "shoal.split.crews",
     "SplitReport": "shoal.split.report",
     "State": "shoal.split.state",
     "data_parallel": "shoal.split.runs",
+    "ist": "shoal.split.runs",
     "local_sgd": "shoal.split.runs",
+    "sil": "shoal.split.sil",
     "train_split": "shoal.split.rounds",
 }
 
@@ -42,3 +50,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    """Files that have the name of a function, as ist.py, do not take its place here when they are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in _HOME):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

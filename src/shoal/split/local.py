@@ -130,12 +130,9 @@ class _Hand:
         if self.method.merge == "gradients":
             grads = {name: p.grad for name, p in self.network.named_parameters()}
             own = {name: grads.get(name, value) for name, value in own.items()}  # type: ignore[misc]
-        wanted, held = self.method.returns(self.part), self.method.slices(self.part)
-        return {
-            name: (own[name] if piece.index is held[name].index or piece.whole else piece.take(own[name])).cpu()
-            for name, piece in wanted.items()
-            if own[name] is not None
-        }
+        if self.part.learn is not None:
+            own = {name: piece.take(own[name]) for name, piece in self.method.returns(self.part).items()}
+        return {name: value.cpu() for name, value in own.items() if value is not None}
 
     def moments(self) -> Tensors:
         """The optimizer's state of what goes back."""

@@ -14,11 +14,64 @@ from shoal.results import Result
 from shoal.split.averaging import DataParallel, LocalSGD
 from shoal.split.checks import checked
 from shoal.split.crews import Serial
+from shoal.split.ist import IST, Shares
 from shoal.split.method import Method
 from shoal.split.rounds import train_split
 from shoal.training import pick_device
 
 Tier = Literal["auto", "serial", "packed"]
+
+
+def ist(
+    job: Job,
+    workers: int = 4,
+    local_steps: int = 50,
+    *,
+    shares: Shares = None,
+    overlap: float = 0.0,
+    scale: bool = True,
+    renormalise: bool = True,
+    backward_only: bool = False,
+    recovery: int | None = None,
+    blocks: bool | Literal["auto"] = "auto",
+    moments: Literal["travel", "fresh"] = "travel",
+    device: str | torch.device = "auto",
+    tier: Tier = "auto",
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    val_every: int | None = None,
+    checkpoint_every: float | str = "60s",
+) -> Result:
+    """Independent subnet training: each round the hidden units are dealt to the workers, who train narrow networks.
+
+    Args:
+        job: What to train. `epochs`: every row is read so often in all; `steps`: local steps of each worker.
+        workers: How many narrow networks.
+        local_steps: Steps of each of them before they are merged and dealt anew.
+        shares: A worker's share of the units, one number each; "speed": by its measured speed; None: equal shares.
+        overlap: The fraction of the units that every worker has, besides its own.
+        scale: Multiply what a layer reads of cut units by size / kept, so that sums keep their size.
+        renormalise: Estimate the running statistics of batch norms again before the whole network is evaluated.
+        backward_only: Every worker runs the whole network, and trains only its own slices of it.
+        recovery: How many of the last rounds train the whole network, as local SGD; None: one, where there are five
+            rounds or more.
+        blocks: Deal whole residual blocks; "auto": where the network has nothing else to deal.
+        moments: Whether optimizer state travels with its weights, or starts anew in every round.
+        device: Where to train: "auto", "cpu", "cuda", "cuda:1".
+        tier: "serial": part after part, the reference; "packed": as one pack; "auto": packed on a GPU.
+        out: A run folder: the same command in it goes on where it was.
+        progress: Print a line for each row of the history.
+        val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
+        checkpoint_every: Seconds between checkpoints, where there is `out`.
+    """
+    member = checked(job)
+    method = IST(
+        job, workers, local_steps, shares=shares, overlap=overlap, scale=scale, renormalise=renormalise,
+        backward_only=backward_only, recovery=recovery, blocks=blocks, moments=moments, rows=len(member.data),
+        device=pick_device(device),
+    )  # fmt: skip
+    return run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
+                    checkpoint_every=checkpoint_every)  # fmt: skip
 
 
 def local_sgd(

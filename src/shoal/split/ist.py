@@ -1,0 +1,204 @@
+"""Independent subnet training: each round the hidden units are dealt to the workers, who train narrow networks.
+
+Input and output are never cut. A block with one owner is written back as it is; what all of them have is averaged. The
+gradient of a narrow network is biased; the corrections are settings, each by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.data import Pool, View
+from shoal.errors import SplitError, describe
+from shoal.job import Job
+from shoal.pack.members import autocast, build_model, open_data, run_step, seeded
+from shoal.split.averaging import Plan, check_count, check_moments
+from shoal.split.deal import deal
+from shoal.split.method import Method, Worker
+from shoal.split.narrow import narrow
+from shoal.split.parts import Part, Slice
+from shoal.split.renorm import renormalise
+from shoal.split.units import Units, find_units
+
+FEW = 4
+"""Rows that a network is traced with."""
+MANY_ROUNDS = 5
+"""Rounds from which one of them is spent on recovery, where nothing else is said."""
+
+Shares = Sequence[float] | Literal["speed"] | None
+
+
+class IST(Method):
+    """Units dealt anew every round, from (seed, round): pure, so that every process makes the same deal.
+
+    The settings are those of `shoal.split.ist`; `rows` is how many rows all workers have together, where that is not
+    the length of the job's data.
+    """
+
+    name = "ist"
+
+    def __init__(
+        self,
+        job: Job,
+        workers: int = 4,
+        local_steps: int = 50,
+        *,
+        shares: Shares = None,
+        overlap: float = 0.0,
+        scale: bool = True,
+        renormalise: bool = True,
+        backward_only: bool = False,
+        recovery: int | None = None,
+        blocks: bool | Literal["auto"] = "auto",
+        moments: str = "travel",
+        rows: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._job, self._device = job, torch.device(device)
+        self._data: View | None = None
+        self.moments = check_moments(moments)
+        self.plan = Plan(job, len(self.data) if rows is None else rows, workers, local_steps)
+        self.rounds = self.plan.rounds
+        self.scale, self.renormalise, self.backward_only = scale, renormalise, backward_only
+        self.shares, self.overlap = _checked_shares(shares, workers), _checked_overlap(overlap)
+        if recovery is None:
+            recovery = int(workers > 1 and self.rounds >= MANY_ROUNDS)
+        check_count("recovery", recovery, least=0)
+        self.recovery = min(recovery, self.rounds)
+        with seeded(job.seed, torch.device("cpu")):
+            self.model = build_model(job)
+        self.units = units_of(job, self.model, first_batch(job), blocks)
+        self._check_width(workers)
+        self.settings = MappingProxyType(
+            {
+                "method": self.name, "workers": workers, "local_steps": local_steps, "overlap": overlap, "scale": scale,
+                "shares": list(self.shares) if isinstance(self.shares, tuple) else self.shares,
+                "renormalise": renormalise, "backward_only": backward_only, "recovery": self.recovery,
+                "blocks": self.units.blocks is not None, "moments": moments,
+            }
+        )  # fmt: skip
+
+    @property
+    def data(self) -> View:
+        """The job's rows, where the whole network is evaluated."""
+        if self._data is None:
+            self._data = open_data(Pool(self._device), self._job, "data")
+        return self._data
+
+    def _check_width(self, workers: int) -> None:
+        """Too many workers are told now, not in the first round."""
+        deal(self.units, [1.0] * workers, seed=0, round=0, overlap=self.overlap)
+
+    # --- the parts ------------------------------------------------------------------------------------------------
+
+    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
+        parts = self.plan.parts(number, crew, self._job.seed)
+        if number >= self.rounds - self.recovery:
+            return parts
+        shares = self._shares_of(crew)
+        hands = deal(self.units, shares, seed=self._job.seed, round=number, overlap=self.overlap)
+        if self.backward_only:
+            return [replace(part, learn=hand) for part, hand in zip(parts, hands, strict=True)]
+        return [replace(part, keep=hand) for part, hand in zip(parts, hands, strict=True)]
+
+    def _shares_of(self, crew: Sequence[Worker]) -> list[float]:
+        if self.shares == "speed":
+            return [worker.speed for worker in crew]
+        if self.shares is None:
+            return [1.0] * len(crew)
+        return [self.shares[worker.number % len(self.shares)] for worker in crew]
+
+    def network(self, part: Part) -> nn.Module:
+        if not part.keep:
+            return copy.deepcopy(self.model)
+        return narrow(self.model, self.units, part.keep, scale=self.scale)
+
+    def slices(self, part: Part) -> Mapping[str, Slice]:
+        return self.units.slices(part.keep)
+
+    def returns(self, part: Part) -> Mapping[str, Slice]:
+        return self.units.slices(part.keep if part.learn is None else part.learn)
+
+    # --- the whole ------------------------------------------------------------------------------------------------
+
+    def settled(self, number: int, model: nn.Module) -> None:
+        if self.renormalise and self.plan.workers > 1:
+            renormalise(self._job, model, self.data)
+
+
+def units_of(job: Job, model: nn.Module, batch: Any, blocks: bool | str = "auto") -> Units:
+    """The network's units, on the inputs that the job's own step calls it with; "auto": blocks where there are no
+    others."""
+    if blocks not in (True, False, "auto"):
+        raise SplitError(f"blocks is {blocks!r}; use True, False or 'auto'")
+    inputs = inputs_of(job, model, batch)
+    try:
+        return find_units(model, inputs, blocks=blocks is True)
+    except SplitError:
+        if blocks != "auto":
+            raise
+        try:
+            return find_units(model, inputs, blocks=True)
+        except SplitError:
+            pass
+        raise
+
+
+def first_batch(job: Job) -> Any:
+    """A few rows, as a step takes them."""
+    data = open_data(Pool(torch.device("cpu")), job, "data")
+    return data.take(0, min(FEW, len(data)))
+
+
+def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+    """What the job's step calls its network with."""
+    seen: list[tuple[Any, ...]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise SplitError(
+                f"the step calls its network by keyword ({', '.join(kwargs)}); a network is traced by position: "
+                "pass its inputs without names"
+            )
+        seen.append(args)
+
+    twin = copy.deepcopy(model)
+    twin.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with seeded(job.seed, torch.device("cpu")), torch.no_grad(), autocast(job, torch.device("cpu")):
+            run_step(job, twin, batch)
+    except SplitError:
+        raise
+    except Exception as error:
+        if not seen:
+            raise SplitError(
+                f"the step raised {describe(error)} on {FEW} rows; a network is traced with them"
+            ) from error
+    if not seen:
+        raise SplitError("the step never calls its network; a network is traced by its call: call model(...)")
+    return seen[0]
+
+
+def _checked_shares(shares: Any, workers: int) -> tuple[float, ...] | Literal["speed"] | None:
+    if shares is None or (isinstance(shares, str) and shares == "speed"):
+        return shares  # type: ignore[return-value]
+    try:
+        found = tuple(float(share) for share in shares)
+    except (TypeError, ValueError):
+        found = ()
+    if isinstance(shares, str) or len(found) != workers or not all(0 < share < float("inf") for share in found):
+        raise SplitError(f"shares is {shares!r}; use a positive number for each of {workers} workers, 'speed' or None")
+    return found
+
+
+def _checked_overlap(overlap: Any) -> float:
+    if isinstance(overlap, bool) or not isinstance(overlap, (int, float)) or not 0 <= overlap <= 1:
+        raise SplitError(f"overlap is {overlap!r}; use a share of the units, from 0 to 1")
+    return float(overlap)
