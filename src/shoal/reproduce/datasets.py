@@ -1,0 +1,78 @@
+"""Real data for comparisons: MNIST and its like from a folder, scikit-learn's digits where none is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DIGITS_TEST = 360
+HELD_OUT = 6
+"""One row in so many of the training rows is held out where settings are chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Rows [N, D] of floats with their classes."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+    @property
+    def features(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def classes(self) -> int:
+        return int(self.y.max()) + 1
+
+    def held_out(self) -> Data:
+        """Without the test rows: a share of the training rows takes their place. Settings are chosen on this."""
+        held = torch.arange(len(self.x)) % HELD_OUT == 0
+        return Data(f"{self.name}, held out", self.x[~held], self.y[~held], self.x[held], self.y[held])
+
+
+def load(folder: Path | None = None, rows: int | None = None) -> Data:
+    """MNIST from `mnist.npz` in this folder, or digits; `rows` of the training rows, the first of one fixed order."""
+    found = _digits() if folder is None else _mnist(folder)
+    mixed = torch.randperm(len(found.x), generator=torch.Generator().manual_seed(0))
+    kept = mixed if rows is None else mixed[:rows]
+    mean, deviation = found.x[kept].mean(), found.x[kept].std()
+    return Data(
+        found.name,
+        (found.x[kept] - mean) / deviation,
+        found.y[kept],
+        (found.x_test - mean) / deviation,
+        found.y_test,
+    )
+
+
+def _mnist(folder: Path) -> Data:
+    import numpy as np
+
+    path = folder / "mnist.npz"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; put mnist.npz (x_train, y_train, x_test, y_test) into the folder")
+    with np.load(path) as stored:
+        missing = [name for name in ("x_train", "y_train", "x_test", "y_test") if name not in stored]
+        if missing:
+            raise ValueError(f"{path} has no {missing[0]}; it needs x_train, y_train, x_test and y_test")
+        x, y, x_test, y_test = (torch.as_tensor(stored[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
+    return Data("MNIST", x.flatten(1).float() / 255, y.long(), x_test.flatten(1).float() / 255, y_test.long())
+
+
+def _digits() -> Data:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("this needs scikit-learn: pip install 'shoal[bench]'") from None
+    images, classes = load_digits(return_X_y=True)
+    x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(classes, dtype=torch.int64)
+    mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    test, train = mixed[:DIGITS_TEST], mixed[DIGITS_TEST:]
+    return Data("digits", x[train], y[train], x[test], y[test])
