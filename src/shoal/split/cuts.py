@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,18 +55,14 @@ class Pieces:
     cuts: list[Cut]
     output: tuple[int, ...]
     """The shape of one row of the network's output; empty where it is no single tensor with rows."""
-
-    def whole_names(self, model: nn.Module, number: int) -> dict[str, str]:
-        """For each parameter and buffer of a part its name in the whole network, where tied weights have one name."""
-        names = {id(x): name for name, x in tensors(model)}
-        places = dict(tensors(model, twice=True))
-        return {name: names[id(places[name])] for name, _ in tensors(self.networks[number])}
+    names: list[dict[str, str]]
+    """For each part: its tensors' names -> their names in the whole network, where tied weights have one name."""
 
 
-def tensors(model: nn.Module, *, twice: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; `twice`: tied ones under all their names."""
-    yield from model.named_parameters(remove_duplicate=not twice)
-    yield from model.named_buffers(remove_duplicate=not twice)
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
@@ -81,7 +78,7 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     """
     recorded = recorded if recorded is not None else record(model, inputs)
     places = sorted((border_of(recorded, name), i, name) for i, name in enumerate(cuts))
-    for (a, _, first), (b, _, second) in zip(places, places[1:], strict=False):
+    for (a, _, first), (b, _, second) in pairwise(places):
         if a == b:
             raise SplitError(f"cuts {first!r} and {second!r} are the same place; leave one of them out")
     borders = [0, *(place for place, _, _ in places), len(recorded.nodes)]
@@ -93,7 +90,13 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     names = [name for _, _, name in places]
     _check_weights(networks, names)
     shapes, output = _try_out(recorded.model, networks, inputs)
-    return Pieces(networks, [Cut(n, shape, dtype) for n, (shape, dtype) in zip(names, shapes, strict=True)], output)
+    whole = {id(x): name for name, x in tensors(recorded.model)}
+    return Pieces(
+        networks,
+        [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
+        output,
+        [{name: whole[id(x)] for name, x in tensors(network)} for network in networks],
+    )
 
 
 def border_of(recorded: Recorded, cut: str) -> int:
@@ -169,7 +172,7 @@ def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: f
         if node not in known:
             copy_node(graph, node, recorded, known)
     if out is not None:
-        graph.output(known[out] if out in known else None)
+        graph.output(known.get(out))
     return fx.GraphModule(recorded.model, graph, type(recorded.model).__name__)
 
 

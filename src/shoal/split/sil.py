@@ -1,0 +1,259 @@
+"""`shoal.split.sil`: a network cut into parts that are trained apart, by synthetic labels or by local heads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.pool import batch_rows
+from shoal.job import Job
+from shoal.pack.members import evaluating, run_step
+from shoal.results import Result
+from shoal.split.apart import WHOLE, Sil, view_of
+from shoal.split.checks import checked
+from shoal.split.costs import Cost, measure
+from shoal.split.labels import Distribution, Labels, Layout, nearest
+from shoal.split.parts import Part
+from shoal.split.report import SplitReport
+from shoal.split.runs import Tier, run_here
+from shoal.tables import size
+
+WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
+"""A part's own accuracy that is poor; what a later part must add; what joining may lose."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SilReport(SplitReport):
+    """What came of each part of a cut network, beside what the split cost."""
+
+    cuts: list[str] = field(default_factory=list)
+    chosen: str = ""
+    """Why the network was cut there, where the planner chose."""
+    joined: dict[str, float] = field(default_factory=dict)
+    """The joined network's loss, and accuracy where there are classes, on the validation rows (or else the job's)."""
+    own: list[dict[str, float]] = field(default_factory=list)
+    """The same of each part but the last by itself: by the nearest label, or by its head. With labels also `spread`:
+    how far what it gives is from its class's label, in distances between labels; 0: collapsed to a point a class."""
+    costs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """ "whole", "0", "1", ... -> peak_bytes, operations and weight_bytes of one training step."""
+    cut_bytes_predicted: int = 0
+    """Numbers that cross the cuts: labels once (A), or activations in every epoch (B, heads)."""
+    cut_bytes_measured: int = 0
+    advice: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            SplitReport.__str__(self),
+            f"cuts     {', '.join(self.cuts)}" + (f" ({self.chosen})" * bool(self.chosen)),
+        ]
+        for name, cost in self.costs.items():
+            whole = self.costs[WHOLE]
+            memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
+            share = "" if name == WHOLE else f", {memory:.0%} of the whole's memory, {work:.0%} of its operations"
+            lines.append(f"{'whole' if name == WHOLE else 'part ' + name:9}{size(cost['peak_bytes'])} at most{share}")
+        told = [f"part {place} alone {_value(found)}" for place, found in enumerate(self.own)]
+        lines.append(f"reached  joined {_value(self.joined)}" + "".join(f", {line}" for line in told))
+        lines.append(f"crossed  {size(self.cut_bytes_measured)} (predicted {size(self.cut_bytes_predicted)})")
+        return "\n".join([*lines, *([self.advice] if self.advice else [])])
+
+
+def sil(
+    job: Job,
+    cuts: Sequence[str] | int | None = None,
+    method: Literal["labels", "heads"] = "labels",
+    variant: Literal["A", "B"] = "A",
+    *,
+    distribution: Distribution = "normal",
+    scale: float = 1.0,
+    vectors: int = 1,
+    noise: float = 0.0,
+    layout: Layout = "full",
+    head_width: int | None = None,
+    recovery: int = 0,
+    local_steps: int | None = None,
+    per_part: Mapping[int, Mapping[str, Any]] | None = None,
+    moments: Literal["travel", "fresh"] = "travel",
+    device: str | torch.device = "auto",
+    tier: Tier = "auto",
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    val_every: int | None = None,
+    checkpoint_every: float | str = "60s",
+) -> Result:
+    """Cut a network, train its parts apart, join them again.
+
+    Args:
+        job: What to train. Its optimizer, batches and length are every part's.
+        cuts: Modules before which to cut ("fc3"), or after which ("after:fc2"); a number of parts, or None for two:
+            where parts are most alike in memory and operations.
+        method: "labels": parts before a cut learn to give random vectors, one for each class. "heads": they learn by a
+            small head of their own, which works for any loss.
+        variant: Of labels. "A": parts after a cut learn from the vectors, and need no inputs. "B": from activations.
+        distribution: Of the vectors' elements: "normal", "uniform" or "sign".
+        scale: Their standard deviation.
+        vectors: For each class; a row goes for the nearest.
+        noise: Added to the vectors that parts read (A), in units of `scale`.
+        layout: "full": a number for each element that crosses. "channel": one for each channel.
+        head_width: Of a head's hidden layer; None: it has none.
+        recovery: Epochs of ordinary training of the joined network at the end.
+        local_steps: Steps in a round; None: an epoch.
+        per_part: Part -> optimizer, hparams, clip_norm or schedule of its own.
+        moments: Whether optimizer state is kept between rounds ("travel") or not ("fresh").
+        device, tier, out, progress, val_every, checkpoint_every: As in `shoal.split.local_sgd`.
+
+    Returns:
+        The result with the whole network, of the user's own class; `result.split` is a SilReport.
+    """
+    member = checked(job)
+    labels = Labels(distribution=distribution, scale=scale, vectors=vectors, noise=noise, layout=layout)
+    way = Sil(
+        job, cuts, method, variant, labels=labels, head_width=head_width, recovery=recovery, local_steps=local_steps,
+        per_part=per_part, moments=moments,
+    )  # fmt: skip
+    result = run_here(job, way, way.count, device, tier, progress, member=member, out=out, val_every=val_every,
+                      checkpoint_every=checkpoint_every)  # fmt: skip
+    result.split = report(result, way)
+    return result
+
+
+def report(result: Result, way: Sil) -> SilReport:
+    """The trainer's report with all that a cut network adds to it."""
+    plain = result.split
+    assert isinstance(plain, SplitReport)
+    joined, own = judge(way, result.model)
+    found = SilReport(
+        **{f.name: getattr(plain, f.name) for f in fields(SplitReport)},
+        cuts=[cut.name for cut in way.pieces.cuts],
+        chosen=_chosen(way.shares),
+        joined=joined,
+        own=own,
+        costs={name: cost.to_dict() for name, cost in costs(way).items()},
+        cut_bytes_predicted=way.crossing_bytes(),
+        cut_bytes_measured=way.crossed if way.lag else way.crossing_bytes(),
+    )
+    found.method = str(way.settings["method"])
+    found.peak_measured = dict(way.peaks)
+    found.peak_predicted = {name: cost["peak_bytes"] for name, cost in found.costs.items()}
+    found.bytes_predicted += 2 * found.cut_bytes_predicted if way.lag else 0  # to the state, and on to the next part
+    found.advice = advice(way, joined, own)
+    return found
+
+
+def _chosen(shares: list[float] | None) -> str:
+    if shares is None:
+        return ""
+    told = ", ".join(f"{share:.0%}" for share in shares)
+    return f"chosen: parts hold or do at most {told} of the whole"
+
+
+def judge(way: Sil, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """What a trained network is worth, and each of its parts but the last by itself."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parts = [way.network(Part(number=place, role=str(place))) for place in range(way.count)]
+    with torch.no_grad():
+        for place, part in enumerate(parts):
+            body = dict([*part.named_parameters(), *part.named_buffers()])
+            for name, piece in way.slices(Part(number=place, role=str(place))).items():
+                if piece.name in state:
+                    body[name].copy_(state[piece.name])
+    sums = [_Sum() for _ in parts]
+    for batch in view_of(way.source).feed(max(way.source.batch_size, 256)):
+        value: Any = batch[:-1]
+        for place, part in enumerate(parts):
+            with evaluating(part):
+                value = _through(way, place, part, value, batch, sums[place])
+    *own, joined = [total.values() for total in sums]
+    return joined, own
+
+
+def _through(way: Sil, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
+    """One part on one batch: what it says of the targets is added up, what it gives goes on."""
+    rows, target = batch_rows(batch), batch[-1]
+    last, loss = place == way.count - 1, way.source.loss
+    found: Tensor = (part.body if place < len(way.heads) else part)(*given)
+    total.rows += rows
+    if last or way.heads:
+        said = found if last else part.head(found)
+        assert loss is not None
+        total.add("loss", float(loss(said, target)) * rows)
+        if _classes(said, target):
+            total.add("accuracy", float((said.argmax(1) == target).sum()))
+    else:
+        table = way.tables[place]
+        assert way.labels is not None
+        total.add("loss", float(way.labels.loss(found, table, target)) * rows)
+        total.add("accuracy", float((nearest(found, table) == target).sum()))
+        total.add("spread", float(_spread(found, table, target).sum()))
+    return (found,)
+
+
+class _Sum:
+    """Values added up over batches."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.sums: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def values(self) -> dict[str, float]:
+        return {name: total / self.rows for name, total in self.sums.items()}
+
+
+def _classes(output: Tensor, target: Any) -> bool:
+    whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+    return whole and output.dim() == 2 and output.shape[1] > 1
+
+
+def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
+    """How far each row is from the nearest label of its class, in mean distances between labels of classes."""
+    flat, vectors = given.flatten(1).float(), table.flatten(2).float()
+    apart = torch.cdist(vectors[:, 0], vectors[:, 0])
+    usual = apart.sum() / max(1, len(apart) * (len(apart) - 1))
+    return (flat.unsqueeze(1) - vectors[target]).norm(dim=2).min(1).values / usual
+
+
+def costs(way: Sil) -> dict[str, Cost]:
+    """Of a step of the whole network and of each part, on a batch of the job's size."""
+    job = way.source
+    batch = tuple(way.data.take(0, min(job.batch_size, len(way.data))))
+    found = {WHOLE: measure(job, way.model, lambda network, given: run_step(job, network, given)[0], batch)}
+    for place in range(way.count):
+        part = Part(number=place, role=str(place))
+        given = batch
+        if place and way.lag:
+            cut = way.pieces.cuts[place - 1]
+            given = (torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1])
+        elif place:
+            given = (batch[-1],)
+        found[str(place)] = measure(way.job(job, part), way.network(part), way.step(part), given)
+    return found
+
+
+def advice(way: Sil, joined: dict[str, float], own: list[dict[str, float]]) -> str:
+    """What to do about a part that is weak, or about one that adds nothing; empty where all is well."""
+    if way.way != "labels" or "accuracy" not in joined:
+        return ""
+    reached, first = joined["accuracy"], own[0]["accuracy"]
+    if first < WEAK or reached < first - LOSES:
+        return (
+            f"advice   part 0 alone reaches {first:.1%} and the joined network {reached:.1%}: the labels ask more of a "
+            "weak part than it can give; use method='heads', or cut later"
+        )
+    if abs(reached - own[-1]["accuracy"]) < NOTHING:
+        return (
+            f"advice   the last part adds nothing: the one before it, by its nearest label, reaches "
+            f"{own[-1]['accuracy']:.1%} and the joined network {reached:.1%}, since labels leave one point a class "
+            f"(spread {own[-1]['spread']:.2f}); method='heads' lets later parts learn"
+        )
+    return ""
+
+
+def _value(found: dict[str, float]) -> str:
+    return f"{found['accuracy']:.1%}" if "accuracy" in found else f"loss {found.get('loss', float('nan')):.4g}"
