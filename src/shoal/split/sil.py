@@ -17,6 +17,7 @@ from shoal.results import Result
 from shoal.split.apart import WHOLE, Sil, view_of
 from shoal.split.checks import checked
 from shoal.split.costs import Cost, measure
+from shoal.split.heads import WithHead
 from shoal.split.labels import Distribution, Labels, Layout, nearest
 from shoal.split.parts import Part
 from shoal.split.report import SplitReport
@@ -47,10 +48,8 @@ class SilReport(SplitReport):
     advice: str = ""
 
     def __str__(self) -> str:
-        lines = [
-            SplitReport.__str__(self),
-            f"cuts     {', '.join(self.cuts)}" + (f" ({self.chosen})" * bool(self.chosen)),
-        ]
+        why = f" ({self.chosen})" if self.chosen else ""
+        lines = [SplitReport.__str__(self), f"cuts     {', '.join(self.cuts)}{why}"]
         for name, cost in self.costs.items():
             whole = self.costs[WHOLE]
             memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
@@ -175,10 +174,10 @@ def _through(way: Sil, place: int, part: nn.Module, given: Any, batch: Any, tota
     """One part on one batch: what it says of the targets is added up, what it gives goes on."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
-    found: Tensor = (part.body if place < len(way.heads) else part)(*given)
+    found: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
     total.rows += rows
-    if last or way.heads:
-        said = found if last else part.head(found)
+    if last or isinstance(part, WithHead):
+        said = part.head(found) if isinstance(part, WithHead) else found
         assert loss is not None
         total.add("loss", float(loss(said, target)) * rows)
         if _classes(said, target):
@@ -216,7 +215,8 @@ def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
     flat, vectors = given.flatten(1).float(), table.flatten(2).float()
     apart = torch.cdist(vectors[:, 0], vectors[:, 0])
     usual = apart.sum() / max(1, len(apart) * (len(apart) - 1))
-    return (flat.unsqueeze(1) - vectors[target]).norm(dim=2).min(1).values / usual
+    away: Tensor = torch.linalg.vector_norm(flat.unsqueeze(1) - vectors[target], dim=2).min(1).values
+    return away / usual
 
 
 def costs(way: Sil) -> dict[str, Cost]:
