@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -101,3 +101,18 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
         plateau = "its schedule watches a value, and a pack's moves on after every step; use shoal.train for such"
         raise JobError(*(f"{name}: {plateau if 'ReduceLROnPlateau' in line else line}" for line in lines))
     return member
+
+
+def refill(
+    member: Member, state_dict: Mapping[str, Any], optimizer_state: Mapping[str, Any] | None, seed: int | None
+) -> None:
+    """Make a member's own network and optimizer state these; one that had stopped runs again."""
+    member.model.load_state_dict(state_dict)
+    member.optimizer_state = {} if optimizer_state is None else dict(optimizer_state)
+    member.status, member.error = "running", None
+    if optimizer_state is None:
+        member.step = 0
+    if seed is not None:
+        member.job = replace(member.job, seed=seed)
+        member.rng.manual_seed(seed)
+        member.batches = 0

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.data import View
-from shoal.errors import JobError, MemberError, ShoalWarning, describe
+from shoal.errors import JobError, ShoalWarning, describe
 from shoal.pack.group import group, told
 from shoal.pack.handout import Batches, Hand
 from shoal.pack.members import Member, autocast, draws, evaluating
-from shoal.pack.newcomers import Settings, make_member
+from shoal.pack.newcomers import Settings, make_member, refill
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
+from shoal.pack.some import step_alone, step_some
 from shoal.pack.stacked.forward import Forward, joined
 from shoal.pack.stacked.handed import HandedStack
 from shoal.pack.stacked.site import NotStackable
@@ -81,6 +82,8 @@ class Pack:
         self._members: dict[int, Member] = {}
         self._units: list[HandedStack | SerialUnit] = []
         self._waiting: list[int] = []
+        self._begins: dict[int, int] = {}
+        """Where the schedules of some who wait begin."""
         self._tiers: dict[int, tuple[str, str]] = {}
         self._next = 0
         lines: list[str] = []
@@ -162,6 +165,41 @@ class Pack:
                 return SerialUnit(member).optimizer.state_dict()
         return copy.deepcopy(member.optimizer_state)
 
+    def load(
+        self,
+        id: int,
+        state_dict: Mapping[str, Any],
+        optimizer_state: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Give a member other weights of the same shapes, in place: nothing is traced or built again.
+
+        Args:
+            id: Whose. One that had stopped is running again.
+            state_dict: As `model.load_state_dict` takes it.
+            optimizer_state: As from the optimizer's own state_dict(); None: it starts with none.
+            step: Its schedule, a function of the step, goes on as after so many steps; None: from where it is.
+            seed: Its random draws begin again, from this seed; None: they go on.
+        """
+        if id not in self._members:
+            raise KeyError(f"no member {id} in this pack; it has {', '.join(map(str, self.ids)) or 'none'}")
+        refill(self._members[id], state_dict, optimizer_state, seed)
+        if not self._place(id, step) and id not in self._waiting:
+            self._waiting.append(id)
+        if id in self._waiting and step is not None:
+            self._begins[id] = step
+
+    def _place(self, id: int, step: int | None) -> bool:
+        """Let the unit that has a member take what the member has now; whether there is one."""
+        for unit in self._units:
+            for slot, member in enumerate(unit.members):
+                if member.index == id:
+                    unit.load(slot, step)
+                    return True
+        return False
+
     def _written(self, id: int) -> Member:
         """The member, with its weights and optimizer state its own."""
         if id not in self._members:
@@ -182,18 +220,25 @@ class Pack:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def step(self, *batch: Any, per_member: bool = False) -> Tensor:
+    def step(self, *batch: Any, per_member: bool = False, members: Sequence[int] | None = None) -> Tensor:
         """One training step of every member; their losses [M], in the order of `ids`.
 
         All members see the same batch, or with `per_member=True` each its own: every tensor then has the member axis
-        first. A member whose loss is not finite keeps its weights from before and stops; so does one whose own step
-        raises, with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is
-        raised and nothing has changed.
+        first. With `members` only those ids take the step, and losses and batches are in their order.
+
+        A member whose loss is not finite keeps its weights from before and stops; so does one whose own step raises,
+        with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is raised and
+        nothing has changed.
         """
-        leaves, spec = self._read(batch, per_member)
-        batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(self._members)})
+        asked = self.ids if members is None else list(members)
+        leaves, spec = self._read(batch, per_member, len(asked))
+        batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
         if self._waiting:
             self._arrange(batches)
+        if len(batches.places) < len(self):
+            some = self._in_order(step_some(self._units, batches, self._dissolve), asked)
+            self._settle(some, {}, asked)
+            return some
         for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
             self._prepare(stack, batches)
         found: dict[int, Tensor] = {}
@@ -210,21 +255,21 @@ class Pack:
                 found |= {} if whole is not None else dict(zip(ids, losses, strict=True))
         if failed and len(failed) == sum(member.status == "running" for member in self._members.values()):
             raise next(iter(failed.values()))
-        out = whole if whole is not None else self._in_order(found)
-        self._settle(out, failed)
-        return out
+        out = whole if whole is not None else self._in_order(found, self.ids)
+        self._settle(out, failed, self.ids)
+        return out if asked == self.ids else out[[self.ids.index(id) for id in asked]]
 
-    def _read(self, batch: tuple[Any, ...], per_member: bool) -> tuple[list[Tensor], pytree.TreeSpec]:
+    def _read(self, batch: tuple[Any, ...], per_member: bool, count: int) -> tuple[list[Tensor], pytree.TreeSpec]:
         if not self._members:
             raise ValueError("the pack has no members; add one first")
         leaves, spec = pytree.tree_flatten(batch[0] if len(batch) == 1 else batch)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ValueError(f"the batch holds a {type(leaf).__name__}; pass tensors")
-            if per_member and (leaf.ndim == 0 or len(leaf) != len(self)):
+            if per_member and (leaf.ndim == 0 or len(leaf) != count):
                 raise ValueError(
                     f"the batch has a tensor of shape {list(leaf.shape)}, and per_member=True wants the member axis "
-                    f"first: {len(self)} of them"
+                    f"first: {count} of them"
                 )
         if not leaves:
             raise ValueError("the batch is empty; pass step(inputs, targets)")
@@ -232,7 +277,7 @@ class Pack:
 
     def _arrange(self, batches: Batches) -> None:
         """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
-        members = [self._members[id] for id in self._waiting]
+        members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
             batches.hand(member)
         groups = group(members, self._kitchen)
@@ -246,7 +291,10 @@ class Pack:
                 self._units += [SerialUnit(member) for member in found.members]
             for member in found.members:
                 self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
-        self._waiting = []
+        self._waiting = [id for id in self._waiting if id not in batches.places]
+        for member in members:
+            if member.index in self._begins:
+                self._place(member.index, self._begins.pop(member.index))
 
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
         for unit in self._units:
@@ -265,16 +313,19 @@ class Pack:
             if not unit.knows(batches.key):
                 unit.learn(batches.key, [batches.of(member) for member in unit.members], batches.per_member)
         except (Untraceable, NotStackable) as refusal:
-            alone = unit.dissolve()
-            place = self._units.index(unit)
-            self._units[place : place + 1] = alone
-            for one in alone:
-                self._tiers[one.member.index] = ("serial", f"on a batch of {batches.shapes()}: {refusal}")
+            self._dissolve(unit, f"on a batch of {batches.shapes()}: {refusal}")
+
+    def _dissolve(self, unit: HandedStack, reason: str) -> list[SerialUnit]:
+        alone = unit.dissolve()
+        place = self._units.index(unit)
+        self._units[place : place + 1] = alone
+        self._tiers |= {one.member.index: ("serial", reason) for one in alone}
+        return alone
 
     def _advance(self, unit: HandedStack | SerialUnit, batches: Batches) -> tuple[Tensor | None, dict[int, Exception]]:
         """The losses of a unit's members, those that failed taken out; None where all of them failed."""
         if isinstance(unit, SerialUnit):
-            return _alone(unit, batches)
+            return step_alone(unit, batches)
         try:
             return unit.step(batches.key, batches.rows(unit)), {}
         except Exception as error:
@@ -289,16 +340,16 @@ class Pack:
         losses, more = self._advance(unit, batches) if unit in self._units else (None, {})
         return losses, failed | more
 
-    def _in_order(self, found: dict[int, Tensor]) -> Tensor:
+    def _in_order(self, found: dict[int, Tensor], ids: Sequence[int]) -> Tensor:
         dtype = next(iter(found.values())).dtype if found else torch.get_default_dtype()
         nan = torch.full((), math.nan, dtype=dtype, device=self.device)
-        return torch.stack([found.get(id, nan).to(dtype) for id in self._members])
+        return torch.stack([found.get(id, nan).to(dtype) for id in ids])
 
-    def _settle(self, losses: Tensor, failed: dict[int, Exception]) -> None:
+    def _settle(self, losses: Tensor, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
         """Let those go who are at their end; what they have stays theirs."""
         if not failed and bool(torch.isfinite(losses).all()):
             return
-        for id, loss in zip(self._members, losses.tolist(), strict=True):
+        for id, loss in zip(stepped, losses.tolist(), strict=True):
             member = self._members[id]
             if member.status != "running" or (math.isfinite(loss) and id not in failed):
                 continue
@@ -336,19 +387,6 @@ class Pack:
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
                 outputs.append(member.model(*inputs))
         return joined(outputs)
-
-
-def _alone(unit: SerialUnit, batches: Batches) -> tuple[Tensor | None, dict[int, Exception]]:
-    """A serial member's step: its batch is an epoch of one."""
-    batches.hand(unit.member)
-    unit.begin_epoch(torch.zeros(1, 1, dtype=torch.int64))
-    try:
-        unit.run(1)
-    except MemberError as error:
-        unit._stuck = False
-        assert isinstance(error.cause, Exception)
-        return None, {unit.member.index: error.cause}
-    return unit.losses()[0].to(batches.leaves[0].device), {}
 
 
 def _device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:

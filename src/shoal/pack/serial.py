@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.errors import MemberError
 from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
+from shoal.pack.optim.schedules import jump_to
 from shoal.pack.stream import Stream
 from shoal.pack.unit import Unit, out_of_memory
 
@@ -83,6 +84,18 @@ class SerialUnit(Unit):
         member.optimizer_state = self.optimizer.state_dict()
         member.schedule_state = None if self.schedule is None else self.schedule.state_dict()
         member.scaler_state = None if self.scaler is None else self.scaler.state_dict()
+
+    def load(self, slot: int, step: int | None) -> None:
+        """Go on from the member's own weights and optimizer state as they are now."""
+        member, self.job, self._stuck = self.member, self.member.job, False
+        if member.optimizer_state:
+            self.optimizer.load_state_dict(member.optimizer_state)
+        else:
+            with draws(member, keep=False):
+                self.optimizer = make_optimizer(self.job, self.model)
+                self.schedule = make_schedule(self.job, self.optimizer)
+        if step is not None and self.schedule is not None:
+            jump_to(self.schedule, step)
 
     def keep(self, slots: list[int]) -> Unit:
         assert slots == [0], "a serial unit has one member"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.split.averaging import LocalSGD as LocalSGD
     from shoal.split.crews import Serial as Serial
     from shoal.split.ist import IST as IST
+    from shoal.split.packed import Packed as Packed
     from shoal.split.report import SplitReport as SplitReport
     from shoal.split.rounds import train_split as train_split
     from shoal.split.runs import data_parallel as data_parallel
@@ -27,6 +28,7 @@ _HOME = {
     "DataParallel": "shoal.split.averaging",
     "IST": "shoal.split.ist",
     "LocalSGD": "shoal.split.averaging",
+    "Packed": "shoal.split.packed",
     "Serial": "shoal.split.crews",
     "SplitReport": "shoal.split.report",
     "State": "shoal.split.state",

@@ -16,6 +16,7 @@ from shoal.split.checks import checked
 from shoal.split.crews import Serial
 from shoal.split.ist import IST, Shares
 from shoal.split.method import Method
+from shoal.split.packed import Packed
 from shoal.split.rounds import train_split
 from shoal.training import pick_device
 
@@ -125,7 +126,8 @@ def run_here(
     if tier not in ("auto", "serial", "packed"):
         raise SplitError(f"tier is {tier!r}; use 'auto', 'serial' or 'packed'")
     found = pick_device(device)
-    crew = Serial(job, method, workers, found)
+    together = tier == "packed" or (tier == "auto" and found.type == "cuda")
+    crew = (Packed if together else Serial)(job, method, workers, found)
     return train_split(job, method, crew, device=found, tell=_line if progress else None, **settings)
 
 

@@ -63,6 +63,15 @@ def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
     return made
 
 
+def jump_to(scheduler: Any, step: int) -> None:
+    """Put a schedule where it is after so many steps; ValueError unless it is a function of the step."""
+    if not isinstance(scheduler, lr_scheduler.LambdaLR):
+        raise ValueError(f"{type(scheduler).__name__} counts its own steps; only a schedule step -> factor can jump")
+    scheduler.last_epoch = step - 1
+    scheduler._step_count = max(step, 1)  # at 0 torch would look for optimizer steps, and warn
+    scheduler.step()
+
+
 def needs_metric(scheduler: Any) -> bool:
     """Whether the scheduler's `step` wants a value to watch (ReduceLROnPlateau and its like)."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
@@ -141,6 +150,11 @@ class ScheduleRunner:
         if self._scheduler is not None and self.every == "step":
             for _ in range(count):
                 self._scheduler.step()
+
+    def jump(self, step: int) -> None:
+        """Be where it is after so many steps, from wherever it is."""
+        if self._scheduler is not None:
+            jump_to(self._scheduler, step)
 
     def epoch(self, metric: float | None = None) -> None:
         """After an epoch; `metric` is the monitored value."""

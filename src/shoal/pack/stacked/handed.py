@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from shoal.pack.members import Member, draws, run_step
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.serial import SerialUnit
+from shoal.pack.stacked.loading import load_slot
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.unit import StackedUnit
 from shoal.pack.trace import autocast
@@ -29,8 +30,17 @@ class HandedStack:
         self.unit: StackedUnit = StackedUnit(recipes, kitchen)
         self._settle()
 
+    @classmethod
+    def around(cls, unit: StackedUnit, kitchen: Kitchen) -> HandedStack:
+        """The stack of a unit that exists already."""
+        stack = object.__new__(cls)
+        stack.kitchen, stack.unit = kitchen, unit
+        stack._settle()
+        return stack
+
     def _settle(self) -> None:
         self._programs: dict[Hashable, Program] = {}
+        self._some: dict[tuple[int, ...], dict[Hashable, Program]] = {}
         self._ahead = 0
 
     @property
@@ -87,6 +97,24 @@ class HandedStack:
                     found[slot] = error
         self.unit.write_back(list(found))  # buffers that the failed step may have moved
         return found
+
+    def part(self, slots: Sequence[int]) -> HandedStack:
+        """Some of the members as a stack of their own, for a step; `take` brings back what it did."""
+        unit = self.unit.keep(list(slots))
+        assert isinstance(unit, StackedUnit)
+        found = HandedStack.around(unit, self.kitchen)
+        found._programs = self._some.setdefault(tuple(slots), {})
+        self._ahead = 0
+        return found
+
+    def take(self, slots: Sequence[int], part: HandedStack) -> None:
+        """Be, for these members, where a part of this stack is."""
+        self.unit._take(list(slots), part.unit)
+
+    def load(self, slot: int, step: int | None) -> None:
+        """Take a member's own weights and optimizer state as they are now."""
+        load_slot(self.unit, slot, step)
+        self._ahead = 0
 
     def join(self, recipes: Sequence[Recipe]) -> None:
         """Take these members in; the others go on with the bits they have."""

@@ -1,0 +1,223 @@
+"""Parts of equal shapes as one pack: many narrow networks in one step.
+
+A pack is kept from round to round: the units are other ones each time, their number is not, so new weights are loaded
+into the seats and nothing is traced again. What a pack cannot do goes part after part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.data.source import TensorSource
+from shoal.errors import SplitError
+from shoal.pack.members import make_optimizer, seeded
+from shoal.pack.own import Pack
+from shoal.split.crews import Serial
+from shoal.split.memory import step_of
+from shoal.split.method import Method
+from shoal.split.moments import load_moments, moments_of
+from shoal.split.parts import Outcome, Task, Tensors
+from shoal.split.reading import Reading
+from shoal.split.state import load_tensors, tensors_of
+
+
+class Packed(Serial):
+    """This process and one device: parts of equal shapes ride together."""
+
+    tier = "packed"
+    MOST = 4
+    """Packs that are kept: of the usual rounds, of the last ones, and where widths do not divide."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packs: dict[Hashable, _Ride] = {}
+        self._refusal = _refusal(self)
+
+    def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
+        found: list[Outcome | None] = [None] * len(tasks)
+        for key, places in self._alike(tasks).items():
+            own = [tasks[place] for place in places]
+            outcomes = super().run(own) if key is None or len(own) == 1 else self._together(key[1:], own)
+            for place, outcome in zip(places, outcomes, strict=True):
+                found[place] = outcome
+        return found
+
+    def _alike(self, tasks: Sequence[Task]) -> dict[tuple[Hashable, ...] | None, list[int]]:
+        """Places of tasks that can ride together; under None those that ride alone."""
+        groups: dict[tuple[Hashable, ...] | None, list[int]] = {}
+        for place, task in enumerate(tasks):
+            groups.setdefault(None if self._refusal else _key(task), []).append(place)
+        return groups
+
+    def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
+        seats = (shapes, len(tasks))
+        ride = self._packs.pop(seats, None)
+        if ride is None:
+            ride = _Ride(self, tasks)
+        found = ride.go(tasks)
+        self._packs[seats] = ride
+        while len(self._packs) > self.MOST:
+            self._packs.pop(next(iter(self._packs)))
+        return found
+
+
+def _key(task: Task) -> tuple[Hashable, ...] | None:
+    """Parts with equal keys are one computation of so many steps; None: it has to ride alone."""
+    clocks = {float(value) for name, value in task.moments.items() if name.endswith("/step")}
+    if task.part.learn is not None or not task.part.steps or len(clocks) > 1:
+        return None
+    shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in task.tensors.items())
+    return task.part.steps, task.part.role, shapes
+
+
+def _refusal(crew: Serial) -> str:
+    """Why nothing of this job can ride as a pack; empty: it can."""
+    method, job = crew.method, crew.job
+    if method.merge == "gradients":
+        return "its parts give gradients back"
+    if any(getattr(type(method), name) is not getattr(Method, name) for name in ("job", "batches", "yields")):
+        return "its parts are trained in ways of their own"
+    if job.accumulate > 1:
+        return "it accumulates gradients over batches"
+    return ""
+
+
+class _Ride:
+    """A pack and what its members were made of."""
+
+    def __init__(self, crew: Serial, tasks: list[Task]) -> None:
+        self.crew = crew
+        job, method = crew.job, crew.method
+        self.networks = [method.network(task.part) for task in tasks]
+        self.logs = bool(job.step) and self._has_logs(tasks[0])
+        self.steps_per_epoch = [reading.steps for reading in self._readings(tasks)]
+        steps = [self._own_step(task) for task in tasks]
+        own = job.step is not None or type(method).step is not Method.step
+        self.pack = Pack(
+            self.networks,
+            optimizer=job.optimizer,
+            hparams=job.hparams,
+            loss=None if own else job.loss,
+            step=steps if own else None,
+            params=job.params,
+            clip_norm=job.clip_norm,
+            precision=job.precision,
+            schedule=None if job.schedule is None else [self._schedule(i) for i in range(len(tasks))],
+            device=crew.device,
+            seeds=[task.part.seed for task in tasks],
+        )
+
+    def _own_step(self, task: Task) -> Any:
+        step = step_of(self.crew.job, self.crew.method, task.part)
+        return lambda network, batch: step(network, batch)[0]
+
+    def _has_logs(self, task: Task) -> bool:
+        """Whether the job's own step logs numbers, which a pack does not hand out."""
+        data = self.crew.data
+        network = self.crew.method.network(task.part).to(self.crew.device)
+        with torch.no_grad(), seeded(0, self.crew.device):
+            batch = data.take(0, min(2, len(data)))
+            return bool(step_of(self.crew.job, self.crew.method, task.part)(network, batch)[1])
+
+    def _schedule(self, place: int) -> Any:
+        job = self.crew.job
+        assert job.schedule is not None
+        factor = job.schedule
+        if job.schedule_every == "step":
+            return factor
+        return lambda step: factor(step // self.steps_per_epoch[place])
+
+    def _readings(self, tasks: Sequence[Task]) -> list[Reading]:
+        return [Reading(self.crew.job, len(self.crew.data), task.part.shard) for task in tasks]
+
+    # --- one round ------------------------------------------------------------------------------------------------
+
+    def go(self, tasks: list[Task]) -> Sequence[Outcome | None]:
+        """Load the tasks into the seats, train, and read what came of them."""
+        if self.logs:
+            return Serial.run(self.crew, tasks)
+        readings = self._readings(tasks)
+        self._seat(tasks, readings)
+        cuda = self.crew.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.crew.device)
+        started = time.perf_counter()
+        losses, rows = self._train(tasks, readings)
+        values = torch.stack(losses, 1).double().tolist()
+        seconds = time.perf_counter() - started
+        peak = torch.cuda.max_memory_allocated(self.crew.device) // len(tasks) if cuda else 0
+        failed = [self.pack.errors[id] for id, status in self.pack.status.items() if status == "failed"]
+        if failed:
+            raise SplitError(f"a part's step raised {failed[0]}; run it with tier='serial' to see where")
+        return [
+            self._outcome(place, task, values[place], rows[place], seconds / len(tasks), peak)
+            for place, task in enumerate(tasks)
+        ]
+
+    def _seat(self, tasks: list[Task], readings: list[Reading]) -> None:
+        job = self.crew.job
+        for id, network, task, reading in zip(self.pack.ids, self.networks, tasks, readings, strict=True):
+            load_tensors(network, task.tensors)
+            state = None
+            if task.moments:
+                optimizer = make_optimizer(job, network)
+                load_moments(optimizer, network, task.moments)
+                state = optimizer.state_dict()
+            first = reading.step_at(task.part.start)
+            self.pack.load(id, network.state_dict(), state, step=first if job.schedule else None, seed=task.part.seed)
+
+    def _train(self, tasks: list[Task], readings: list[Reading]) -> tuple[list[Tensor], list[int]]:
+        """Step after step of all; members at a short batch of another size than the others' step after them."""
+        ids, losses, counts = self.pack.ids, list[Tensor](), [0] * len(tasks)
+        streams = [reading.groups(t.part.start, t.part.steps) for t, reading in zip(tasks, readings, strict=True)]
+        for turn in zip(*streams, strict=True):
+            batches = [(epoch, group[0]) for epoch, group in turn]
+            sizes: dict[int, list[int]] = {}
+            for place, (_, rows) in enumerate(batches):
+                sizes.setdefault(len(rows), []).append(place)
+                counts[place] += len(rows)
+            found: dict[int, Tensor] = {}
+            for places in sizes.values():
+                batch = self._batch([batches[place] for place in places])
+                several = self.pack.step(batch, per_member=True, members=[ids[place] for place in places])
+                found |= dict(zip(places, several, strict=True))
+            losses.append(several if len(sizes) == 1 else torch.stack([found[place] for place in range(len(tasks))]))
+        return losses, counts
+
+    def _batch(self, wanted: list[tuple[int, Tensor]]) -> Any:
+        """Members' batches of equal size, members first."""
+        data, job = self.crew.data, self.crew.job
+        if isinstance(data.source, TensorSource):
+            return data.source.take(data.rows(torch.stack([rows for _, rows in wanted])))
+        taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in wanted]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *taken)
+
+    def _outcome(self, place: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
+        tensors, moments = self._result(place) if all(map(math.isfinite, losses)) else ({}, {})
+        if not all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point()):
+            tensors, moments, losses = {}, {}, [*losses[:-1], math.nan]
+        return Outcome(
+            round=task.round,
+            number=task.part.number,
+            tensors=tensors,
+            moments=moments if self.crew.method.moments == "travel" else {},
+            losses=tuple(losses),
+            rows=rows,
+            seconds=seconds,
+            peak_bytes=peak,
+        )
+
+    def _result(self, place: int) -> tuple[Tensors, Tensors]:
+        id, job = self.pack.ids[place], self.crew.job
+        network: nn.Module = self.pack.member(id).cpu()
+        optimizer = make_optimizer(job, network)
+        optimizer.load_state_dict(self.pack.optimizer_state(id))
+        moments = moments_of(optimizer, network)
+        return tensors_of(network), {name: value.cpu() for name, value in moments.items()}
