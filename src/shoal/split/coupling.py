@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shoal.split.coupling_axes import Axis, find, unify
-from shoal.split.coupling_trace import Call, Op, Record
+from shoal.split.coupling_trace import Op, Record
 
 
 @dataclass(slots=True, eq=False)
@@ -20,8 +20,7 @@ class Sum:
     """The parameter."""
     dim: int
     """Its dimension that is summed over."""
-    modules: tuple[str, ...]
-    call: Call | None
+    op: Op
     normalised: bool = False
     """Whether nothing but a normalisation reads the outcome, so that a factor would change nothing."""
 
@@ -35,7 +34,6 @@ class Coupling:
     origin: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
     """Views of a parameter: its name, and for each dimension the parameter's."""
     sums: list[Sum] = field(default_factory=list)
-    where: tuple[str, ...] = ()
 
     def of(self, tensor: Tensor) -> list[Axis]:
         """Its axes; a tensor that came from nowhere is a constant of the user's code, and stays whole."""

@@ -7,7 +7,7 @@ which must stay whole (`fix`, with the reason). What is left at the end, leaves 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -156,27 +156,32 @@ def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     return found
 
 
-def positions(axis: Axis, keep: Mapping[Axis, Rows]) -> Rows:
-    """Which places of the axis are left when its leaves keep these."""
-    axis = find(axis)
-    if axis.factors:
-        at = np.zeros(1, dtype=np.int64)
-        for factor in axis.factors:
-            at = (at[:, None] * find(factor).size + positions(factor, keep)[None, :]).reshape(-1)
-        return at
-    if axis.terms:
-        starts = np.cumsum([0, *(find(t).size for t in axis.terms)])
-        return np.concatenate([positions(t, keep) + start for t, start in zip(axis.terms, starts, strict=False)])
-    return keep.get(axis, np.arange(axis.size, dtype=np.int64))
-
-
 def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
     """[units, rows of each]: the places of the axis that each unit of the leaf has; no rows where it has none."""
-    at = [positions(axis, {leaf: np.array([unit])}) for unit in range(leaf.size)]
-    alone = set.intersection(*(set(rows.tolist()) for rows in at)) if leaf.size > 1 else set()
-    if alone:  # the other terms of a sum
-        at = [np.array([row for row in rows.tolist() if row not in alone], dtype=np.int64) for rows in at]
-    return np.stack(at)
+    owners = _owners(axis, leaf)
+    places = np.argsort(owners, kind="stable")
+    return places[np.count_nonzero(owners < 0) :].reshape(leaf.size, -1).astype(np.int64)
+
+
+def twice(axis: Axis) -> list[Axis]:
+    """The leaves that stand in more than one factor of a product, as in an outer product of an axis with itself."""
+    axis = find(axis)
+    inside = [set(leaves(f)) for f in axis.factors]
+    met = [leaf for i, some in enumerate(inside) for leaf in some if any(leaf in other for other in inside[:i])]
+    return met + [leaf for part in (*axis.factors, *axis.terms) for leaf in twice(part)]
+
+
+def _owners(axis: Axis, leaf: Axis) -> Rows:
+    """For each place of the axis the unit of the leaf that has it; -1: none."""
+    axis = find(axis)
+    if axis is leaf:
+        return np.arange(axis.size, dtype=np.int64)
+    if axis.terms:
+        return np.concatenate([_owners(t, leaf) for t in axis.terms])
+    found = np.full(1, -1, dtype=np.int64)
+    for factor in axis.factors:
+        found = np.maximum(found[:, None], _owners(factor, leaf)[None, :]).reshape(-1)
+    return found if axis.factors else np.full(axis.size, -1, dtype=np.int64)
 
 
 def _flat(axis: Axis) -> list[Axis]:

@@ -10,11 +10,14 @@ from shoal.split.coupling_trace import Op
 
 
 def unknown(c: Coupling, op: Op) -> None:
+    reason = f"nothing is known of how {op.name} couples it"
+    if c.record.recurrent.intersection(op.modules):
+        reason = "a recurrent layer stays whole"
     for tensor in op.tensors:
         for axis in c.of(tensor):
-            fix(axis, f"{op.name} has no rule")
+            fix(axis, reason)
     for tensor in op.outs:
-        c.give(tensor, [Axis(n, f"{op.name} has no rule") for n in tensor.shape])
+        c.give(tensor, [Axis(n, reason) for n in tensor.shape])
 
 
 @rule(
@@ -76,7 +79,7 @@ def _reads(c: Coupling, op: Op, operands: list[tuple[Tensor, int]]) -> None:
     if dims[weights[0][1]] < 0:
         fix(axis, f"{name} is reshaped before it is used")
         return
-    c.sums.append(Sum(axis, name, dims[weights[0][1]], op.modules, op.call))
+    c.sums.append(Sum(axis, name, dims[weights[0][1]], op))
 
 
 @rule("convolution")
@@ -101,7 +104,7 @@ def _convolution(c: Coupling, op: Op) -> None:
     else:
         unify(given[1], weight[read])
         channels = weight[made]
-        c.sums.append(Sum(given[1], name, dims[read], op.modules, op.call))
+        c.sums.append(Sum(given[1], name, dims[read], op))
     note(channels, "channel")
     if bias is not None:
         unify(c.of(bias)[0], channels)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from shoal.split.coupling import RULES, Coupling, rule
 from shoal.split.coupling_axes import Axis, find, fix, note, pieces, product, reshape, total, unify
 from shoal.split.coupling_rules import pointwise
@@ -58,13 +60,32 @@ def _cat(c: Coupling, op: Op) -> None:
     c.give(op.outs[0], out)
 
 
-@rule("split", "split_with_sizes", "chunk")
+@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
 def _split(c: Coupling, op: Op) -> None:
     given = c.of(op.args["self"])
     dim = op.args["dim"] % len(given)
     parts = pieces(given[dim], [out.shape[dim] for out in op.outs])
     for out, part in zip(op.outs, parts, strict=True):
         c.give(out, [*given[:dim], part, *given[dim + 1 :]])
+        _piece_of(c, op, out, dim)
+
+
+def _piece_of(c: Coupling, op: Op, out: Tensor, dim: int) -> None:
+    """A piece of a parameter along one dimension is still the parameter along the others."""
+    if id(op.args["self"]) in c.origin:
+        name, dims = c.origin[id(op.args["self"])]
+        gone = [] if out.dim() < len(dims) else [-1]
+        c.origin[id(out)] = (name, [*dims[:dim], *gone, *dims[dim + 1 :]])
+
+
+@rule("glu")
+def _gated(c: Coupling, op: Op) -> None:
+    given = c.of(op.args["self"])
+    dim = op.args["dim"] % len(given)
+    half = op.outs[0].shape[dim]
+    first, second = pieces(given[dim], [half, half])
+    unify(first, second)
+    c.give(op.outs[0], [*given[:dim], first, *given[dim + 1 :]])
 
 
 @rule("slice")
@@ -82,6 +103,10 @@ def _slice(c: Coupling, op: Op) -> None:
         start = max(0, start + size if start < 0 else min(start, size))
         part = pieces(given[dim], [start, left, size - start - left])[1]
     c.give(op.outs[0], [*given[:dim], part, *given[dim + 1 :]])
+    if left == size and id(op.args["self"]) in c.origin:
+        c.origin[id(op.outs[0])] = c.origin[id(op.args["self"])]
+    else:
+        _piece_of(c, op, op.outs[0], dim)
 
 
 @rule("select", "unbind")
@@ -91,6 +116,7 @@ def _select(c: Coupling, op: Op) -> None:
     fix(given[dim], "some of it is picked out")
     for out in op.outs:
         c.give(out, [*given[:dim], *given[dim + 1 :]])
+        _piece_of(c, op, out, dim)
 
 
 @rule("index", "index_select")
@@ -169,7 +195,10 @@ def _reduce(c: Coupling, op: Op) -> None:
     given, asked = c.of(op.args["self"] if "self" in op.args else op.tensors[0]), op.args.get("dim")
     gone = set(range(len(given))) if asked is None or asked == [] else _dims(asked, len(given))
     for d in gone:
-        fix(given[d], f"its {op.name} is taken")
+        if op.call is not None and op.call.name in ("layer_norm", "rms_norm"):
+            note(given[d], "normalised")
+        else:
+            fix(given[d], f"its {op.name} is taken")
     keep = bool(op.args.get("keepdim"))
     left = [Axis(1) if d in gone else axis for d, axis in enumerate(given) if keep or d not in gone]
     for out in op.outs:
@@ -196,6 +225,18 @@ def _pool(c: Coupling, op: Op) -> None:
         for axis in fresh:
             note(axis, "input")
         c.give(out, [*given[:-sides], *fresh])
+
+
+@rule("pixel_shuffle")
+def _shuffle(c: Coupling, op: Op) -> None:
+    given, shape = c.of(op.args["self"]), op.outs[0].shape
+    inside = "channels become an image's sides"
+    channels = Axis(shape[-3])
+    unify(given[-3], product([channels, Axis(op.args["upscale_factor"] ** 2, inside)]))
+    sides = [Axis(n, inside) for n in shape[-2:]]
+    for axis in sides:
+        note(axis, "input")
+    c.give(op.outs[0], [*given[:-3], channels, *sides])
 
 
 @rule("constant_pad_nd")

@@ -26,7 +26,10 @@ SIZED = frozenset(
     {"view", "reshape", "unflatten", "split", "split_with_sizes", "expand", "layer_norm", "rms_norm", "group_norm"}
 )
 """Calls whose arguments are sizes."""
-SUMS = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "conv1d", "conv2d", "conv3d"})
+SUMS = frozenset(
+    {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d"}
+    | {f"conv_transpose{n}d" for n in (1, 2, 3)}
+)
 """Calls that sum over their first operand's features."""
 
 
@@ -85,6 +88,8 @@ class Record:
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    recurrent: frozenset[str] = frozenset()
+    """Names of the modules that are recurrent layers of torch."""
 
     def live(self) -> list[Op]:
         """The operators that something of the output depends on."""
@@ -131,6 +136,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
     given = pytree.tree_map_only(Tensor, fake, tuple(inputs))
     found = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
     stack: list[tuple[str, int]] = []
+    found.recurrent = frozenset(n for n, m in copied.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase))
     for name, module in copied.named_modules():
         _watch(module, name, found, stack)
     copied.train()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.split.coupling import Coupling
-from shoal.split.coupling_axes import Axis, find, leaves, rows_of_units
+from shoal.split.coupling_axes import Axis, find, fix, leaves, rows_of_units, twice
 from shoal.split.coupling_trace import Call, Record
 from shoal.split.coupling_walk import couple
 from shoal.split.units import Group, Reader, Sized, Span, Units, Use
@@ -32,6 +33,10 @@ class _Builder:
     def units(self) -> Units:
         state = self.coupling.record.state
         order = [(name, dim) for name in state for dim in range(state[name].dim())]
+        for axes in [self.axes(name) for name in state]:
+            for axis in axes:
+                for leaf in twice(axis):
+                    fix(leaf, "its units meet one another in one dimension")
         for name, dim in sorted(
             order, key=lambda place: place in self.summed
         ):  # names come from the layers that make it
@@ -41,8 +46,8 @@ class _Builder:
         spans = {name: tuple(self.span(axis, name, dim) for dim, axis in enumerate(self.axes(name))) for name in state}
         calls = {id(call): place for place, call in enumerate(self.coupling.record.calls)}
         readers = tuple(
-            Reader(s.tensor, s.dim, self.span(s.axis, s.tensor, s.dim), s.modules[-1] if s.modules else "",
-                   calls.get(id(s.call)), s.normalised)
+            Reader(s.tensor, s.dim, self.span(s.axis, s.tensor, s.dim), s.op.modules[-1],
+                   calls.get(id(s.op.call)), s.normalised)
             for s in self.coupling.sums
         )  # fmt: skip
         groups = {name: self.group(leaf, name, spans) for leaf, name in self.names.items()}
@@ -93,13 +98,11 @@ class _Builder:
         outs = tuple(self.dims(out) for out in call.outs) if call.sized else ()
         return Sized(call.name, call.modules, call.runs, call.dim, outs)
 
-    def dims(self, out: Tensor) -> tuple[Span | str, ...]:
+    def dims(self, out: Tensor) -> tuple[Span | None, ...]:
         axes: Sequence[Axis] = self.coupling.axes.get(id(out), [Axis(n) for n in out.shape])
-        found: list[Span | str] = []
+        found: list[Span | None] = []
         for axis in axes:
-            inner = list(leaves(axis))
-            if not any("input" in leaf.notes for leaf in inner):
-                found.append(self.span(axis))
-            else:
-                found.append("mixed" if any(leaf in self.names for leaf in inner) else "rows")
+            rows = any("input" in leaf.notes for leaf in leaves(axis))
+            cut = any(leaf in self.names for leaf in leaves(axis))
+            found.append(replace(self.span(axis), rows=rows) if cut or not rows else None)
         return tuple(found)

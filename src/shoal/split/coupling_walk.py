@@ -20,17 +20,17 @@ def couple(record: Record) -> Coupling:
         found.axes[id(tensor)] = [Axis(n) for n in tensor.shape]
         found.origin[id(tensor)] = (name, list(range(tensor.dim())))
     for tensor in record.inputs:
-        found.axes[id(tensor)] = [Axis(n, "it is an input's") for n in tensor.shape]
+        found.axes[id(tensor)] = [Axis(n, "the inputs have its size") for n in tensor.shape]
         for axis in found.axes[id(tensor)]:
             note(axis, "input")
     live = record.live()
     for op in live:
-        found.where = op.modules
         rule = RULES.get(op.name) or (pointwise if op.pointwise else unknown)
+        rule = unknown if record.recurrent.intersection(op.modules) else rule
         rule(found, op)
     for tensor in record.outputs:
         for axis in found.of(tensor):
-            fix(axis, "it is an output's")
+            fix(axis, "the outputs have its size")
     _mark_normalised(found, live)
     return found
 
@@ -41,13 +41,8 @@ def _mark_normalised(c: Coupling, live: Sequence[Op]) -> None:
     for op in live:
         for tensor in op.tensors:
             readers.setdefault(id(tensor), []).append(op)
-    by_place = {(s.tensor, s.modules): s for s in c.sums}
-    for op in live:
-        if op.name not in ("mm", "addmm", "convolution") or not op.outs:
-            continue
-        weight = next((c.origin[id(t)][0] for t in op.tensors if id(t) in c.origin and t.dim() > 1), "")
-        if (found := by_place.get((weight, op.modules))) is not None:
-            found.normalised = _only_norms(op.outs[0], readers)
+    for found in c.sums:
+        found.normalised = _only_norms(found.op.outs[0], readers)
 
 
 def _only_norms(tensor: Tensor, readers: dict[int, list[Op]]) -> bool:

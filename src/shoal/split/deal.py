@@ -37,15 +37,15 @@ def deal(
     hands: list[dict[str, Tensor]] = [{} for _ in shares]
     for group in units.groups.values():
         order = shuffled(group.name, group.size, seed, round)
-        common = _common(group.size, overlap, len(shares))
-        for hand, own in zip(hands, _dealt(group, order[common:], shares), strict=True):
+        common = round_half_up(overlap * group.size)
+        for hand, own in zip(hands, _dealt(group, order[common:], shares, common), strict=True):
             kept = np.sort(np.concatenate([order[:common], own]))
             hand[group.name] = torch.from_numpy(kept)
     return hands
 
 
-def counts(size: int, shares: Sequence[float]) -> list[int]:
-    """How many of `size` units each share is: the largest remainders are rounded up, and nobody gets none.
+def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
+    """How many of `size` units each share is: the largest remainders are rounded up, and everybody gets the least.
 
     >>> counts(10, [1, 1, 1]), counts(10, [8, 1, 0.1])
     ([4, 3, 3], [8, 1, 1])
@@ -56,24 +56,26 @@ def counts(size: int, shares: Sequence[float]) -> list[int]:
     remainders = sorted(range(len(shares)), key=lambda i: (found[i] - exact[i], i))
     for i in remainders[: size - sum(found)]:
         found[i] += 1
-    while 0 in found:
+    while min(found) < least:
         most = max(range(len(found)), key=lambda i: (found[i], -i))
+        found[found.index(min(found))] += 1
         found[most] -= 1
-        found[found.index(0)] += 1
     return found
 
 
-def _dealt(group: Group, order: Rows, shares: Sequence[float]) -> list[Rows]:
-    if group.size < len(shares):
+def _dealt(group: Group, order: Rows, shares: Sequence[float], common: int) -> list[Rows]:
+    """The units that are not everybody's, cut by shares; without any in common each worker needs one of its own."""
+    if group.size < len(shares) and not common:
         raise SplitError(
             f"{len(shares)} workers, but {group.name} has {group.size} units ({group.kind}s): each worker needs one; "
-            f"use at most {group.size} workers or a wider layer"
+            f"use at most {group.size} workers, a larger {group.name}, or some overlap"
         )
-    return np.split(order, np.cumsum(counts(len(order), shares))[:-1].astype(np.int64))
+    number = counts(len(order), shares, least=0 if common else 1)
+    return np.split(order, np.cumsum(number)[:-1].astype(np.int64))
 
 
-def _common(size: int, overlap: float, workers: int) -> int:
-    return max(0, min(round(overlap * size), size - workers))
+def round_half_up(value: float) -> int:
+    return math.floor(value + 0.5)
 
 
 def shuffled(name: str, size: int, seed: int, number: int) -> Rows:

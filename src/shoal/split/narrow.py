@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from shoal.errors import SplitError
 from shoal.split.blocks import without_blocks
 from shoal.split.coupling_trace import shell
 from shoal.split.narrow_classes import attend, rescale, resize
-from shoal.split.narrow_sizes import Entry
+from shoal.split.narrow_sizes import Entry, Size
 from shoal.split.units import Keep, Reader, Sized, Span, Units
 
 NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm}
@@ -127,10 +129,17 @@ def _scale(modules: Mapping[str, nn.Module], units: Units, keep: Keep) -> dict[i
         owner, module = reader.tensor.rpartition(".")[0], modules[reader.module]
         if isinstance(module, nn.MultiheadAttention) and owner.endswith("out_proj"):
             module.shoal_scale = factor  # type: ignore[assignment]
+        elif isinstance(module, nn.MultiheadAttention) and owner == reader.module:
+            reads = {**getattr(module, "shoal_reads", {}), reader.tensor.rpartition(".")[2]: factor}
+            module.shoal_reads = reads  # type: ignore[assignment]
         elif isinstance(module, nn.Linear | _ConvNd) and owner == reader.module:
             rescale(module, factor)
         elif reader.call is not None:
             leftover[reader.call] = factor
+        else:
+            raise SplitError(
+                f"{reader.tensor} sums over units by a call that cannot be scaled: use a Linear or a matmul"
+            )
     return leftover
 
 
@@ -164,10 +173,11 @@ def _resize(
         resize(modules[name], name, list(runs.values()))
 
 
-def _sizes(call: Sized, keep: Keep) -> tuple[tuple[int | None, ...], ...]:
-    """For each result its sizes: None where the caller's own are right, -1 where it follows from the rest."""
+def _sizes(call: Sized, keep: Keep) -> tuple[tuple[Size, ...], ...]:
+    """For each result its sizes, as an entry has them."""
     if not call.cut(keep):
         return ()
     return tuple(
-        tuple(d.left(keep) if isinstance(d, Span) else None if d == "rows" else -1 for d in out) for out in call.outs
+        tuple(None if d is None else Fraction(d.left(keep), d.size) if d.rows else d.left(keep) for d in out)
+        for out in call.outs
     )

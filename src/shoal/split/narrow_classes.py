@@ -116,11 +116,12 @@ def _rows_first(x: Tensor, batched: bool, batch_first: bool) -> Tensor:
 
 def _heads(self: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     """Query, key and value as [batch, heads, tokens, width of a head]."""
-    if self.in_proj_weight is not None:
-        weights = self.in_proj_weight.chunk(3)
-    else:
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+    packed = self.in_proj_weight is not None
+    names = ["in_proj_weight"] * 3 if packed else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    weights = self.in_proj_weight.chunk(3) if packed else [getattr(self, name) for name in names]
     biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+    reads = getattr(self, "shoal_reads", {})
+    rows = [times(x, reads[name]) if name in reads else x for x, name in zip(rows, names, strict=True)]
     return [
         torch.unflatten(F.linear(x, weight, bias), -1, (self.num_heads, -1)).transpose(1, 2)
         for x, weight, bias in zip(rows, weights, biases, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from threading import local
 from typing import Any
 
@@ -20,6 +21,9 @@ from shoal.errors import SplitError
 from shoal.split.coupling_trace import SIZED, SUMS
 
 Factor = float | tuple[float, ...]
+Size = int | Fraction | None
+FIRST = {"einsum": 1, "addmm": 1, "baddbmm": 1}
+"""Where the first operand stands, if not first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,9 @@ class Entry:
 
     name: str
     dim: int
-    sizes: tuple[tuple[int | None, ...], ...] = ()
-    """For each result: None where the caller's own size is right, -1 where it follows from the rest; empty: all are."""
+    sizes: tuple[tuple[Size, ...], ...] = ()
+    """For each result: None where the caller's own size is right, a fraction of it where rows and units share it.
+    Empty: all are right."""
     factor: Factor | None = None
     """Of the first operand."""
 
@@ -56,7 +61,8 @@ def times(x: Tensor, factor: Factor, dim: int = -1) -> Tensor:
     """A tensor times a factor, or times one for each place of a dimension."""
     if isinstance(factor, float):
         return x * factor
-    return x * x.new_tensor(factor).view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    with own_code():
+        return x * x.new_tensor(factor).view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
 
 
 class Sizes(TorchFunctionMode):
@@ -93,7 +99,7 @@ class Sizes(TorchFunctionMode):
         if entry.sizes:
             args, kwargs = _resized(entry, args, kwargs)
         if entry.factor is not None:
-            args = (times(args[0], entry.factor, 1 if name.startswith("conv") else -1), *args[1:])
+            args = _scaled(entry, args)
         return func(*args, **kwargs)
 
 
@@ -113,7 +119,7 @@ def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return (x, dim, _merged(asked, wanted[at : at + len(asked)], infer=True)), {}
     if name in ("split", "split_with_sizes"):
         pieces = [out[entry.dim] for out in entry.sizes]
-        known = all(n is not None and n >= 0 for n in pieces)
+        known = all(isinstance(n, int) for n in pieces)
         return ((x, pieces, entry.dim), {}) if known else (args, kwargs)
     if name in ("layer_norm", "rms_norm"):
         asked = rest[0] if rest else kwargs["normalized_shape"]
@@ -122,10 +128,27 @@ def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def _merged(asked: Sequence[int], wanted: Sequence[int | None], *, infer: bool) -> list[int]:
-    found = [own if new is None or (new < 0 and not infer) else new for own, new in zip(asked, wanted, strict=True)]
-    if found.count(-1) > 1:  # a size that follows from the rest, and one that mixes rows with units
-        raise SplitError(
-            f"a call asks for sizes {tuple(asked)}, of which two would have to be guessed in a narrow network"
-        )
+def _merged(asked: Sequence[int], wanted: Sequence[Size], *, infer: bool) -> list[int]:
+    """The caller's sizes with the narrow network's; one that rows and units share follows from the rest if it can."""
+    infer = infer and -1 not in asked and sum(isinstance(new, Fraction) for new in wanted) == 1
+    found = []
+    for own, new in zip(asked, wanted, strict=True):
+        if isinstance(new, Fraction):
+            new = -1 if infer or own == -1 else int(own * new)
+        found.append(own if new is None else new)
     return found
+
+
+def _scaled(entry: Entry, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call's arguments, the first operand times its factor."""
+    assert entry.factor is not None
+    at = FIRST.get(entry.name, 0)
+    dim = 1 if entry.name.startswith("conv") else -1
+    if entry.name == "einsum" and not isinstance(entry.factor, float):
+        raise SplitError("einsum sums over units of which some are whole and some are cut: use a Linear there")
+    operand = args[at]
+    if isinstance(operand, list | tuple):
+        operand = [times(operand[0], entry.factor), *operand[1:]]
+    else:
+        operand = times(operand, entry.factor, dim)
+    return (*args[:at], operand, *args[at + 1 :])

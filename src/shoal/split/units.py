@@ -53,6 +53,8 @@ class Span:
 
     size: int
     uses: tuple[Use, ...] = ()
+    rows: bool = False
+    """Whether the inputs' rows have a part in its size too."""
 
     def kept(self, keep: Keep) -> Tensor | None:
         """The places that are left, ascending; None: all."""
@@ -104,12 +106,11 @@ class Sized:
     runs: tuple[int, ...]
     """Which run of each of these modules."""
     dim: int
-    outs: tuple[tuple[Span | str, ...], ...]
-    """For each result, its dimensions: "rows" where the size comes from the inputs, "mixed" where inputs and units
-    share it, else what it is made of."""
+    outs: tuple[tuple[Span | None, ...], ...]
+    """For each result, its dimensions; None where the size comes from the inputs alone."""
 
     def cut(self, keep: Keep) -> bool:
-        return any(d == "mixed" or (isinstance(d, Span) and d.left(keep) != d.size) for out in self.outs for d in out)
+        return any(d is not None and d.left(keep) != d.size for out in self.outs for d in out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,8 @@ class Units:
         """With these groups alone; the others stay whole for these reasons."""
         kept = set(names)
 
-        def spared(span: Span | str) -> Any:
-            return span if isinstance(span, str) else Span(span.size, tuple(u for u in span.uses if u.group in kept))
+        def spared(span: Any) -> Any:
+            return span and replace(span, uses=tuple(u for u in span.uses if u.group in kept))
 
         whole = dict(self.whole)
         for name, group in self.groups.items():
@@ -228,7 +229,7 @@ def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = Fals
 
 def nothing_to_cut(model: nn.Module, found: Units) -> str:
     """One line: the main reason and the fix."""
-    reasons = [why for why in found.whole.values() if "output" not in why and "input" not in why]
+    reasons = [why for why in found.whole.values() if not why.startswith(("the inputs", "the outputs"))]
     reasons = reasons or list(found.whole.values()) or ["it has no parameters"]
     main = max(set(reasons), key=reasons.count)
     return (
