@@ -61,8 +61,9 @@ class RunFolder:
     ...     folder.finish(results)
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, passing: bool = False) -> None:
+        """`passing`: it ends with the run, so that members at their end, whom the run has, need not be in it."""
+        self.path, self.passing = path, passing
         if importlib.util.find_spec("safetensors") is None:
             raise ImportError("out= writes weights with safetensors: pip install safetensors")
         if path.exists() and not path.is_dir():

@@ -149,7 +149,7 @@ def _folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFo
         yield None
         return
     own = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
-    with own as name, RunFolder(Path(name)) as folder:
+    with own as name, RunFolder(Path(name), passing=out is None) as folder:
         yield folder
 
 

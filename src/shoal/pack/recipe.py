@@ -84,8 +84,8 @@ class Kitchen:
     def __init__(self) -> None:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-        self._known: set[Hashable] = set()
-        """Code that was recorded twice already."""
+        self._known: dict[Hashable, Trace] = {}
+        """Code that was recorded twice already, and its first trace."""
         self._programs: dict[Hashable, Program] = {}
         self.executables: dict[Hashable, Any] = {}
         """Compiled steps, for `captured`: by what they compute and its shape."""
@@ -174,11 +174,13 @@ class Kitchen:
         if key not in self._traces:
             try:
                 there = _beside(model, leaves)
-                self._traces[key] = trace(
+                self._traces[key] = made = trace(
                     there, call, batch, precision=precision, evaluating=evaluating, reached=function,
                     twice=code not in self._known,
                 )  # fmt: skip
-                self._known.add(code)
+                first = self._known.setdefault(code, made)
+                if made is not first and made.like(first):
+                    made.first = first
             except Untraceable as refusal:
                 self._traces[key] = refusal
         found = self._traces[key]

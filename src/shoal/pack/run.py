@@ -296,6 +296,7 @@ class Run(Host):
         start = time.monotonic()
         due = now or (start - self._saved >= self._save_every and not self.folder.busy)
         members, self._unsaved = self._unsaved, []
+        members = [m for m in members if m.status == "running" or not self.folder.passing]
         if due:
             self._saved = start
             for ride in self.rides:

@@ -32,6 +32,12 @@ Path = tuple[int, str | int, tuple[Any, ...]]
 
 def skeleton(trace: Trace) -> Hashable:
     """The graph with every liftable number and every constant's content left out."""
+    if trace.skeleton is None:
+        trace.skeleton = _skeleton(trace)
+    return trace.skeleton
+
+
+def _skeleton(trace: Trace) -> Hashable:
     position = {node: index for index, node in enumerate(trace.nodes)}
     rows = []
     for node in trace.nodes:

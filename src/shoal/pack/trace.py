@@ -12,7 +12,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +55,18 @@ class Trace:
     nodes: list[Node] = field(init=False)
     used: list[bool] | None = None
     """What `used_params` found."""
+    skeleton: Hashable | None = None
+    """What `signature.skeleton` found."""
+    first: Trace | None = None
+    """The same operators on a batch of another size: gradients go the same ways."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
+
+    def like(self, other: Trace) -> bool:
+        """Whether the same operators are called in the same order, on whatever shapes."""
+        mine, theirs = ([(node.op, node.target) for node in own.nodes] for own in (self, other))
+        return mine == theirs and self.trainable == other.trainable
 
     def constant(self, node: Node) -> Tensor:
         """The tensor behind a `get_attr` node: one the step reads that is neither parameter, buffer nor batch."""
@@ -351,7 +360,7 @@ def _first_line(error: BaseException) -> str:
 def used_params(recorded: Trace) -> list[bool]:
     """Which parameters the first output (the loss) gives a gradient to: those are the ones an optimizer touches."""
     if recorded.used is None:
-        recorded.used = _used_params(recorded)
+        recorded.used = _used_params(recorded) if recorded.first is None else used_params(recorded.first)
     return recorded.used
 
 
