@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def rows(count: int = 90, width: int = 6, dtype: torch.dtype = torch.float64) ->
 def mlp(*widths: int, norm: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A fully connected network of these widths."""
     layers: list[nn.Module] = []
-    for place, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+    for place, (a, b) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(a, b))
         if place < len(widths) - 2:
             layers += [nn.BatchNorm1d(b)] if norm else []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.split.networks import accuracy, distance, make_job, mlp, rows, same_bits
 from torch import nn
 
 import shoal
@@ -22,7 +23,6 @@ from shoal.split.method import Worker
 from shoal.split.parts import Outcome, Task
 from shoal.split.reading import Reading
 from shoal.split.rounds import train_split
-from tests.split.networks import accuracy, distance, make_job, mlp, rows, same_bits
 
 
 def plain_loop(job: Job, steps: int) -> nn.Module:
