@@ -124,15 +124,20 @@ class Trials:
             clear()
         try:
             with timed("trials") as span:
-                unit = self._build(form)
-                found = _timed(unit, form)
+                self._last = self._time(form)
         except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
             if context_lost(error):
                 raise
+        if self._last is None:
             clear()
             return None
-        self.spent, self._last = span.seconds - found.compile_seconds, (found, unit)
+        found = self._last[0]
+        self.spent = span.seconds - found.compile_seconds
         return found
+
+    def _time(self, form: Form) -> tuple[Form, CapturedUnit]:
+        unit = self._build(form)
+        return _timed(unit, form), unit
 
 
 def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) -> Form | None:

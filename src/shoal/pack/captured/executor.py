@@ -40,6 +40,8 @@ class CapturedExecutor(Executor):
             if not out_of_memory(error):
                 raise
             full = error
+            for unit, _ in captured:
+                unit.crowded()
         share = (perf_counter() - start) / max(1, sum(len(unit.members) for unit, _ in captured))
         largest = max(captured, key=lambda pair: len(pair[0].members), default=(None, 0))[0]
         return [

@@ -45,6 +45,7 @@ class CapturedUnit(Unit):
         """Of a step of all chunks, by the batch's rows. They are of these chunks: gone with the first that is."""
         self.step_seconds = self.set_up_seconds = 0.0
         """What a step takes, and what it took to make it ready; where that is known."""
+        self._crowded = False
         self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
         self._short: list[int] = []
         self._mixed = False
@@ -94,13 +95,17 @@ class CapturedUnit(Unit):
             if self._coming(rows) >= FEW:
                 self.graph(recorder, rows)
 
+    def crowded(self) -> None:
+        """Memory was full: hold no more than is needed."""
+        self.graphs, self._crowded = {}, True
+
     def _coming(self, rows: int) -> int:
         """How many batches of so many rows somebody will still have."""
         return max(batches_left(member, full=rows == self._full) for member in self.members)
 
     def _fit(self) -> None:
         """Let go of seats that nobody has taken, where they are half of all and it pays."""
-        if not self._worth_fitting():
+        if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].seats) // 2) or not self._worth_fitting():
             return
         chunks = [chunk for chunk in self.chunks if chunk.members]
         chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
@@ -112,7 +117,7 @@ class CapturedUnit(Unit):
     def _worth_fitting(self) -> bool:
         """Whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
         saved = FITTING_GAIN * self.step_seconds * self._coming(self._full)
-        if not self.step_seconds or saved > self.set_up_seconds:
+        if self._crowded or not self.step_seconds or saved > self.set_up_seconds:
             return True
         return self.members[0].device.type == "cuda" and scarce()
 
