@@ -164,9 +164,9 @@ def test_normalisation_is_estimated_from_training_rows() -> None:
     assert renormalise(job, model, method.data) == 1
     with torch.no_grad():
         order = shoal.split.reading.Reading(job, 90).order(0)
-        hidden = [model[0](job.data[0][rows]) for rows in order.split(8)]  # type: ignore[index]
+        hidden = [model[0](job.data[0][rows]) for rows in torch.split(order, 8)]  # type: ignore[index]
     mean = sum(h.mean(0) for h in hidden) / len(hidden)
-    assert torch.allclose(model[1].running_mean, mean)  # type: ignore[index,arg-type]
+    assert torch.allclose(model[1].running_mean, mean)  # type: ignore[index]
     assert model[1].momentum == momentum and model.training  # type: ignore[index]
     assert renormalise(job, mlp(6, 4, 3, norm=False), method.data) == 0
     model[1].eval()  # type: ignore[index]  # frozen by its user

@@ -28,7 +28,7 @@ def bare(*widths: int, dropout: float = 0.0) -> nn.Module:
     model = mlp(*widths, dropout=dropout)
     for layer in list(model)[:-1]:  # type: ignore[call-overload]
         if isinstance(layer, nn.Linear):
-            layer.bias = None
+            layer.bias = None  # type: ignore[assignment]
     return model
 
 
@@ -141,7 +141,7 @@ def plain(
     for (x, y), factor in zip(batches, factors, strict=True):
         optimizer.param_groups[0]["lr"] = hparams["lr"] * factor
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model, optimizer
 
@@ -191,7 +191,7 @@ def test_a_member_that_stopped_runs_again_after_loading() -> None:
     pack.step(x, y)
     broken = copy.deepcopy(models[1])
     with torch.no_grad():
-        broken[0].weight.fill_(float("nan"))  # type: ignore[index,operator,union-attr]
+        broken[0].weight.fill_(float("nan"))  # type: ignore[index]
     pack.load(1, broken.state_dict())
     pack.step(x, y)
     assert pack.status[1] == "diverged"

@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from shoal.data import View
 from shoal.job import Job
 from shoal.pack.liveness import Ledger
-from shoal.pack.members import autocast, make_optimizer, run_step, seeded
+from shoal.pack.members import autocast, run_step, seeded
 from shoal.split.method import Method
 from shoal.split.parts import Part, Task
+from shoal.split.report import moments_per_weight
 
 StepOf = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Any]]]
 """(network, batch) -> loss and logs."""
@@ -111,7 +112,7 @@ def predicted_peaks(job: Job, method: Method, parts: Sequence[Part], whole: nn.M
 
 
 def _fake_peak(job: Job, network: nn.Module, step: StepOf, batch: Any, update: bool) -> int | None:
-    """The peak of a second step on tensors that have shapes and no data."""
+    """The peak of a step on tensors that have shapes and no data: of forward and backward, or of the update."""
     try:
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode, seeded(0, _CPU):
             warnings.simplefilter("ignore")
@@ -119,19 +120,17 @@ def _fake_peak(job: Job, network: nn.Module, step: StepOf, batch: Any, update: b
             for p in network.parameters():
                 swapped[id(p)] = nn.Parameter(mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
             twin = copy.deepcopy(network, swapped)
-            optimizer = make_optimizer(job, twin)
             given = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
-            for _ in range(2):
-                held = held_bytes(twin, optimizer)
-                with Ledger() as ledger:
-                    optimizer.zero_grad()
-                    with autocast(job, _CPU):
-                        loss, _logs = step(twin, given)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    if update:
-                        optimizer.step()
-                    del loss, _logs
-            read = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-            return held + read + int(ledger.held(0).working)
+            with Ledger() as ledger:
+                with autocast(job, _CPU):
+                    loss = step(twin, given)[0]
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
     except Exception:
         return None
+    grads = [p.nbytes for p in network.parameters() if p.requires_grad]
+    kept = int(moments_per_weight(job)[0] * sum(grads)) if update else 0
+    weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    read = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    updating = sum(grads) + 2 * max(grads, default=0)  # a plain optimizer makes a temporary or two for each weight
+    return weights + kept + max(int(ledger.held(0).working) + read, updating if update else 0)
