@@ -32,7 +32,9 @@ def test_nobody_has_to_listen() -> None:
 
 def test_a_plan_tells_what_its_set_up_took() -> None:
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
-    jobs = [shoal.Job(model=lambda: nn.Linear(4, 3), data=(x, y), loss=F.cross_entropy, seed=i) for i in range(2)]
+    jobs = [
+        shoal.Job(model=lambda: nn.Linear(4, 3), data=(x, y), loss=F.cross_entropy, epochs=1, seed=i) for i in range(2)
+    ]
     plan = shoal.train(jobs, device="cpu", threads=1).plan
     assert plan is not None and {"jobs", "traces", "costs", "units"} <= plan.set_up.keys()
     assert all(seconds >= 0 for seconds in plan.set_up.values())
