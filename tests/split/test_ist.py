@@ -104,8 +104,9 @@ def test_moments_travel_with_their_weights() -> None:
         assert task.moments["0.weight/exp_avg"].shape == task.tensors["0.weight"].shape
         assert float(task.moments["0.weight/step"]) == 4
         assert task.moments["0.weight/exp_avg"].abs().sum() > 0
-    whole = result.optimizer_state["moments"]
-    assert whole["3.weight/exp_avg_sq"].shape == (3, 12) and float(whole["3.weight/step"]) == 12
+    torch.optim.Adam(result.model.parameters()).load_state_dict(result.optimizer_state)
+    last = result.optimizer_state["state"][4]  # of 3.weight, the fifth parameter
+    assert last["exp_avg_sq"].shape == (3, 12) and float(last["step"]) == 12
     fresh = IST(job, 3, 4, recovery=0, moments="fresh")
     watched = Watched(job, fresh, 3)
     train_split(job, fresh, watched)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -175,21 +175,33 @@ class _Ride:
 
     def _train(self, tasks: list[Task], readings: list[Reading]) -> tuple[list[Tensor], list[int]]:
         """Step after step of all; members at a short batch of another size than the others' step after them."""
-        ids, losses, counts = self.pack.ids, list[Tensor](), [0] * len(tasks)
+        ids, losses = self.pack.ids, list[Tensor]()
         streams = [reading.groups(t.part.start, t.part.steps) for t, reading in zip(tasks, readings, strict=True)]
-        for turn in zip(*streams, strict=True):
-            batches = [(epoch, group[0]) for epoch, group in turn]
+        turns = [[(epoch, group[0]) for epoch, group in turn] for turn in zip(*streams, strict=True)]
+        feed = self._full(turns)
+        for turn in turns:
             sizes: dict[int, list[int]] = {}
-            for place, (_, rows) in enumerate(batches):
+            for place, (_, rows) in enumerate(turn):
                 sizes.setdefault(len(rows), []).append(place)
-                counts[place] += len(rows)
+            if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.crew.job.batch_size:
+                losses.append(self.pack.step(next(feed), per_member=True))
+                continue
             found: dict[int, Tensor] = {}
             for places in sizes.values():
-                batch = self._batch([batches[place] for place in places])
+                batch = self._batch([turn[place] for place in places])
                 several = self.pack.step(batch, per_member=True, members=[ids[place] for place in places])
                 found |= dict(zip(places, several, strict=True))
-            losses.append(several if len(sizes) == 1 else torch.stack([found[place] for place in range(len(tasks))]))
-        return losses, counts
+            losses.append(torch.stack([found[place] for place in range(len(tasks))]))
+        return losses, [sum(len(turn[place][1]) for turn in turns) for place in range(len(tasks))]
+
+    def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
+        """The turns in which everybody has a full batch, their rows brought to the device at once."""
+        source, size = self.crew.data.source, self.crew.job.batch_size
+        full = [turn for turn in turns if all(len(rows) == size for _, rows in turn)]
+        if not full or not isinstance(source, TensorSource):
+            return None
+        order = torch.stack([torch.stack([rows for _, rows in turn]) for turn in full])
+        return map(source.take, self.crew.data.rows(order).to(self.crew.device))
 
     def _batch(self, wanted: list[tuple[int, Tensor]]) -> Any:
         """Members' batches of equal size, members first."""

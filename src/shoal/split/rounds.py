@@ -19,7 +19,7 @@ from shoal.environment import environment
 from shoal.errors import SplitError
 from shoal.job import Job
 from shoal.monitor import Monitor
-from shoal.pack.members import Member, open_data
+from shoal.pack.members import Member, make_optimizer, open_data
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
 from shoal.split.averaging import check_count
@@ -27,6 +27,7 @@ from shoal.split.checks import checked, shard_problems
 from shoal.split.local import diverged
 from shoal.split.memory import predicted_peaks
 from shoal.split.method import Crew, Method
+from shoal.split.moments import load_moments
 from shoal.split.parts import Outcome, Part, Task
 from shoal.split.reading import Reading
 from shoal.split.report import Forecast, SplitReport, moved
@@ -267,15 +268,18 @@ class _Run:
         if self.best is not None:
             self.tensors.tensors = self.best
         self.report.history = [dict(row) for row in self.history]
+        model = self.settled()
+        optimizer = make_optimizer(self.job, model)
+        load_moments(optimizer, model, self.tensors.moments)
         return Result(
             name=self.name,
             job=self.job,
-            model=self.settled(),
+            model=model,
             history=self.history,
             status=self.status,
             tier=self.report.tier,
             error=self.error or None,
-            optimizer_state={"moments": self.tensors.moments},
+            optimizer_state=optimizer.state_dict(),
             seconds=self.report.seconds_measured,
             environment=environment(self.device),
             steps=self.step,
