@@ -1,0 +1,130 @@
+"""Subnets of one network as a pack on a GPU, against the same subnets one after another; and a layer too large for one.
+
+    python benchmarks/subnets.py --out benchmarks/results/subnets.json
+
+Both crews carry out the same tasks of independent subnet training: building the narrow networks, the local steps and
+reading the weights back are all counted. Then a network whose training does not fit into a memory budget as a whole is
+trained in parts that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.bench.stamp import stamp
+from shoal.reproduce.ist import Network
+from shoal.split.crews import Serial
+from shoal.split.ist import IST
+from shoal.split.packed import Packed
+from shoal.split.state import State
+
+ROUNDS = 5
+
+
+def convolutional() -> nn.Module:
+    widths = [1, 64, 128, 128]
+    layers: list[nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 9, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+NETWORKS = {"784-2048-2048-10": lambda: Network(784, 2048, 10), "3 convolutions, 2 linear": convolutional}
+
+
+def job(build: Any, image: bool, steps: int) -> shoal.Job:
+    x, y = torch.randn(8192, 784), torch.randint(10, (8192,))
+    return shoal.Job(
+        model=build, data=(x.view(-1, 1, 28, 28) if image else x, y), loss=F.cross_entropy, optimizer=torch.optim.SGD,
+        hparams={"lr": 0.01, "momentum": 0.9}, batch_size=128, steps=steps,
+    )  # fmt: skip
+
+
+def speed(name: str, build: Any, subnets: int, local_steps: int) -> dict[str, Any]:
+    made = job(build, "conv" in name, local_steps * (ROUNDS + 1))
+    method = IST(made, subnets, local_steps, moments="fresh", recovery=0)
+    found: dict[str, Any] = {"network": name, "subnets": subnets, "local_steps": local_steps}
+    outcomes = {}
+    for crew in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):
+        state = State.of(method.model, {}, {})
+        took = []
+        for number in range(ROUNDS + 1):
+            parts = method.parts(number, crew.roll(number))
+            tasks = [state.task(number, part, method.slices(part), moments=False, extras={}) for part in parts]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            done = crew.run(tasks)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+            state.commit(parts, [method.returns(part) for part in parts], done)
+        found[f"{crew.tier}_seconds"] = median(took[1:])
+        outcomes[crew.tier] = state.tensors
+    found["times"] = found["serial_seconds"] / found["packed_seconds"]
+    found["apart"] = max(
+        float((outcomes["packed"][n] - t).abs().max() / t.abs().max().clamp_min(1e-12))
+        for n, t in outcomes["serial"].items()
+        if t.is_floating_point()
+    )
+    return found
+
+
+def too_large(width: int, budget: float, subnets: int) -> dict[str, Any]:
+    """Train a network in parts under a budget that the whole does not fit into."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + budget) / total)
+    made = job(lambda: Network(784, width, 10), False, 20)
+    found: dict[str, Any] = {"width": width, "budget_bytes": budget, "subnets": subnets}
+    try:
+        model = Network(784, width, 10).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        x, y = torch.randn(128, 784, device="cuda"), torch.zeros(128, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        found["whole"] = "fits"
+    except torch.cuda.OutOfMemoryError:
+        found["whole"] = "out of memory"
+    model = optimizer = None  # type: ignore[assignment]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    result = shoal.split.ist(
+        made, subnets, 10, device="cuda", tier="serial", moments="fresh", recovery=0, renormalise=False
+    )
+    found["parts"], found["peak_bytes"] = result.status, torch.cuda.max_memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subnets", type=int, default=8)
+    parser.add_argument("--local-steps", type=int, default=50)
+    parser.add_argument("--width", type=int, default=16384, help="of the network that is too large")
+    parser.add_argument("--budget", type=float, default=1.6e9, help="bytes")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [speed(name, build, args.subnets, args.local_steps) for name, build in NETWORKS.items()]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    large = too_large(args.width, args.budget, args.subnets)
+    print(json.dumps(large), flush=True)
+    if args.out is not None:
+        result = {"stamp": stamp("cuda", None), "packs": rows, "too_large": large}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
