@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import SplitError, describe
 from shoal.job import Job
 from shoal.split.costs import faked, nbytes
-from shoal.split.cuts import candidates
+from shoal.split.cuts import candidates, weights_before
 from shoal.split.tracing import Recorded
 
 
@@ -102,9 +102,10 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
         SplitError: when the network has too few places to cut.
     """
     places = candidates(recorded)
-    if len(places) < parts - 1:
+    weights = weights_before(recorded)
+    if len({weights[border] for _, border in places}) < parts - 1:
         found = ", ".join(repr(name) for name, _ in places) or "none"
-        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at {len(places)} ({found})")
+        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {found}")
     measured = profile(recorded, job, inputs)
     ends = [0, *(border for _, border in places), len(recorded.nodes)]
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
@@ -116,7 +117,7 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
             options = [
                 (max(worst, measured.share(ends[start], ends[end])), (*taken, end))
                 for start, (worst, taken) in best[-1].items()
-                if start < end
+                if start < end and weights[ends[start]] < weights[ends[end]]
             ]
             if options:
                 row[end] = min(options, key=lambda option: (option[0], option[1]))

@@ -135,7 +135,7 @@ def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
 
 def candidates(recorded: Recorded) -> list[tuple[str, int]]:
     """Modules before which the network can be cut, with their places; one for each place, the outermost."""
-    weights = _weights_before(recorded)
+    weights = weights_before(recorded)
     found: dict[int, str] = {}
     for name in recorded.names():
         calls = recorded.before[name]
@@ -150,7 +150,7 @@ def candidates(recorded: Recorded) -> list[tuple[str, int]]:
     return [(name, border) for border, name in sorted(found.items())]
 
 
-def _weights_before(recorded: Recorded) -> list[int]:
+def weights_before(recorded: Recorded) -> list[int]:
     """For each place, how many calls before it have weights to train."""
     modules = dict(recorded.model.named_modules())
     counts = [0]
