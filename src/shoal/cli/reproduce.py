@@ -125,3 +125,43 @@ def pack(
         typer.echo(text(result))
     else:
         paper.table(result, wide_console())
+
+
+@reproduce.command()
+def sil(
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
+    device: Device = "cpu",
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+) -> None:
+    """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
+    from rich.console import Console
+
+    from shoal.bench.report import heading, text, write
+    from shoal.cli.bench import pick_device, wide_console
+    from shoal.reproduce import sil as paper
+    from shoal.reproduce.picture import draw
+
+    ready(out)
+    picture_ready(plot)
+    with Console(stderr=True).status("starting") as status:
+        result = paper.sil(
+            folder=data,
+            seeds=min(seeds, 2) if quick else seeds,
+            device=pick_device(device),
+            quick=quick,
+            tell=lambda line: status.update(line),
+        )
+    if out is not None:
+        write(result, out)
+    if plot is not None:
+        draw(plot, paper.bars(result), ylabel="accuracy", title=heading(result))
+    if as_json:
+        typer.echo(text(result))
+    else:
+        paper.table(result, wide_console())
