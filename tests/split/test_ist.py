@@ -60,6 +60,9 @@ def test_narrow_parts_really_are_narrow_and_disjoint() -> None:
         kept = [task.part.keep["0"] for task in crew.tasks[3 * number : 3 * number + 3]]
         assert sorted(torch.cat(kept).tolist()) == list(range(12))
     assert max(report.peak_measured.values()) < report.peak_predicted["whole"]
+    again = shoal.split.ist(make_job(lambda: mlp(6, 12, 12, 3), steps=8), 3, 4, recovery=1).split
+    assert again.peak_measured.keys() == {"0", "1", "2", "recovery"}
+    assert again.peak_measured["0"] == report.peak_measured["0"] < again.peak_measured["recovery"]
 
 
 def test_a_block_is_written_back_as_it_is_and_shared_weights_are_averaged() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,8 +40,16 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", ["local_sgd", "ist"])
-@pytest.mark.parametrize("settings", SETTINGS, ids=["adam", "momentum", "adafactor"])
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        (SETTINGS[0], "ist"),
+        (SETTINGS[1], "local_sgd"),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in product(SETTINGS[1:], ["ist"])),
+        pytest.param(SETTINGS[2], "local_sgd", marks=pytest.mark.slow),
+    ],
+    ids=["adam-ist", "momentum-local", "momentum-ist", "adafactor-ist", "adafactor-local"],
+)
 def test_a_pack_of_parts_gives_what_parts_one_after_another_give(settings: dict[str, Any], method: str) -> None:
     """Shards of 31, 30 and 30 rows: last batches of different size; the last round is shorter than the others."""
     job = make_job(lambda: bare(6, 13, 11, 3, dropout=0.2), data=rows(91), epochs=4, **settings)
@@ -49,6 +58,7 @@ def test_a_pack_of_parts_gives_what_parts_one_after_another_give(settings: dict[
     assert together.tier == "packed" and apart.tier == "serial"
     assert distance(together.model, apart.model) < TOLERANCE
     assert together.split.bytes_measured == apart.split.bytes_measured
+    assert together.split.peak_measured["0"] > 0
 
 
 def test_the_pack_is_kept_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,7 @@ class Watched(Serial):
         return found
 
 
-@pytest.mark.parametrize("local_steps", [1, 4, 50])
-@pytest.mark.parametrize("count", [90, 91, 74])
+@pytest.mark.parametrize(("count", "local_steps"), [(90, 1), (91, 4), (74, 50)])
 def test_every_row_is_read_by_one_worker_as_often_as_there_are_epochs(count: int, local_steps: int) -> None:
     job = make_job(data=rows(count), epochs=3)
     method = LocalSGD(job, 4, local_steps)

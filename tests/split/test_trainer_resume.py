@@ -119,6 +119,14 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path)
     assert same_bits(again.model, shoal.split.local_sgd(job, 2, 2).model)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a split in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    shoal.split.local_sgd(job_of(), 2, 3, out=folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("run", "line"),
     [
@@ -131,10 +139,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path)
     ],
 )
 def test_another_job_or_other_settings_in_the_folder_are_an_error(
-    run: Callable[[Path], Any], line: str, tmp_path: Path
+    run: Callable[[Path], Any], line: str, trained: Path
 ) -> None:
-    shoal.split.local_sgd(job_of(steps=3), 2, 3, out=tmp_path / "other")
-    shoal.split.local_sgd(job_of(), 2, 3, out=tmp_path / "run")
     with pytest.raises(OutError, match="holds other jobs") as error:
-        run(tmp_path / "run")
+        run(trained)
     assert line in str(error.value)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
 from shoal.errors import SplitError
+from shoal.pack.liveness import Ledger
 from shoal.pack.members import make_optimizer, seeded
 from shoal.pack.own import Pack
 from shoal.split.crews import Serial
@@ -96,6 +97,8 @@ class _Ride:
         self.crew = crew
         job, method = crew.job, crew.method
         self.networks = [method.network(task.part) for task in tasks]
+        self.working: int | None = None
+        """What a step holds besides state, for one member: on a CPU counted once."""
         self.logs = bool(job.step) and self._has_logs(tasks[0])
         self.steps_per_epoch = [reading.steps for reading in self._readings(tasks)]
         steps = [self._own_step(task) for task in tasks]
@@ -184,7 +187,9 @@ class _Ride:
             for place, (_, rows) in enumerate(turn):
                 sizes.setdefault(len(rows), []).append(place)
             if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.crew.job.batch_size:
-                losses.append(self.pack.step(next(feed), per_member=True))
+                losses.append(
+                    self._watched(next(feed)) if len(losses) == 1 else self.pack.step(next(feed), per_member=True)
+                )
                 continue
             found: dict[int, Tensor] = {}
             for places in sizes.values():
@@ -193,6 +198,15 @@ class _Ride:
                 found |= dict(zip(places, several, strict=True))
             losses.append(torch.stack([found[place] for place in range(len(tasks))]))
         return losses, [sum(len(turn[place][1]) for turn in turns) for place in range(len(tasks))]
+
+    def _watched(self, batch: Any) -> Tensor:
+        """A step, in which what it holds is counted where nobody else does."""
+        if self.crew.device.type == "cuda" or self.working is not None:
+            return self.pack.step(batch, per_member=True)
+        with Ledger() as ledger:
+            losses = self.pack.step(batch, per_member=True)
+        self.working = ledger.held(0).working // len(self.networks)
+        return losses
 
     def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
         """The turns in which everybody has a full batch, their rows brought to the device at once."""
@@ -215,6 +229,8 @@ class _Ride:
         tensors, moments = self._result(place) if all(map(math.isfinite, losses)) else ({}, {})
         if not all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point()):
             tensors, moments, losses = {}, {}, [*losses[:-1], math.nan]
+        if not peak and self.working is not None:
+            peak = self.working + sum(t.nbytes for t in (*task.tensors.values(), *moments.values()))
         return Outcome(
             round=task.round,
             number=task.part.number,

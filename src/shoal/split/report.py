@@ -41,7 +41,9 @@ class SplitReport:
     peak_predicted: dict[str, int] = field(default_factory=dict)
     """Bytes that training holds at most: "whole", and each part of the first round by its number."""
     peak_measured: dict[str, int] = field(default_factory=dict)
-    """The same, as parts were trained."""
+    """The same, as parts were trained; "recovery": where rounds of the whole network are among those of less."""
+    cuts: bool = False
+    """Whether parts have less than the whole network."""
     lost: int = 0
     """Parts that came to nothing: their worker was lost, or their loss was not finite."""
     notes: list[str] = field(default_factory=list)
@@ -53,7 +55,7 @@ class SplitReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = [value for name, value in self.peak_measured.items() if name != "whole"]
+        parts = [value for name, value in self.peak_measured.items() if name != "recovery"]
         whole = self.peak_predicted.get("whole", 0)
         share = f", {max(parts) / whole:.0%} of the whole's {size(whole)}" if parts and whole else ""
         lines = [

@@ -229,10 +229,18 @@ class _Run:
         report.rounds_done = self.round + 1
         if not report.seconds_predicted:
             report.seconds_predicted = seconds * self.method.rounds
-        for outcome in outcomes:
+        for task, outcome in zip(tasks, outcomes, strict=True):
             if outcome is not None and outcome.peak_bytes:
-                key = str(outcome.number)
+                key = "recovery" if self._recovers(task) else str(outcome.number)
                 report.peak_measured[key] = max(report.peak_measured.get(key, 0), outcome.peak_bytes)
+
+    def _recovers(self, task: Task) -> bool:
+        """Whether a part is the whole network, in a split whose other rounds have less."""
+        whole = sum(tensor.nbytes for tensor in self.tensors.tensors.values())
+        held = sum(tensor.nbytes for tensor in task.tensors.values())
+        if task.round == 0:
+            self.report.cuts = self.report.cuts or held < whole
+        return self.report.cuts and held == whole
 
     def _row(self) -> None:
         """A row of the history: the losses since the last one, and what the whole network is worth now."""
