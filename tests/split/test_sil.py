@@ -169,9 +169,9 @@ def test_collapse_and_weak_parts_are_told() -> None:
 
 def test_the_planner_cuts_where_nothing_is_said() -> None:
     found = sil(job_of(epochs=1)).split
-    assert len(found.cuts) == 1
+    assert len(found.cut_at) == 1
     assert "chosen" in str(found)
-    assert len(sil(job_of(epochs=1), 3, "heads").split.cuts) == 2
+    assert len(sil(job_of(epochs=1), 3, "heads").split.cut_at) == 2
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["A", "B", "heads"])

@@ -32,7 +32,8 @@ WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
 class SilReport(SplitReport):
     """What came of each part of a cut network, beside what the split cost."""
 
-    cuts: list[str] = field(default_factory=list)
+    cut_at: list[str] = field(default_factory=list)
+    """Modules, as in `cuts`."""
     chosen: str = ""
     """Why the network was cut there, where the planner chose."""
     joined: dict[str, float] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class SilReport(SplitReport):
 
     def __str__(self) -> str:
         why = f" ({self.chosen})" if self.chosen else ""
-        lines = [SplitReport.__str__(self), f"cuts     {', '.join(self.cuts)}{why}"]
+        lines = [SplitReport.__str__(self), f"cuts     {', '.join(self.cut_at)}{why}"]
         for name, cost in self.costs.items():
             whole = self.costs[WHOLE]
             memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
@@ -127,7 +128,7 @@ def report(result: Result, way: Sil) -> SilReport:
     joined, own = judge(way, result.model)
     found = SilReport(
         **{f.name: getattr(plain, f.name) for f in fields(SplitReport)},
-        cuts=[cut.name for cut in way.pieces.cuts],
+        cut_at=[cut.name for cut in way.pieces.cuts],
         chosen=_chosen(way.shares),
         joined=joined,
         own=own,
@@ -136,7 +137,7 @@ def report(result: Result, way: Sil) -> SilReport:
         cut_bytes_measured=way.crossed if way.lag else way.crossing_bytes(),
     )
     found.method = str(way.settings["method"])
-    found.peak_measured = dict(way.peaks)
+    found.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
     found.peak_predicted = {name: cost["peak_bytes"] for name, cost in found.costs.items()}
     found.bytes_predicted += 2 * found.cut_bytes_predicted if way.lag else 0  # to the state, and on to the next part
     found.advice = advice(way, joined, own)
