@@ -105,6 +105,7 @@ class Sil(Method):
                 "recovery": recovery,
                 "head_width": head_width,
                 "moments": moments,
+                "per_part": {str(part): repr(sorted(own.items())) for part, own in sorted(self.per_part.items())},
                 **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
             }
         )
@@ -136,7 +137,7 @@ class Sil(Method):
             if not where.dtype.is_floating_point:
                 raise SplitError(f"cut {where.name!r}: {where.dtype} crosses it; labels are floating-point numbers")
         return [
-            self.labels.draw(output[0], where.shape, self.source.seed, place)
+            self.labels.draw(output[0], where.shape, self.source.seed, place).to(where.dtype)
             for place, where in enumerate(self.pieces.cuts)
         ]
 
