@@ -50,7 +50,8 @@ class SilReport(SplitReport):
 
     def __str__(self) -> str:
         why = f" ({self.chosen})" if self.chosen else ""
-        lines = [SplitReport.__str__(self), f"cuts     {', '.join(self.cut_at)}{why}"]
+        plain = [line for line in SplitReport.__str__(self).splitlines() if not line.startswith("memory ")]
+        lines = [*plain, f"cuts     {', '.join(self.cut_at)}{why}"]
         for name, cost in self.costs.items():
             whole = self.costs[WHOLE]
             memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
