@@ -1,6 +1,7 @@
 """Tasks and outcomes as bytes: what comes back is what was sent, and what was changed on the way is told."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +72,8 @@ def test_an_outcome_comes_back_bit_for_bit() -> None:
     found = Wire().read_outcome(Wire().outcome(sent), SHAPES)
     for section in ("tensors", "moments", "extras"):
         assert same(getattr(found, section), getattr(sent, section))
-    plain = {"tensors": {}, "moments": {}, "extras": {}}
-    assert replace(found, **plain) == replace(sent, **plain)  # type: ignore[arg-type]
+    plain: dict[str, Any] = {"tensors": {}, "moments": {}, "extras": {}}
+    assert replace(found, **plain) == replace(sent, **plain)
 
 
 @settings(max_examples=40, deadline=None)

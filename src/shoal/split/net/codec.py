@@ -98,7 +98,7 @@ class Int8(Codec):
 
 
 def _rows(shape: Shape) -> int:
-    return shape[0] if len(shape) > 1 and prod(shape) else 1
+    return shape[0] if len(shape) > 1 and 0 not in shape else 1
 
 
 def _bytes(value: Tensor) -> Tensor:

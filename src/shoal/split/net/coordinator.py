@@ -292,8 +292,8 @@ class Distributed:
             )
 
     def _let_go(self, member: Member) -> None:
-        member.link.cut()
         self._gone += member.link.traffic
+        member.link.close()
         self._members.remove(member)
 
     def _measure(self, turn: _Turn) -> None:
@@ -334,8 +334,15 @@ class Distributed:
         self._door.close()
         self._porter.join()
         self._take_in()
-        for member in list(self._members):
+        told = []
+        for member in self._members:
             with suppress(LinkLost):
                 member.link.send(text_message(END, why), END_SECONDS)
-            self._gone += member.link.traffic
-            self._members.remove(member)
+                told.append(member)
+        until = time.monotonic() + END_SECONDS
+        for member in told:
+            with suppress(ShoalError):
+                member.link.receive(until - time.monotonic())  # it hangs up: then it has heard
+        for member in list(self._members):
+            self._let_go(member)
+        self._door.end()

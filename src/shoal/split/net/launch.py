@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -19,7 +20,9 @@ from shoal.errors import ShoalError, SplitError, describe
 from shoal.job import Job
 from shoal.pack.processes import forget, fork
 from shoal.split.method import Method
+from shoal.split.net.codec import EXACT
 from shoal.split.net.coordinator import Distributed, Tell
+from shoal.split.net.forecast import TrafficForecast
 from shoal.split.net.links import Address
 from shoal.split.net.worker import serve_worker
 
@@ -69,11 +72,13 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
         raise SplitError(
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
+    TrafficForecast(job, method, EXACT)  # what torch loads with its first optimizer step is loaded once, here
     return [LocalWorker(*fork(partial(_work, job, method, settings))) for _ in range(count)]
 
 
 def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:
     """A forked worker: nothing it meets is told with a traceback."""
+    gc.freeze()  # process groups that this process inherited have no threads here, and would wait for them at their end
     where = pipe.recv()
     say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
     try:

@@ -4,8 +4,8 @@ A link is a gloo process group of two ranks. We measured what it does when the o
 within milliseconds; a stopped one (SIGSTOP) raises when the wait's own time is over; and a wait can be ended early by
 shutting the pair's socket down. So no wait is longer than its limit, and a lost worker costs only its own pair.
 
-They meet in a TCPStore that the coordinator hosts. A worker pushes what it is into a queue there and gets an answer: no
-with the reason, or yes; then both build the pair under a name that is never used again.
+They meet in a TCPStore that the coordinator hosts. A worker takes a number there, writes down what it is and gets an
+answer: no with the reason, or yes; then both build the pair under a name that is never used again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from uuid import uuid4
 import torch
 import torch.distributed
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from shoal.errors import ShoalError, SplitError
 from shoal.split.net import sockets
@@ -32,11 +34,12 @@ from shoal.split.net.wire import HEADER_BYTES, Header, Message
 dist: Any = torch.distributed
 CONNECT_SECONDS = 5.0
 """For the two sides of a new pair to find each other."""
-FOREVER = timedelta(days=365)
+ASK_SECONDS = 10.0
+"""For a worker that took a number to say what it is."""
+POLL_SECONDS = 0.02
 FRAME_BYTES = 48
 """gloo's own words: the sender of a buffer writes two of them besides its bytes, the receiver one."""
-_ASKS, _ANSWER, _PAIR, _HERE = "shoal/asks", "shoal/answer/", "shoal/pair/", "shoal/here"
-_CLOSE = "close"
+_ASKS, _ASK, _ANSWER, _PAIR, _HERE = "shoal/asks", "shoal/ask/", "shoal/answer/", "shoal/pair/", "shoal/here"
 
 
 class LinkLost(ShoalError):
@@ -131,9 +134,10 @@ class Link:
         sockets.cut(self._names)
 
     def close(self) -> None:
-        """End it, when nobody waits for it any more."""
-        self.cut()
-        self._group = None
+        """End it, and let go of what gloo holds for it as soon as nobody waits any more."""
+        if self._group is not None:
+            self.cut()
+            self._group = None
 
 
 def _pair(store: Any, name: str, rank: int, address: str, port: int) -> Link:
@@ -143,11 +147,33 @@ def _pair(store: Any, name: str, rank: int, address: str, port: int) -> Link:
     options._timeout, options._threads = timedelta(seconds=CONNECT_SECONDS), 1
     try:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        group = dist.ProcessGroupGloo(dist.PrefixStore(_PAIR + name, store), rank, 2, options)
+        group = dist.ProcessGroupGloo(_Meeting(store, f"{_PAIR}{name}/"), rank, 2, options)
     except RuntimeError as error:
         raise LinkLost("it did not connect") from error
     new = {key: found for key, found in sockets.connections().items() if key not in before}
     return Link(group, rank, frozenset(key for key, at in new.items() if port not in (at.local, at.remote)))
+
+
+class _Meeting(Store):
+    """What gloo reads and writes while a pair is built. It trusts what it reads: half of it would be a crash."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        super().__init__()
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        found = bytes(self._store.get(self._prefix + key))
+        host = int.from_bytes(found[:8], "little")  # length and name of the host, length and addresses of its pairs
+        pairs = int.from_bytes(found[8 + host : 16 + host], "little")
+        if len(found) < 16 or 16 + host + pairs > len(found):
+            raise RuntimeError(f"the address of the other side is {len(found)} bytes long, which is not all of it")
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=CONNECT_SECONDS)) -> None:
+        self._store.wait([self._prefix + key for key in keys], timeout)
 
 
 class Door:
@@ -157,26 +183,36 @@ class Door:
         if not dist.is_available() or not dist.is_gloo_available():
             raise SplitError("this torch was built without gloo; install one that has it, such as from pytorch.org")
         try:
-            self._server = dist.TCPStore(
-                address.host, address.port, is_master=True, timeout=FOREVER, wait_for_workers=False
-            )  # fmt: skip
-        except (RuntimeError, ValueError) as error:
-            raise SplitError(f"cannot listen at {address} ({_reason(error)}); use an address of this machine") from None
+            _bindable(address)
+            self._server: Any = dist.TCPStore(
+                address.host, address.port, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise SplitError(
+                f"cannot listen at {address} ({_reason(error)}); use a free port of this machine"
+            ) from None
         self.address = Address(address.host, self._server.port)
         self._server.set(_HERE, "1")
+        self._known = 0
+        self._silent: dict[int, float] = {}
+        """Numbers that were taken by somebody who has not said yet who it is, and since when."""
+        self._closed = threading.Event()
 
     def next(self) -> dict[str, Any] | None:
         """Wait for the next worker that asks; None once the door is closed."""
-        while True:
-            text = self._server.queue_pop(_ASKS).decode()
-            if text == _CLOSE:
-                return None
-            try:
-                ask = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(ask, dict) and isinstance(ask.get("id"), str):
-                return ask
+        while not self._closed.is_set():
+            taken = int(self._server.add(_ASKS, 0))
+            self._silent |= {number: time.monotonic() for number in range(self._known, taken)}
+            self._known = taken
+            for number, since in list(self._silent.items()):
+                if self._server.check([f"{_ASK}{number}"]):
+                    del self._silent[number]
+                    if (ask := _parsed(bytes(self._server.get(f"{_ASK}{number}")))) is not None:
+                        return ask
+                elif time.monotonic() - since > ASK_SECONDS:
+                    del self._silent[number]
+            self._closed.wait(POLL_SECONDS)
+        return None
 
     def refuse(self, ask: dict[str, Any], why: str) -> None:
         self._server.set(_ANSWER + ask["id"], json.dumps({"no": why}))
@@ -188,13 +224,27 @@ class Door:
 
     def close(self) -> None:
         """No more workers: `next` returns None."""
-        self._another().queue_push(_ASKS, _CLOSE)
+        self._closed.set()
 
-    def _another(self) -> Any:
-        """A connection of its own: one that waits lets nobody else through."""
-        return dist.TCPStore(
-            self.address.host, self.address.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
-        )  # fmt: skip
+    def end(self) -> None:
+        """Stop listening, once nobody waits for the next one."""
+        self._server = None
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        ask = json.loads(text)
+    except ValueError:
+        return None
+    return ask if isinstance(ask, dict) and isinstance(ask.get("id"), str) else None
+
+
+def _bindable(address: Address) -> None:
+    """OSError where this is no free address of this machine."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(place)
 
 
 def knock(where: Address, ask: dict[str, Any], seconds: float) -> Link:
@@ -210,7 +260,8 @@ def knock(where: Address, ask: dict[str, Any], seconds: float) -> Link:
         )  # fmt: skip
         if not store.check([_HERE]):
             raise Refused(f"{where} is no coordinator of Shoal's; check the address")
-        store.queue_push(_ASKS, json.dumps({**ask, "id": name, "reached": there}))
+        number = int(store.add(_ASKS, 1)) - 1
+        store.set(f"{_ASK}{number}", json.dumps({**ask, "id": name, "reached": there}))
         store.wait([_ANSWER + name], timedelta(seconds=seconds))
         answer = json.loads(store.get(_ANSWER + name))
     except RuntimeError as error:
@@ -235,4 +286,6 @@ def _reach(where: Address, seconds: float) -> tuple[str, str]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__

@@ -33,9 +33,13 @@ _HEADER = struct.Struct("<4sHBBIIIQI")
 HEADER_BYTES = _HEADER.size
 _PART = struct.Struct("<IIIQI9sB")
 _OUTCOME = struct.Struct("<QdQI")
+OUTCOME_BYTES, LOSS_BYTES = _OUTCOME.size, 8
+"""Of an outcome's description, and of each of its losses."""
 _COUNT = struct.Struct("<H")
 _GROUP = struct.Struct("<BI")
 _TABLE = struct.Struct("<II")
+TABLE_BYTES = _TABLE.size
+"""Of naming a table that the other side knows."""
 MOST_DESCRIPTION, MOST_BODY = 1 << 28, 1 << 40
 """A header that asks for more than this is not one."""
 
@@ -147,7 +151,7 @@ class Wire:
     def task(self, task: Task) -> Message:
         """A task as a message."""
         shapes = {name: tuple(t.shape) for name, t in task.tensors.items()}
-        return self._pack(TASK, task.round, task.part.number, _part_bytes(task.part), task, shapes)
+        return self._pack(TASK, task.round, task.part.number, part_bytes(task.part), task, shapes)
 
     def outcome(self, outcome: Outcome) -> Message:
         """An outcome as a message."""
@@ -163,7 +167,7 @@ class Wire:
             [[name, str(t.dtype).removeprefix("torch."), _told(section, name, t, shapes)] for name, t in held.items()]
             for section, held in _sections(what)
         ]
-        text = zlib.compress(json.dumps(table, separators=(",", ":")).encode())
+        text = table_bytes(table)
         key = zlib.crc32(text)
         told = b"" if key in self._sent else text
         self._sent.add(key)
@@ -230,6 +234,11 @@ def _sections(what: Task | Outcome) -> Iterator[tuple[str, Tensors]]:
     return ((section, getattr(what, section)) for section in SECTIONS)
 
 
+def table_bytes(table: Any) -> bytes:
+    """The table of a message: for each section its tensors' names, types and, where they must be told, shapes."""
+    return zlib.compress(json.dumps(table, separators=(",", ":")).encode())
+
+
 def _told(section: str, name: str, tensor: Tensor, shapes: Mapping[str, Shape]) -> list[int] | None:
     """A shape, where it does not follow from the part."""
     shape = tuple(tensor.shape)
@@ -261,7 +270,8 @@ def _unpack(message: Message, table: Any, shapes: Mapping[str, Shape]) -> list[T
     return found
 
 
-def _part_bytes(part: Part) -> bytes:
+def part_bytes(part: Part) -> bytes:
+    """What a part is, without what it starts from."""
     role = part.role.encode()
     fixed = _PART.pack(*part.shard, part.steps, part.start, len(role), _seed_bytes(part.seed), part.learn is not None)
     return fixed + role + _groups_bytes(part.keep) + (b"" if part.learn is None else _groups_bytes(part.learn))
