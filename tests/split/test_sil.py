@@ -81,6 +81,7 @@ def test_parts_trained_apart_make_a_network(way: dict[str, Any], cuts: list[str]
     assert set(found.costs) == {"whole", *map(str, range(len(cuts) + 1))}
     assert all(found.costs[str(k)]["operations"] < found.costs["whole"]["operations"] for k in range(len(cuts) + 1))
     assert found.cut_bytes_measured == found.cut_bytes_predicted
+    assert found.bytes_measured == pytest.approx(found.bytes_predicted, rel=0.02)
     crossed = 3 * 16 * 4 if way.get("variant") == "A" else 15 * 96 * 16 * 4
     assert found.cut_bytes_predicted == len(cuts) * crossed
     assert found.rounds_done == found.rounds == (15 if way.get("variant") == "A" else 15 + len(cuts))

@@ -20,7 +20,7 @@ from shoal.split.costs import Cost, measure
 from shoal.split.heads import WithHead
 from shoal.split.labels import Distribution, Labels, Layout, nearest
 from shoal.split.parts import Part
-from shoal.split.report import SplitReport
+from shoal.split.report import SplitReport, moments_per_weight
 from shoal.split.runs import Tier, run_here
 from shoal.tables import size
 
@@ -140,9 +140,20 @@ def report(result: Result, way: Sil) -> SilReport:
     found.method = str(way.settings["method"])
     found.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
     found.peak_predicted = {name: cost["peak_bytes"] for name, cost in found.costs.items()}
-    found.bytes_predicted += 2 * found.cut_bytes_predicted if way.lag else 0  # to the state, and on to the next part
+    found.bytes_predicted += _more_bytes(way)
     found.advice = advice(way, joined, own)
     return found
+
+
+def _more_bytes(way: Sil) -> int:
+    """What a forecast by weights alone does not see: activations go to the state and on to the next part, and parts
+    that begin later have no optimizer state in their first round."""
+    if not way.lag:
+        return 0
+    kept, counts = moments_per_weight(way.source) if way.moments == "travel" else (0.0, 0)
+    late = [way.network(Part(number=place, role=str(place))) for place in range(1, way.count)]
+    trained = [p for network in late for p in network.parameters() if p.requires_grad]
+    return 2 * way.crossing_bytes() - int(kept * sum(p.nbytes for p in trained)) - counts * len(trained)
 
 
 def _chosen(shares: list[float] | None) -> str:
