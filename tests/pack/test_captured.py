@@ -14,7 +14,7 @@ from shoal.checks import prepare
 from shoal.pack.captured.executor import CapturedExecutor
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.recipe import Kitchen
-from shoal.pack.run import run
+from shoal.pack.turns import run
 from shoal.reference import solo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -25,8 +25,9 @@ from shoal.pack.planner import Part
 from shoal.pack.policy import Fifo, Policy, RoundRobin
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.ride import Ride
-from shoal.pack.run import Run, run
+from shoal.pack.run import Run
 from shoal.pack.stacked import site
+from shoal.pack.turns import run
 from shoal.pack.unit import Executor, Outcome, Unit
 from shoal.randomness import counter_bits
 from shoal.training import collect

@@ -16,8 +16,8 @@ from shoal.checks import prepare
 from shoal.errors import MemberError
 from shoal.pack.members import Member
 from shoal.pack.orders import deal
-from shoal.pack.run import run
 from shoal.pack.serial import SerialUnit, serial_units
+from shoal.pack.turns import run
 from shoal.pack.unit import Unit
 from shoal.training import collect
 

@@ -1,4 +1,4 @@
-"""The serial tier on a GPU, against the reference loop there."""
+"""Runs on a GPU, against the reference loop there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-X = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
+X = torch.randn(37, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(0, 3, (37,), generator=torch.Generator().manual_seed(2))
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3))
+    # no bias before the norm: its gradient is zero but for rounding, which Adam makes large
+    layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3)
+    return nn.Sequential(*layers).double()
 
 
 def job(**changes: Any) -> shoal.Job:
@@ -29,10 +31,8 @@ def job(**changes: Any) -> shoal.Job:
     return shoal.Job(**(settings | {"hparams": {"lr": 0.01}, "epochs": 2, "seed": 3} | changes))
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "bf16"}, {"precision": "fp16", "clip_norm": 1.0}, {"accumulate": 2}]
-)
-def test_serial_equals_the_reference_loop(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 1.0}, {"accumulate": 2}])
+def test_two_equal_the_reference_loop(changes: dict[str, Any]) -> None:
     jobs = [job(name="other", seed=9), job(name="this", **changes)]
     result = shoal.train(jobs, device="cuda")[1]
     alone = shoal.solo(jobs[1], device="cuda")
@@ -40,11 +40,11 @@ def test_serial_equals_the_reference_loop(changes: dict[str, Any]) -> None:
     assert result.environment["device_name"] == torch.cuda.get_device_name()
     for name, value in alone.model.state_dict().items():
         assert result.model.state_dict()[name].device.type == "cpu"
-        torch.testing.assert_close(result.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.model.state_dict()[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_an_index_out_of_range_is_found_on_the_cpu_and_the_device_lives_on() -> None:
-    model = lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))  # noqa: E731
+    model = lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)).double()  # noqa: E731
     bad = job(model=model, data=(torch.full((37,), 5), Y), val=None, name="bad")
     with pytest.raises(ValueError, match="job 'bad': forward raised IndexError"):
         shoal.train([bad], device="cuda")
@@ -73,8 +73,8 @@ def test_data_is_on_the_device_once() -> None:
         "loss": None,
         "step": step,
         "epochs": 1,
-        "batch_size": 1 << 14,
+        "batch_size": 1 << 11,
     }
     shoal.train([job(model=lambda: nn.Linear(64, 3), name=str(s), seed=s, **common) for s in range(8)], device="cuda")
-    batch = x.nbytes // 4
-    assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batch
+    batches = 8 * x.nbytes // 32  # one of each member
+    assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batches

@@ -20,13 +20,16 @@ from shoal.events import Event, Riding, happened
 from shoal.pack.policy import Fifo, Policy, Ticket
 from shoal.pack.queue import Queue
 from shoal.pack.ride import Host, Ride
-from shoal.pack.unit import Executor, Outcome, Unit
+from shoal.pack.turns import turn
+from shoal.pack.unit import Outcome, out_of_memory
 
 if TYPE_CHECKING:
     from shoal.callbacks import Callbacks, Ending
     from shoal.pack.board import Board
     from shoal.pack.controls import Controls
     from shoal.pack.members import Member
+    from shoal.pack.planner import Part
+    from shoal.pack.unit import Unit
     from shoal.runfolder import RunFolder
 
 TURN_SECONDS = 1.0
@@ -141,7 +144,7 @@ class Run(Host):
         joining = [self.waiting.pop(index) for index in admission.join]
         if joining:
             self._seat(joining)
-        if not self.rides:
+        if not self.rides and not self._changed:
             self._give_up()
 
     def _fits(self, tickets: list[Ticket]) -> bool:
@@ -177,12 +180,38 @@ class Run(Host):
                     break
             else:
                 rest.append(member)
-        for unit, part in self.board.units(rest) if rest else []:
+        for unit, part in self._units(rest) if rest else []:
             ride = Ride(unit, self, next(self.numbers))
             self.rides.append(ride)
             self.board.boarded(ride, part)
             for member in ride.members:
                 self._tell_join(ride, member)
+
+    def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:
+        """Units of these members; none where memory does not hold them all, and then fewer are tried."""
+        try:
+            return self.board.units(members)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            said = (str(error).splitlines() or ["no room"])[0]
+        self.board.executor.forget()
+        self._changed = True
+        riding = [member for ride in self.rides for member in ride.members]
+        if not riding and len(members) == 1:
+            members[0].error = f"memory was full ({said[:120]}) with nobody beside it; use a smaller network"
+            members[0].status = "failed"
+            self._queue.remove(members[0].index)
+            self._tell_leave(members[0])
+            return []
+        fewer = [*riding, *members[: len(members) // 2]]
+        self._most = min(self._most, self.board.bytes(fewer))
+        sizes = [len(members) // 2, len(members) - len(members) // 2]
+        self.tell("split", unit=None, reason=f"memory was full ({said[:120]})", sizes=sizes)
+        for member in members:
+            self.waiting[member.index] = member
+            self._queue.move(member.index, riding=False, now=time.monotonic())
+        return []
 
     def _tell_join(self, ride: Ride, member: Member) -> None:
         predicted = self.board.predicted(member)
@@ -352,49 +381,3 @@ class Run(Host):
             if member in ride.members:
                 ride.unit.write_back([ride.members.index(member)])
         return member
-
-
-Look = Callable[[Ride, Outcome, int], None]
-
-
-def turn(rides: list[Ride], batches: list[int], executor: Executor, look: Look | None = None) -> list[Outcome]:
-    """So many batches of each ride, and what came of them; `look` sees each before its epochs are closed."""
-    for ride in rides:
-        ride.begin()
-        ride.start()
-    work = [(ride.unit, count) for ride, count in zip(rides, batches, strict=True)]
-    outcomes = executor.run(work, partial(_look_ahead, rides, batches))
-    for ride, count, outcome in zip(rides, batches, outcomes, strict=True):
-        if look is not None:
-            look(ride, outcome, count)
-        ride.settle(outcome)
-    return outcomes
-
-
-def _look_ahead(rides: list[Ride], batches: list[int]) -> None:
-    """What an executor may do while it waits for a device."""
-    for ride, count in zip(rides, batches, strict=True):
-        ride.look_ahead(count)
-
-
-def run(units: list[Unit], executor: Executor | None = None, watch: Callable[[Member], None] | None = None) -> None:
-    """Train these units' members to their ends, all of them at once."""
-    rides = [Ride(unit, _Watching(watch)) for unit in units]
-    try:
-        while rides := [ride for ride in rides if ride.ready()]:
-            turn(rides, [ride.next_batches() for ride in rides], executor or Executor())
-    except KeyboardInterrupt:
-        for ride in rides:
-            ride.cancel()
-        raise
-
-
-class _Watching(Host):
-    def __init__(self, watch: Callable[[Member], None] | None) -> None:
-        self.watch = watch or (lambda member: None)
-
-    def epoch(self, ride: Ride, slot: int) -> None:
-        self.watch(ride.members[slot])
-
-    def left(self, ride: Ride, slot: int) -> None:
-        self.watch(ride.members[slot])

@@ -19,7 +19,7 @@ from shoal.pack.members import Member
 from shoal.pack.planner import Plan
 from shoal.pack.processes import forget, fork
 from shoal.pack.ride import Host, Ride
-from shoal.pack.run import turn
+from shoal.pack.turns import turn
 from shoal.pack.unit import Executor, Outcome, Unit
 
 
