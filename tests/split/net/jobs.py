@@ -9,12 +9,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.split.averaging import DataParallel, LocalSGD
+from shoal.split import IST, DataParallel, LocalSGD
 from shoal.split.method import Crew, Method, Worker
 from shoal.split.parts import Outcome, Task
 
 METHODS: dict[str, Callable[[shoal.Job, int], Method]] = {
     "local_sgd": lambda job, workers: LocalSGD(job, workers, local_steps=5),
+    "ist": lambda job, workers: IST(job, workers, local_steps=3, overlap=0.2, recovery=1),
     "data_parallel": lambda job, workers: DataParallel(job, workers),
 }
 

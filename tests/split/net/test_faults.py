@@ -102,6 +102,7 @@ def test_those_who_finish_set_the_time_of_those_who_do_not(tmp_path: Path) -> No
         crew.deadline.margin = 0.5
         between = Between(crew, lambda number: None)
         result = train_split(job, method, between)
+        os.kill(local[0].pid, signal.SIGKILL)
     (lost,) = crew.lost
     assert result.status == "done" and between.sizes == [3, 2]
     assert lost.waited < 0.5 * crew.deadline.first and lost.allowed < 0.5 * crew.deadline.first

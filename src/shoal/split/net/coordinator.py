@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean
@@ -20,6 +20,7 @@ from shoal.split.net.codec import codec_named
 from shoal.split.net.deadline import Deadline
 from shoal.split.net.handshake import describe_job, difference
 from shoal.split.net.links import Address, Door, Link, LinkLost
+from shoal.split.net.probe import LinkSpeed, probe_link
 from shoal.split.net.sockets import Traffic
 from shoal.split.net.wire import END, OUTCOME, RAISED, Message, Wire, text_message
 from shoal.split.parts import Outcome, Task
@@ -106,6 +107,7 @@ class Distributed:
         *,
         workers: int,
         address: Address | None = None,
+        offer: Mapping[str, Any] | None = None,
         codec: str = "exact",
         deadline: float | None = None,
         start_seconds: float = 60.0,
@@ -114,7 +116,8 @@ class Distributed:
         tell: Tell | None = None,
     ) -> None:
         """`workers`: how many the first round waits for, `start_seconds` at most. `patience`: how long a run without
-        any worker waits for one. `speeds`: measure them, so that shares can follow."""
+        any worker waits for one. `speeds`: measure them, so that shares can
+        follow. `offer`: settings that workers read before they ask."""
         if workers < 1:
             raise SplitError(f"workers is {workers!r}; use a whole number, 1 or more")
         self.codec = codec_named(codec)
@@ -129,7 +132,7 @@ class Distributed:
         self._gone = Traffic()
         self._started = False
         self._hall = _Hall()
-        self._door = Door(address if address is not None else Address("127.0.0.1", 0))
+        self._door = Door(address if address is not None else Address("127.0.0.1", 0), offer)
         self.address = self._door.address
         self._porter = threading.Thread(target=self._receive, name="shoal-door", daemon=True)
         self._porter.start()
@@ -205,6 +208,19 @@ class Distributed:
             self._hall.waiting.append(member)
             self._hall.came += 1
             self._hall.changed.notify_all()
+
+    def probe(self) -> LinkSpeed:
+        """How fast the slowest link is, measured; between rounds, after a roll."""
+        found = []
+        for member in list(self._members):
+            try:
+                found.append(probe_link(member.link))
+            except ShoalError as error:
+                self._tell(f"lost worker {member.number} ({member.name}) while its link was measured: {error}")
+                self._let_go(member)
+        if not found:
+            raise SplitError("no worker is left to measure the link of; start them again")
+        return min(found, key=lambda speed: speed.bits)
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +336,10 @@ class Distributed:
     def moved(self) -> int:
         """Both ways together."""
         return self.traffic.both
+
+    def forget_traffic(self) -> None:
+        """Count from here on: what went before was not training."""
+        self._gone = Traffic() - sum((member.link.traffic for member in self._members), Traffic())
 
     def __enter__(self) -> Self:
         return self

@@ -50,13 +50,13 @@ class LocalWorker:
 
     def end(self, until: float) -> None:
         """Wait for its end until then, and end it."""
+        forget(self.pipe)  # one that was never told where to go ends by this
         while self.alive() and time.monotonic() < until:
             time.sleep(0.005)
         if self.alive():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.ended = True
-        forget(self.pipe)
 
 
 def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[LocalWorker]:
@@ -79,7 +79,10 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
 def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:
     """A forked worker: nothing it meets is told with a traceback."""
     gc.freeze()  # process groups that this process inherited have no threads here, and would wait for them at their end
-    where = pipe.recv()
+    try:
+        where = pipe.recv()
+    except EOFError:  # there is nothing to do
+        return
     say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
     try:
         serve_worker(job, method, where, **{"tell": say, **settings})

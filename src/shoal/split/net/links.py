@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -179,7 +179,7 @@ class _Meeting(Store):
 class Door:
     """Where workers come in: hosts the store, and answers those who ask."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, offer: Mapping[str, Any] | None = None) -> None:
         if not dist.is_available() or not dist.is_gloo_available():
             raise SplitError("this torch was built without gloo; install one that has it, such as from pytorch.org")
         try:
@@ -192,7 +192,7 @@ class Door:
                 f"cannot listen at {address} ({_reason(error)}); use a free port of this machine"
             ) from None
         self.address = Address(address.host, self._server.port)
-        self._server.set(_HERE, "1")
+        self._server.set(_HERE, json.dumps(dict(offer or {})))
         self._known = 0
         self._silent: dict[int, float] = {}
         """Numbers that were taken by somebody who has not said yet who it is, and since when."""
@@ -247,6 +247,25 @@ def _bindable(address: Address) -> None:
         trial.bind(place)
 
 
+def read_offer(where: Address, seconds: float) -> dict[str, Any]:
+    """What a coordinator tells everybody: the settings of its run. LinkLost where there is none."""
+    _reach(where, seconds)
+    try:
+        return dict(json.loads(_store(where).get(_HERE)))
+    except RuntimeError as error:
+        raise LinkLost(f"{where} is no coordinator of Shoal's ({_reason(error)}); check the address") from None
+
+
+def _store(where: Address) -> Any:
+    """A connection to the coordinator's store; Refused where it is somebody else's."""
+    store = dist.TCPStore(
+        where.host, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
+    )  # fmt: skip
+    if not store.check([_HERE]):
+        raise Refused(f"{where} is no coordinator of Shoal's; check the address")
+    return store
+
+
 def knock(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     """Ask to join, and join.
 
@@ -255,11 +274,7 @@ def knock(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     here, there = _reach(where, seconds)
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:12]}"
     try:
-        store = dist.TCPStore(
-            where.host, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
-        )  # fmt: skip
-        if not store.check([_HERE]):
-            raise Refused(f"{where} is no coordinator of Shoal's; check the address")
+        store = _store(where)
         number = int(store.add(_ASKS, 1)) - 1
         store.set(f"{_ASK}{number}", json.dumps({**ask, "id": name, "reached": there}))
         store.wait([_ANSWER + name], timedelta(seconds=seconds))

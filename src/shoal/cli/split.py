@@ -1,0 +1,113 @@
+"""`shoal split TARGET`: train one network as many parts, by processes here or on other machines."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.target import TARGET_HELP, load_target
+
+if TYPE_CHECKING:
+    from shoal import Job, Result
+
+
+def split(
+    target: Annotated[str, typer.Argument(help=TARGET_HELP + " It must hold one job.")],
+    method: Annotated[str | None, typer.Option(help="ist (default), local-sgd, data-parallel or sil.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="How many; by default 4.")] = None,
+    local_steps: Annotated[int | None, typer.Option(help="Steps of each worker between two merges.")] = None,
+    overlap: Annotated[float | None, typer.Option(help="ist: the fraction of the units that every worker has.")] = None,
+    recovery: Annotated[
+        int | None, typer.Option(help="ist: last rounds, sil: last epochs, that train the whole network.")
+    ] = None,
+    shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
+    cuts: Annotated[str | None, typer.Option(help="sil: modules before which to cut, or a number of parts.")] = None,
+    variant: Annotated[str | None, typer.Option(help="sil: A (default), B or heads.")] = None,
+    codec: Annotated[str | None, typer.Option(help="How numbers travel: exact (default), fp16, bf16, int8.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the job's own.")] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Be the coordinator there, for workers that --join.")
+    ] = None,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be a worker of that coordinator.")] = None,
+    local: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the workers, how many to start here: all, with --coordinator 0, with torchrun 1."),
+    ] = None,
+    shard: Annotated[
+        int | None, typer.Option(min=0, help="With --join: the data here is this shard alone, and stays here.")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds that a worker may take for a round; by default measured.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="Seconds to look for a coordinator that is not there.")] = 60.0,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...; by default cpu.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; the same command goes on there.")] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Speed of a worker's link for the advice, as 100Mbit; by default measured.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only say what it would cost, and whether it pays.")
+    ] = False,
+    progress: Annotated[
+        bool | None, typer.Option("--progress/--no-progress", help="Say how it goes, on stderr; by default yes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train one network as many parts: by processes of this machine, or of others over slow links.
+
+    Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
+    """
+    from shoal.split.net.run import Place, Run
+
+    given = {
+        "method": method, "workers": workers, "local_steps": local_steps, "overlap": overlap, "recovery": recovery,
+        "shares": shares, "cuts": cuts, "variant": variant, "codec": codec, "seed": seed,
+    }  # fmt: skip
+    read = load_target(target)
+    place = Place(coordinator=coordinator, join=join, local=local, shard=shard)
+    run = Run(
+        job=_only(read.jobs, target),
+        given={name: value for name, value in given.items() if value is not None},
+        place=place,
+        device=device or "cpu",
+        out=str(out) if out is not None else read.settings.get("out"),
+        checkpoint_every=checkpoint_every or read.settings.get("checkpoint_every", "60s"),
+        deadline=deadline,
+        patience=patience,
+        link=link,
+        tell=_say if progress or (progress is None and not as_json) else None,
+    )
+    with read.placed():
+        if explain:
+            advice = run.advice()
+            typer.echo(json.dumps(advice.to_dict()) if as_json else str(advice))
+            return
+        result = run.go()
+    if result is not None:
+        _show(result, as_json)
+
+
+def _only(jobs: "list[Job]", target: str) -> "Job":
+    if len(jobs) != 1:
+        raise ValueError(f"{target} has {len(jobs)} jobs; a split is of one: leave the others out")
+    return jobs[0]
+
+
+def _say(line: str) -> None:
+    print(f"shoal: {line}", file=sys.stderr, flush=True)
+
+
+def _show(result: "Result", as_json: bool) -> None:
+    from shoal.results import Results, finite
+
+    if as_json:
+        report = result.split.to_dict() if result.split is not None else None
+        typer.echo(json.dumps(finite({**result.to_dict(), "split": report})))
+    else:
+        typer.echo(Results([result]).table())
+        typer.echo(f"\n{result.split}")
+    if result.status in ("failed", "diverged"):
+        raise typer.Exit(1)

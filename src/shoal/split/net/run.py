@@ -1,0 +1,193 @@
+"""One process of a run: what it is there for, from its command line or from torchrun, and doing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.errors import SplitError
+from shoal.job import Job
+from shoal.results import Result
+from shoal.split.advice import Advice, advise
+from shoal.split.checks import checked
+from shoal.split.method import Method
+from shoal.split.net.coordinator import Distributed
+from shoal.split.net.forecast import TrafficForecast
+from shoal.split.net.launch import Torchrun, crew_of
+from shoal.split.net.links import Address, LinkLost, read_offer
+from shoal.split.net.probe import LinkSpeed
+from shoal.split.net.settings import Settings
+from shoal.split.net.worker import serve_worker
+from shoal.split.rounds import train_split
+from shoal.tables import duration
+from shoal.training import pick_device
+
+Tell = Callable[[str], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Place:
+    """Which process of a run this one is."""
+
+    coordinator: str | None = None
+    """Be the coordinator at HOST:PORT."""
+    join: str | None = None
+    """Be a worker of the coordinator at HOST:PORT."""
+    local: int | None = None
+    """Of the workers, how many are started here."""
+    shard: int | None = None
+    """The data of this worker is this shard alone."""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def __post_init__(self) -> None:
+        if self.coordinator is not None and self.join is not None:
+            raise SplitError("this process cannot be the coordinator and join one; give --coordinator or --join")
+        if self.shard is not None and self.worker_of is None:
+            raise SplitError("--shard is of a worker's own data; give it with --join")
+
+    @property
+    def torchrun(self) -> Torchrun | None:
+        """What torchrun says, where it started this process and nothing else was asked for."""
+        return None if self.coordinator or self.join else Torchrun.found(self.environment)
+
+    @property
+    def worker_of(self) -> Address | None:
+        """Whose worker this process is; None: it is the coordinator."""
+        if self.join is not None:
+            return Address.parse(self.join)
+        started = self.torchrun
+        return started.where if started is not None and started.rank > 0 else None
+
+    @property
+    def address(self) -> Address:
+        """Where the coordinator listens."""
+        if self.coordinator is not None:
+            return Address.parse(self.coordinator, any_port=True)
+        started = self.torchrun
+        return started.where if started is not None else Address("127.0.0.1", 0)
+
+    def local_of(self, workers: int) -> int:
+        """How many of so many workers are started here."""
+        if self.local is not None:
+            if self.local > workers:
+                raise SplitError(f"--local is {self.local} and there are {workers} workers; use at most {workers}")
+            return self.local
+        return 0 if self.coordinator is not None else 1 if self.torchrun is not None else workers
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """A job, how to split it, and this process's place in it."""
+
+    job: Job
+    given: Mapping[str, Any]
+    """Settings that this process was told."""
+    place: Place
+    device: str = "cpu"
+    out: str | None = None
+    checkpoint_every: str | float = "60s"
+    deadline: float | None = None
+    patience: float = 60.0
+    link: str | None = None
+    tell: Tell | None = None
+
+    def go(self) -> Result | None:
+        """Train; the result, at the coordinator."""
+        if self.link is not None:
+            LinkSpeed.parse(self.link)
+        where = self.place.worker_of
+        if where is not None:
+            self._serve(where)
+            return None
+        settings, job, method = self._ready()
+        with self._crew(settings, job, method, settings.workers) as crew:
+            crew.roll(0)
+            return self._train(settings, job, method, crew)
+
+    def _ready(self) -> tuple[Settings, Job, Method]:
+        """At the coordinator: what is trained, and how. All that can be wrong is told before anybody is waited for."""
+        started = self.place.torchrun
+        settings = Settings.read({"workers": started.world} if started is not None else {}, self.given)
+        job = settings.job(self.job)
+        checked(job)
+        method = settings.build(job, self._device())
+        if settings.method == "sil" and "workers" not in self.given and started is None:
+            settings.workers = int(getattr(method, "count", settings.workers))
+        return settings, job, method
+
+    def _device(self) -> torch.device:
+        return pick_device(self.device)
+
+    @contextmanager
+    def _crew(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
+        local = self.place.local_of(workers)
+        crew_settings = {
+            "address": self.place.address, "offer": settings.given(), "codec": settings.codec, "tell": self.tell,
+            "deadline": self.deadline, "speeds": settings.shares == "speed", "patience": max(self.patience, 60.0),
+            "start_seconds": self.patience,
+        }  # fmt: skip
+        worker_settings = {"device": self._device(), "patience": 10.0}
+        with crew_of(job, method, local, crew_settings, others=workers - local, **worker_settings) as (crew, _):
+            if local < workers:
+                self._say(f"coordinator at {crew.address}, waiting for {workers - local} workers")
+            yield crew
+
+    def _say(self, line: str) -> None:
+        if self.tell is not None:
+            self.tell(line)
+
+    def _train(self, settings: Settings, job: Job, method: Method, crew: Distributed) -> Result:
+        there = crew.roll(0)
+        speed = LinkSpeed.parse(self.link) if self.link is not None else crew.probe()
+        try:
+            self._say(advise(job, method, len(there), speed, codec=settings.codec, device=self._device()).sentence)
+        except SplitError as error:
+            self._say(f"whether it pays is not known: {error}")
+        predicted = TrafficForecast(job, method, crew.codec).all_rounds(there)
+        crew.forget_traffic()
+        result = train_split(
+            job, method, crew, device=self._device(), out=self.out, tell=self.tell,
+            checkpoint_every=self.checkpoint_every,
+        )  # fmt: skip
+        report = result.split
+        if report is not None:
+            report.bytes_predicted = predicted.both
+            limit = max((lost.waited for lost in crew.lost), default=0.0)
+            if crew.lost:
+                report.notes.append(f"workers were lost {len(crew.lost)} times; the longest wait was {duration(limit)}")
+        return result
+
+    def _serve(self, where: Address) -> None:
+        """As a worker: what the coordinator does is what we do."""
+        started = self.place.torchrun
+        if started is not None:
+            settings = Settings.read({"workers": started.world}, self.given)
+        else:
+            try:
+                settings = Settings.read(read_offer(where, self.patience), self.given)
+            except LinkLost as error:
+                raise SplitError(str(error)) from None
+        job = settings.job(self.job)
+        method = settings.build(job, self._device())
+        done = serve_worker(
+            job, method, where, device=self._device(), codec=settings.codec, shard=self.place.shard,
+            patience=self.patience, tell=self.tell,
+        )  # fmt: skip
+        self._say(f"the coordinator at {where} is done; {done} tasks were carried out here")
+
+    def advice(self) -> Advice:
+        """What it would cost and whether it would pay, without training."""
+        settings, job, method = self._ready()
+        if self.link is not None:
+            speed = LinkSpeed.parse(self.link)
+        else:
+            self.place.local = 1
+            with self._crew(settings, job, method, 1) as crew:
+                crew.roll(0)
+                speed = crew.probe()
+        return advise(job, method, settings.workers, speed, codec=settings.codec, device=self._device())
