@@ -1,6 +1,7 @@
 """`shoal split TARGET`: train one network as many parts, by processes here or on other machines."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,6 +61,7 @@ def split(
 
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is told in one line, not in a stack of C++
     from shoal.split.net.run import Place, Run
 
     given = {
