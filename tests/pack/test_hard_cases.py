@@ -374,3 +374,31 @@ def test_a_network_that_cannot_be_stacked_does_not_keep_the_others_from_it() -> 
     assert [result.tier for result in results] == ["stacked"] * 3 + ["serial"] * 2
     for result, job in zip(results, pack, strict=True):
         assert_close(result, shoal.solo(job))
+
+
+def test_weights_that_lie_side_by_side_in_one_storage_are_stacked() -> None:
+    """As cuDNN wants the weights of an LSTM on a GPU."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+            own = list(self.lstm.parameters())
+            whole = torch.cat([p.detach().flatten() for p in own])
+            for p, piece in zip(own, whole.split([p.numel() for p in own]), strict=True):
+                p.data = piece.view_as(p)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.lstm(x)[0][:, -1])
+            return out
+
+    x, y = torch.randn(24, 6, 4), torch.randint(3, (24,))
+    jobs = [
+        shoal.Job(model=Flat, data=(x, y), loss=F.cross_entropy, batch_size=8, epochs=2, seed=i, name=str(i))
+        for i in range(3)
+    ]
+    results = shoal.train(jobs, device="cpu")
+    assert [result.tier for result in results] == ["stacked"] * 3
+    for job, result in zip(jobs, results, strict=True):
+        for a, b in zip(result.model.parameters(), shoal.solo(job).model.parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)

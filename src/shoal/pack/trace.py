@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -254,20 +255,29 @@ def _refuse_at_sight(model: nn.Module) -> None:
             raise Untraceable(f"buffer {name} has layout {buffer.layout}")
     if not any(True for _ in model.parameters()):
         raise Untraceable("it has no parameters")
-    owners: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        other = owners.setdefault(_memory(tensor), name) if tensor.numel() else name
-        if other != name:
-            raise Untraceable(f"{name} and {other} are two names of the same memory")
+    spans = sorted(
+        (*_memory(tensor), name)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel()
+    )
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:  # side by side in one storage is fine: on a GPU an LSTM keeps its weights so
+            raise Untraceable(f"{other} and {name} are two names of the same memory")
     for module in model.modules():
         attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
         for tensor in pytree.tree_leaves(attributes):
-            if type(tensor) is Tensor and tensor.layout == torch.strided and _memory(tensor) in owners:
-                raise Untraceable(f"an attribute is another name of {owners[_memory(tensor)]}")
+            if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
+                begin, past = _memory(tensor)
+                owner = next((name for start, end, name in spans if begin < end and start < past), None)
+                if owner is not None:
+                    raise Untraceable(f"an attribute is another name of {owner}")
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The first byte that a tensor may touch, and the one past its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()
 
 
 def _refuse_buffers(recorded: Trace) -> None:
