@@ -62,6 +62,7 @@ def split(
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is told in one line, not in a stack of C++
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that to look for a GPU does not forbid to fork
     from shoal.split.net.run import Place, Run
 
     given = {
