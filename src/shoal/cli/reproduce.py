@@ -165,3 +165,63 @@ def sil(
         typer.echo(text(result))
     else:
         paper.table(result, wide_console())
+
+
+@reproduce.command()
+def ist(
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
+    ] = None,
+    width: Annotated[int, typer.Option(min=0, help="Of both hidden layers; 0: 2048, of digits 256.")] = 0,
+    workers: Annotated[int, typer.Option(min=2, help="Workers.")] = 4,
+    link: Annotated[str, typer.Option(help="Rate of each worker's link, for tc; none: no seconds.")] = "100mbit",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
+    windows: Annotated[str, typer.Option(help="Local steps in a round, with commas.")] = "",
+    steps: Annotated[int, typer.Option(min=0, help="Steps of data parallel; 0: 400, of digits 150.")] = 0,
+    settings: Annotated[
+        Path | None, typer.Option(help="Take rates and trainings from this file of an earlier run, and time them.")
+    ] = None,
+    device: Device = "cpu",
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+) -> None:
+    """IST: independent subnets over slow links, against local SGD and data parallel."""
+    from rich.console import Console
+
+    from shoal.bench.report import text, write
+    from shoal.cli.bench import pick_device, wide_console
+    from shoal.reproduce import ist_report as paper
+    from shoal.reproduce.datasets import load
+    from shoal.reproduce.ist import Scene, windows_of
+
+    ready(out)
+    picture_ready(plot)
+    small = data is None
+    scene = Scene(
+        data=load(data),
+        width=32 if quick else width or (256 if small else 2048),
+        workers=workers,
+        batch=32 if small else 128,
+        steps=20 if quick else steps or (150 if small else 400),
+    )
+    before = paper.earlier(settings) if settings is not None else None
+    with Console(stderr=True).status("starting") as status:
+        result = paper.compare(
+            scene,
+            seeds=range(min(seeds, 2) if quick else seeds),
+            windows=(10,) if quick else windows_of(windows, small=small),
+            link=None if link == "none" else link,
+            device=pick_device(device),
+            before=before,
+            tell=lambda line: status.update(line),
+        )
+    if out is not None:
+        write(result, out)
+    if plot is not None:
+        paper.draw(plot, result)
+    if as_json:
+        typer.echo(text(result))
+    else:
+        paper.table(result, wide_console())

@@ -186,6 +186,16 @@ def choose(
     return found
 
 
+def windows_of(text: str, *, small: bool) -> tuple[int, ...]:
+    """Windows from "5,10,20"; empty: those of the comparison, fewer on small data."""
+    if not text:
+        return (10, 50) if small else WINDOWS
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"windows is {text!r}; use whole numbers with commas, such as 5,20,100")
+    return tuple(int(part) for part in parts)
+
+
 def last(row: dict[str, Any]) -> float:
     """The accuracy in the end."""
     return float(row["curve"][-1]["accuracy"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.report import heading, pyplot
 from shoal.bench.stamp import stamp
+from shoal.errors import describe
 from shoal.reproduce import ist, namespaces
 from shoal.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, PUBLISHED, Scene, Setting, Tell
 from shoal.reproduce.ist_links import over_links, seconds_a_step, timed_steps
@@ -28,21 +30,16 @@ def compare(
     windows: Sequence[int],
     link: str | None = "100mbit",
     device: str = "cpu",
-    settings: Sequence[Setting] | None = None,
-    rows: Sequence[dict[str, Any]] | None = None,
+    before: tuple[list[Setting], list[dict[str, Any]]] | None = None,
     tell: Tell = lambda line: None,
 ) -> dict[str, Any]:
     """Choose settings, train with every seed, then time the best of each method over links.
 
-    `settings` and `rows` are those of an earlier run, which are then not made again; `link` None: no seconds.
+    `before`: settings and trainings of an earlier run, which are then not made again; `link` None: no seconds.
     """
-    chosen = (
-        list(settings)
-        if settings is not None
-        else ist.choose(scene, windows=windows, device=device, seed=max(seeds) + 1000, tell=tell)
-    )
-    if rows is None:
-        rows = []
+    chosen, rows = before if before is not None else ([], [])
+    if before is None:
+        chosen = ist.choose(scene, windows=windows, device=device, seed=max(seeds) + 1000, tell=tell)
         for setting in chosen:
             for seed in seeds:
                 tell(f"training: {setting.method}, {setting.window} steps a round, seed {seed}")
@@ -60,6 +57,15 @@ def compare(
         why = namespaces.missing()
         result["links"] = {"none": why} if why else _timed(scene, chosen, rows, seeds, link, tell)
     return result
+
+
+def earlier(path: Path) -> tuple[list[Setting], list[dict[str, Any]]]:
+    """Settings and trainings from the file of an earlier run."""
+    try:
+        found = json.loads(path.read_text())
+        return [Setting(**setting) for setting in found["settings"]], list(found["rows"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no earlier run ({describe(error)}); name a file that --out wrote") from None
 
 
 def _timed(
