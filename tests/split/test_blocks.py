@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from shoal.errors import SplitError
 from shoal.models import GPT, MLP, Encoder, ResNet18
-from shoal.split.coupling_trace import named_state
-from shoal.split.deal import deal
-from shoal.split.narrow import narrow
-from shoal.split.units import find_units
+from shoal.split.subnets.deal import deal
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.record import named_state
+from shoal.split.subnets.units import find_units
 
 
 def test_blocks_of_a_resnet_are_those_with_an_identity_shortcut() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import SplitError
-from shoal.split.deal import counts, deal
-from shoal.split.units import Group, Units
+from shoal.split.subnets.deal import counts, deal
+from shoal.split.subnets.units import Group, Units
 
 
 def units_of(**sizes: int) -> Units:

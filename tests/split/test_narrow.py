@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import Pack
 from shoal.models import CNN, GPT, MLP, Encoder, ResNet18
-from shoal.split.deal import deal
-from shoal.split.narrow import narrow
-from shoal.split.units import find_units
+from shoal.split.subnets.deal import deal
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.units import find_units
 
 
 def masked(model: nn.Module, masks: dict[str, Tensor]) -> nn.Module:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from shoal.errors import SplitError
 from shoal.models import CNN, GPT, MLP, Encoder, LSTMClassifier, ResNet18
-from shoal.split.coupling_check import Probe
-from shoal.split.deal import deal
-from shoal.split.narrow import narrow
-from shoal.split.units import Units, find_units
+from shoal.split.subnets.check import Probe
+from shoal.split.subnets.deal import deal
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.units import Units, find_units
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 

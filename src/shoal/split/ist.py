@@ -20,12 +20,12 @@ from shoal.errors import SplitError, describe
 from shoal.job import Job
 from shoal.pack.members import autocast, build_model, open_data, run_step, seeded
 from shoal.split.averaging import Plan, check_count, check_moments
-from shoal.split.deal import deal
 from shoal.split.method import Method, Worker
-from shoal.split.narrow import narrow
 from shoal.split.parts import Part, Slice
 from shoal.split.renorm import renormalise
-from shoal.split.units import Units, find_units
+from shoal.split.subnets.deal import deal
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.units import Units, find_units
 
 FEW = 4
 """Rows that a network is traced with."""

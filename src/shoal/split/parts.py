@@ -1,7 +1,7 @@
 """A split as plain data: who trains which slices of which tensors, on which rows, for how many steps.
 
-Every way to train one network as many parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a list of
-rounds, and a round is a list of parts. Nothing here knows which way it is.
+Every way to train one network as many parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a list
+of rounds, and a round is a list of parts. Nothing here knows which way it is.
 
     state -> parts of the round -> tasks -> outcomes -> state
 

@@ -10,11 +10,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.errors import SplitError
-from shoal.split.blocks import without_blocks
-from shoal.split.coupling_trace import shell
-from shoal.split.narrow_classes import attend, rescale, resize
-from shoal.split.narrow_sizes import Entry, Size
-from shoal.split.units import Keep, Reader, Sized, Span, Units
+from shoal.split.subnets.blocks import without_blocks
+from shoal.split.subnets.classes import attend, rescale, resize
+from shoal.split.subnets.record import shell
+from shoal.split.subnets.sizes import Entry, Size
+from shoal.split.subnets.units import Keep, Reader, Sized, Span, Units
 
 NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm}
 

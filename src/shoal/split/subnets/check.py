@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
-from shoal.split.coupling_trace import named_state, shell
-from shoal.split.deal import shuffled
-from shoal.split.narrow import narrow
-from shoal.split.units import Units
+from shoal.split.subnets.deal import shuffled
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.record import named_state, shell
+from shoal.split.subnets.units import Units
 
 MANY = 20_000_000
 """Parameters from which the check is made in float32, to spare memory."""

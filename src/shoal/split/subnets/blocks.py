@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import SplitError, describe
-from shoal.split.coupling_trace import Record, Run, named_state, record, shell
-from shoal.split.narrow_classes import subclass
-from shoal.split.units import Blocks, Group, Keep, Span, Units
+from shoal.split.subnets.classes import subclass
+from shoal.split.subnets.record import Record, Run, named_state, record, shell
+from shoal.split.subnets.units import Blocks, Group, Keep, Span, Units
 
 GROUP = "blocks"
 
@@ -26,7 +26,7 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
 
     The innermost ones count, and only those that run once in a forward pass and share no tensor with anything outside.
     """
-    from shoal.split.coupling_check import Probe, quiet
+    from shoal.split.subnets.check import Probe, quiet
 
     traced = record(model, inputs)
     whole = {}

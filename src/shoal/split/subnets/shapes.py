@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.split.coupling import RULES, Coupling, rule
-from shoal.split.coupling_axes import Axis, find, fix, note, pieces, product, reshape, total, unify
-from shoal.split.coupling_rules import pointwise
-from shoal.split.coupling_trace import Op
+from shoal.split.subnets.axes import Axis, find, fix, note, pieces, product, reshape, total, unify
+from shoal.split.subnets.coupling import RULES, Coupling, rule
+from shoal.split.subnets.record import Op
+from shoal.split.subnets.rules import pointwise
 
 __all__ = ["RULES"]
 

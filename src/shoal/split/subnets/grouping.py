@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.split.coupling import Coupling
-from shoal.split.coupling_axes import Axis, find, fix, leaves, rows_of_units, twice
-from shoal.split.coupling_trace import Call, Record
-from shoal.split.coupling_walk import couple
-from shoal.split.units import Group, Reader, Sized, Span, Units, Use
+from shoal.split.subnets.axes import Axis, find, fix, leaves, rows_of_units, twice
+from shoal.split.subnets.coupling import Coupling
+from shoal.split.subnets.record import Call, Record
+from shoal.split.subnets.units import Group, Reader, Sized, Span, Units, Use
+from shoal.split.subnets.walk import couple
 
 STREAM = "a residual stream that layer norms read stays whole (streams=True cuts it)"
 

@@ -213,12 +213,12 @@ def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = Fals
     >>> {name: piece.index for name, piece in units.slices({"0": torch.tensor([1, 4])}).items()}["2.weight"]
     (None, tensor([1, 4]))
     """
-    from shoal.split.coupling_check import verified
-    from shoal.split.coupling_trace import record
-    from shoal.split.coupling_units import units_of
+    from shoal.split.subnets.check import verified
+    from shoal.split.subnets.grouping import units_of
+    from shoal.split.subnets.record import record
 
     if blocks:
-        from shoal.split.blocks import find_blocks
+        from shoal.split.subnets.blocks import find_blocks
 
         return find_blocks(model, inputs)
     found = verified(model, units_of(record(model, inputs), streams=streams), inputs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import SplitError
-from shoal.split.coupling_trace import SIZED, SUMS
+from shoal.split.subnets.record import SIZED, SUMS
 
 Factor = float | tuple[float, ...]
 Size = int | Fraction | None

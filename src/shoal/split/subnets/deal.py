@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import SplitError
-from shoal.split.coupling_axes import Rows
+from shoal.split.subnets.axes import Rows
 
 if TYPE_CHECKING:
-    from shoal.split.units import Group, Units
+    from shoal.split.subnets.units import Group, Units
 
 
 def deal(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.split.coupling_axes import Axis, find, unify
-from shoal.split.coupling_trace import Op, Record
+from shoal.split.subnets.axes import Axis, find, unify
+from shoal.split.subnets.record import Op, Record
 
 
 @dataclass(slots=True, eq=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.split.coupling import Coupling, Sum, rule
-from shoal.split.coupling_axes import Axis, find, fix, note, product, unify
-from shoal.split.coupling_trace import Op
+from shoal.split.subnets.axes import Axis, find, fix, note, product, unify
+from shoal.split.subnets.coupling import Coupling, Sum, rule
+from shoal.split.subnets.record import Op
 
 
 def unknown(c: Coupling, op: Op) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.split.coupling import Coupling
-from shoal.split.coupling_axes import Axis, fix, note
-from shoal.split.coupling_rules import pointwise, unknown
-from shoal.split.coupling_shapes import RULES
-from shoal.split.coupling_trace import Op, Record
+from shoal.split.subnets.axes import Axis, fix, note
+from shoal.split.subnets.coupling import Coupling
+from shoal.split.subnets.record import Op, Record
+from shoal.split.subnets.rules import pointwise, unknown
+from shoal.split.subnets.shapes import RULES
 
 
 def couple(record: Record) -> Coupling:

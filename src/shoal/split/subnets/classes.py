@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.errors import SplitError
-from shoal.split.narrow_sizes import Entry, Factor, Sizes, own_code, times
+from shoal.split.subnets.sizes import Entry, Factor, Sizes, own_code, times
 
 
 def rescale(module: nn.Module, factor: Factor) -> None:
