@@ -52,9 +52,8 @@ def measure(job: Job, network: nn.Module, step: Callable[[nn.Module, Any], Any],
         optimizer.zero_grad()
         weights = nbytes([*twin.parameters(), *twin.buffers()])
         kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        for tensor in (*twin.parameters(), *twin.buffers(), *kept, *pytree.tree_leaves(fakes)):
-            ledger._see(tensor)  # it is there already: an operator that writes into it makes nothing new
-        held, start = weights + nbytes(kept) + nbytes(fakes), ledger.mark()
+        held = weights + nbytes(kept) + nbytes(fakes)
+        start = ledger.know((*twin.parameters(), *twin.buffers(), *kept, *pytree.tree_leaves(fakes)))
         with ledger:
             _loss(step, twin, fakes).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -68,10 +68,12 @@ class Meter:
         if self.device.type == "cuda" or self._key in self._known or index != min(1, steps - 1):
             yield
             return
-        held = held_bytes(network, optimizer)
-        with Ledger() as ledger:
+        held = held_tensors(network, optimizer)
+        ledger = Ledger()
+        start = ledger.know(held)
+        with ledger:
             yield
-        self._known[self._key] = held + ledger.held(0).working
+        self._known[self._key] = sum(tensor.nbytes for tensor in held) + ledger.held(start).working
 
     def peak(self, network: nn.Module) -> int:
         """The most bytes that were held, weights included."""
@@ -80,10 +82,10 @@ class Meter:
         return self._known.get(self._key, 0)
 
 
-def held_bytes(network: nn.Module, optimizer: Optimizer) -> int:
+def held_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Weights, buffers and optimizer state."""
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers(), *kept))
+    return [*network.parameters(), *network.buffers(), *kept]
 
 
 def predicted_peaks(job: Job, method: Method, parts: Sequence[Part], whole: nn.Module, data: View) -> dict[str, int]:
@@ -121,7 +123,9 @@ def _fake_peak(job: Job, network: nn.Module, step: StepOf, batch: Any, update: b
                 swapped[id(p)] = nn.Parameter(mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
             twin = copy.deepcopy(network, swapped)
             given = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
-            with Ledger() as ledger:
+            ledger = Ledger()
+            start = ledger.know((*twin.parameters(), *twin.buffers(), *pytree.tree_leaves(given)))
+            with ledger:
                 with autocast(job, _CPU):
                     loss = step(twin, given)[0]
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -133,4 +137,4 @@ def _fake_peak(job: Job, network: nn.Module, step: StepOf, batch: Any, update: b
     weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     read = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     updating = sum(grads) + 2 * max(grads, default=0)  # a plain optimizer makes a temporary or two for each weight
-    return weights + kept + max(int(ledger.held(0).working) + read, updating if update else 0)
+    return weights + kept + max(int(ledger.held(start).working) + read, updating if update else 0)
