@@ -106,6 +106,34 @@ class Mixed(nn.Module):
         return y
 
 
+class Again(nn.Module):
+    """A layer that runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.again(x).tanh()
+        found: Tensor = self.last(x)
+        return found
+
+
+def test_a_layer_that_runs_several_times_is_scaled_once_a_run() -> None:
+    """Three units that stand twice in the whole network stand for themselves and their copies in the narrow one."""
+    model, x = Again().double(), torch.rand(5, 4, dtype=torch.float64)
+    units = find_units(model, (x,))
+    with torch.no_grad():
+        for tensor, spans in ((model.get_parameter(name), spans) for name, spans in units.spans.items()):
+            for dim, span in enumerate(spans):
+                if span.uses:
+                    tensor.copy_(tensor.index_select(dim, torch.tensor([0, 1, 2, 0, 1, 2])))
+    part = narrow(model, units, {"first": torch.tensor([0, 1, 2])})
+    assert torch.allclose(part(x), model(x), rtol=1e-12, atol=1e-12)
+
+
 def test_scale_leaves_what_is_whole_alone() -> None:
     model = Mixed().double()
     x = torch.rand(5, 4, dtype=torch.float64)

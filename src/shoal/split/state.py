@@ -182,7 +182,8 @@ def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> None:
     """Write pieces into the whole, in place: the mean where several own an element, weighted by how much each counts.
 
-    Whole numbers, or with `largest`: the largest instead.
+    Whole numbers, or with `largest`: the largest instead. What all owners agree on keeps its bits: a sum of equal
+    numbers, divided, may be another one.
     """
     if len(pieces) == 1:
         pieces[0][0].put(whole, pieces[0][1])
@@ -194,12 +195,17 @@ def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> 
     total = torch.zeros(whole.shape, dtype=wide)
     owners = torch.zeros(whole.shape, dtype=wide if not wide.is_complex else torch.float64)
     equal = len({weight for _, _, weight in pieces}) == 1
+    first, agreed = torch.zeros(whole.shape, dtype=wide), torch.ones(whole.shape, dtype=torch.bool)
+    for place, value, _ in reversed(pieces):
+        place.put(first, value.to(wide))
     for place, value, weight in pieces:
         weight = 1.0 if equal else weight
+        place.put(agreed, place.take(agreed) & (place.take(first) == value.to(wide)))
         place.put(total, place.take(total) + (value.to(wide) if weight == 1.0 else value.to(wide) * weight))
         place.put(owners, place.take(owners) + weight)
     owned = owners > 0
-    whole.copy_(torch.where(owned, total / owners.masked_fill(~owned, 1.0), whole.to(wide)))
+    mean = torch.where(agreed, first, total / owners.masked_fill(~owned, 1.0))
+    whole.copy_(torch.where(owned, mean, whole.to(wide)))
 
 
 def _largest_(whole: Tensor, pieces: Sequence[Piece]) -> None:
