@@ -142,6 +142,12 @@ ORDINARY: dict[str, tuple[nn.Module, Tensor, dict[str, int]]] = {
                       nn.Linear(6, 2)),
         ROWS, {"0": 8, "2": 6},
     ),
+    "a norm over channels and sides": (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm((8, 7, 7)), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE, {"0": 8}
+    ),
+    "a layer that nothing reads": (
+        Own(lambda s, x: s.b(s.a(x).relu()), a=L(4, 8), b=L(8, 3), unused=L(2, 2)), ROWS, {"a": 8}
+    ),
     "attention with weights": (
         Own(lambda s, x: s.b(s.a(x, x, x)[0]), a=nn.MultiheadAttention(6, 3, batch_first=True), b=L(6, 3)),
         torch.rand(2, 5, 6), {"a": 3, "a.out_proj": 6},
@@ -188,6 +194,10 @@ UNCUT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "mean": (Own(lambda s, x: s.b(s.a(x).mean(1, keepdim=True)), a=L(4, 8), b=L(1, 3)), ROWS, "its mean is taken"),
     "sorted": (Own(lambda s, x: s.b(s.a(x).sort(1)[0]), a=L(4, 8), b=L(8, 3)), ROWS, "sort"),
     "places that matter": (Own(lambda s, x: s.b(s.a(x) * torch.arange(8)), a=L(4, 8), b=L(8, 3)), ROWS, "arange"),
+    "a norm, then its width": (
+        Own(lambda s, x: s.b((h := s.n(s.a(x))) / h.shape[1]), a=L(4, 8), n=nn.LayerNorm(8), b=L(8, 3)),
+        ROWS, "the narrow network does not compute",
+    ),
     "also an output": (
         Own(lambda s, x: (s.b(h := s.a(x)), h), a=L(4, 8), b=L(8, 3)), ROWS, "the outputs have its size"
     ),

@@ -1,20 +1,21 @@
 """Groups verified by numbers before they are offered: tracing proposes, arithmetic decides.
 
 A narrow network must compute what the whole one does when the weights that read the missing units are zero. Where a
-layer norm is taken over the units that is not so, and the narrow network has to run, forward and backward. A group that
-fails is left whole, with the reason.
+layer norm is taken over the units that is so but for the norm: there both are compared with norms that only apply their
+weights. And the narrow network has to run, forward and backward. A group that fails is left whole, with the reason.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
@@ -91,6 +92,9 @@ class Probe:
             try:
                 exact = {name: kept for name, kept in keep.items() if units.groups[name].exact}
                 wrong = self._differs(units, exact) if exact else ""
+                if not wrong and len(exact) < len(keep):
+                    with _PlainNorms():
+                        wrong = self._differs(units, keep)
                 wrong = wrong or self._trains(narrow(self.whole, units, keep, scale=True))
             except Exception as error:
                 return f"the narrow network does not run ({describe(error)})"
@@ -140,6 +144,23 @@ class Probe:
         small.zero_grad()
         self.run(small.eval())
         return ""
+
+
+class _PlainNorms(TorchFunctionMode):
+    """Norms over units do nothing but apply their weights, so that what they read does not depend on who is there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in ("layer_norm", "rms_norm", "group_norm"):
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "over", "weight", "bias"), args, strict=False)) | (kwargs or {})
+        x = given["input"]
+        for key, apply in (("weight", torch.mul), ("bias", torch.add)):
+            if isinstance(own := given.get(key), Tensor):
+                x = apply(x, own.view([-1, *(1 for _ in x.shape[2:])]) if name == "group_norm" else own)
+        return x
 
 
 def _close(a: Tensor, b: Tensor, bound: float) -> bool:

@@ -111,8 +111,9 @@ def _norm(module: nn.Module, call: Sized, keep: Keep) -> None:
     """A normalisation without weights knows its size from its settings alone."""
     dims = call.outs[0]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        inner = dims[len(dims) - len(module.normalized_shape) :]
-        module.normalized_shape = tuple(d.left(keep) for d in inner if isinstance(d, Span))
+        own = module.normalized_shape
+        inner = zip(own, dims[len(dims) - len(own) :], strict=True)
+        module.normalized_shape = tuple(n if d is None or d.rows else d.left(keep) for n, d in inner)
     elif isinstance(module, nn.GroupNorm) and not module.affine and isinstance(dims[1], Span):
         left = dims[1].left(keep)
         module.num_groups = module.num_groups * left // dims[1].size if module.num_groups > 1 else 1
