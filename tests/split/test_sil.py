@@ -112,9 +112,9 @@ def test_the_right_part_of_variant_a_never_touches_the_inputs() -> None:
     x, y = blobs()
     outcomes = []
     for inputs in (x, torch.full_like(x, float("nan"))):
-        way = Sil(job_of(), ["fc2"])
+        way = Sil(job_of(), ["fc2"], "labels")
         task = task_of(way, "1")
-        poisoned = Sil(job_of(data=(inputs, y)), ["fc2"]) if inputs is x else None
+        poisoned = Sil(job_of(data=(inputs, y)), ["fc2"], "labels") if inputs is x else None
         view = (poisoned or way).data
         if inputs is not x:
             view.source.leaves[0] = inputs  # type: ignore[attr-defined]
@@ -158,11 +158,11 @@ def test_recovery_trains_the_joined_network() -> None:
 
 
 def test_collapse_and_weak_parts_are_told() -> None:
-    strong = sil(job_of(epochs=30), ["after:fc2"]).split
+    strong = sil(job_of(epochs=30), ["after:fc2"], "labels").split
     assert strong.own[0]["accuracy"] > 0.9
     assert strong.own[0]["spread"] < 0.5
     assert "adds nothing" in strong.advice
-    weak = sil(job_of(model=lambda: Net(4), epochs=1), ["fc2"]).split
+    weak = sil(job_of(model=lambda: Net(4), epochs=1), ["fc2"], "labels").split
     assert weak.own[0]["spread"] > strong.own[0]["spread"]
     assert "use method='heads'" in weak.advice
     assert weak.advice in str(weak)
@@ -197,7 +197,7 @@ class SmallCNN(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("way", [*WAYS, {"layout": "channel"}], ids=["A", "B", "heads", "channels"])
+@pytest.mark.parametrize("way", [*WAYS, {"method": "labels", "layout": "channel"}], ids=["A", "B", "heads", "channels"])
 def test_convolutions_and_running_statistics(way: dict[str, Any]) -> None:
     x, y = blobs(features=36)
     job = job_of(model=SmallCNN, data=(x.view(-1, 1, 6, 6), y), val=None, metrics={}, epochs=6)
@@ -207,7 +207,7 @@ def test_convolutions_and_running_statistics(way: dict[str, Any]) -> None:
     assert int(result.model.norm.num_batches_tracked) == 30  # type: ignore[union-attr, arg-type]
     assert result.split.own[0]["accuracy"] > 0.45
     if way.get("layout") == "channel":
-        table = Sil(job, ["conv2"], labels=Labels(layout="channel")).tables[0]
+        table = Sil(job, ["conv2"], "labels", labels=Labels(layout="channel")).tables[0]
         assert torch.equal(table[:, :, :, :1, :1].expand_as(table), table)
 
 
@@ -219,7 +219,7 @@ def test_heads_work_for_any_loss() -> None:
     assert result.split.joined["loss"] < target.var(0).mean()
     assert "accuracy" not in result.split.joined
     with pytest.raises(SplitError, match="labels need classes"):
-        sil(job, ["fc2"])
+        sil(job, ["fc2"], "labels")
 
 
 def test_labels() -> None:
@@ -281,20 +281,21 @@ def test_a_run_folder_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     ("settings", "said"),
     [
         ({"method": "label"}, "method is 'label'; use one of 'labels', 'heads'"),
-        ({"variant": "C"}, "variant is 'C'"),
+        ({"method": "labels", "variant": "C"}, "variant is 'C'"),
+        ({"variant": "B"}, "variant is 'B', and method='heads' has none"),
         ({"cuts": "fc2"}, "cuts is 'fc2'; use a list"),
         ({"cuts": 1}, "cuts is 1; use names of modules, or a number of parts"),
         ({"cuts": 9}, "9 parts need 8 cuts"),
         ({"cuts": ["fc7"]}, "no module 'fc7'"),
         ({"recovery": -1}, "recovery is -1"),
         ({"local_steps": 0}, "local_steps is 0"),
-        ({"scale": 0.0}, "scale is 0.0"),
-        ({"vectors": 0}, "vectors is 0"),
-        ({"distribution": "cauchy"}, "distribution is 'cauchy'"),
-        ({"head_width": 4}, "head_width is 4 and method='labels' has no heads"),
+        ({"method": "labels", "scale": 0.0}, "scale is 0.0"),
+        ({"method": "labels", "vectors": 0}, "vectors is 0"),
+        ({"method": "labels", "distribution": "cauchy"}, "distribution is 'cauchy'"),
+        ({"method": "labels", "head_width": 4}, "head_width is 4 and method='labels' has no heads"),
         ({"method": "heads", "scale": 2.0}, "has no labels"),
         ({"method": "heads", "head_width": 0}, "head_width is 0"),
-        ({"variant": "B", "noise": 0.1}, "noise is 0.1 and variant 'B'"),
+        ({"method": "labels", "variant": "B", "noise": 0.1}, "noise is 0.1 and variant 'B'"),
         ({"per_part": {7: {}}}, "there are parts 0 to 1"),
         ({"per_part": {0: {"epochs": 3}}}, "part 0 has 'epochs'"),
     ],

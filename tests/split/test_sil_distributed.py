@@ -26,7 +26,9 @@ def a_job() -> Job:
 
 
 @pytest.mark.parametrize(
-    "way", [{"variant": "A", "noise": 0.3}, {"variant": "B"}, {"method": "heads"}], ids=["A", "B", "heads"]
+    "way",
+    [{"method": "labels", "noise": 0.3}, {"method": "labels", "variant": "B"}, {"method": "heads"}],
+    ids=["A", "B", "heads"],
 )
 def test_same_bits_as_in_one_process(way: dict[str, Any]) -> None:
     job, settings = a_job(), dict(way)

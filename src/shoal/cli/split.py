@@ -17,15 +17,28 @@ if TYPE_CHECKING:
 def split(
     target: Annotated[str, typer.Argument(help=TARGET_HELP + " It must hold one job.")],
     method: Annotated[str | None, typer.Option(help="ist (default), local-sgd, data-parallel or sil.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="How many; by default 4.")] = None,
-    local_steps: Annotated[int | None, typer.Option(help="Steps of each worker between two merges.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="How many; by default 4, with sil one for each part.")
+    ] = None,
+    local_steps: Annotated[
+        int | None, typer.Option(help="Steps of each worker between two merges: ist 50, local-sgd 20, sil an epoch.")
+    ] = None,
     overlap: Annotated[float | None, typer.Option(help="ist: the fraction of the units that every worker has.")] = None,
     recovery: Annotated[
         int | None, typer.Option(help="ist: last rounds, sil: last epochs, that train the whole network.")
     ] = None,
     shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
-    cuts: Annotated[str | None, typer.Option(help="sil: modules before which to cut, or a number of parts.")] = None,
-    variant: Annotated[str | None, typer.Option(help="sil: A (default), B or heads.")] = None,
+    scale: Annotated[
+        bool | None,
+        typer.Option("--scale/--no-scale", help="ist: make up for the units that are not there; by default yes."),
+    ] = None,
+    moments: Annotated[
+        str | None, typer.Option(help="travel (default): optimizer state goes with its weights; fresh: it does not.")
+    ] = None,
+    cuts: Annotated[
+        str | None, typer.Option(help="sil: modules before which to cut, as fc3,fc5, or a number of parts.")
+    ] = None,
+    variant: Annotated[str | None, typer.Option(help="sil: heads (default), or labels A or B.")] = None,
     codec: Annotated[str | None, typer.Option(help="How numbers travel: exact (default), fp16, bf16, int8.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the job's own.")] = None,
     coordinator: Annotated[
@@ -67,7 +80,8 @@ def split(
 
     given = {
         "method": method, "workers": workers, "local_steps": local_steps, "overlap": overlap, "recovery": recovery,
-        "shares": shares, "cuts": cuts, "variant": variant, "codec": codec, "seed": seed,
+        "shares": shares, "scale": scale, "moments": moments, "cuts": cuts, "variant": variant,
+        "codec": codec, "seed": seed,
     }  # fmt: skip
     read = load_target(target)
     place = Place(coordinator=coordinator, join=join, local=local, shard=shard)

@@ -75,8 +75,8 @@ def apart(job: Job, way: str, left: int, device: str) -> dict[str, Any]:
     from shoal.split.sil import sil
 
     settings: dict[str, dict[str, Any]] = {
-        "A": {"cuts": [f"after:{2 * left - 2}"], "variant": "A", "noise": NOISE},
-        "B": {"cuts": [str(2 * left)], "variant": "B"},
+        "A": {"cuts": [f"after:{2 * left - 2}"], "method": "labels", "variant": "A", "noise": NOISE},
+        "B": {"cuts": [str(2 * left)], "method": "labels", "variant": "B"},
         "heads": {"cuts": [str(2 * left)], "method": "heads"},
     }
     result = sil(job, **settings[way], device=device, val_every=10**6)
@@ -140,7 +140,8 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
     from shoal.split.sil import costs
 
     found: dict[str, Any] = {"network": "-".join(map(str, (data.features, *EQUAL, data.classes))), "ways": {}}
-    for way, settings in (("A", {}), ("B", {"variant": "B"}), ("heads", {"method": "heads"})):
+    for way in ("A", "B", "heads"):
+        settings = {"method": "heads"} if way == "heads" else {"method": "labels", "variant": way}
         method = Sil(job_of(data, EQUAL, 0, epochs), None, **settings)  # type: ignore[arg-type]
         measured = {name: cost.to_dict() for name, cost in costs(method).items()}
         parts = [cost for name, cost in measured.items() if name != "whole"]

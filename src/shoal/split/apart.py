@@ -26,6 +26,7 @@ from shoal.split.apart_checks import (
     check_counts,
     check_labels,
     check_per_part,
+    check_variant,
     cut_names,
     num_parts,
     one_of,
@@ -56,8 +57,8 @@ class Sil(Method):
         self,
         job: Job,
         cuts: Sequence[str] | int | None = None,
-        method: Literal["labels", "heads"] = "labels",
-        variant: Literal["A", "B"] = "A",
+        method: Literal["labels", "heads"] = "heads",
+        variant: Literal["A", "B"] | None = None,
         *,
         labels: Labels | None = None,
         head_width: int | None = None,
@@ -67,7 +68,7 @@ class Sil(Method):
         moments: Literal["travel", "fresh"] = "travel",
     ) -> None:
         self.way = one_of("method", method, ("labels", "heads"))
-        self.variant = one_of("variant", variant, ("A", "B"))
+        self.variant = check_variant(self.way, variant)
         self.moments = one_of("moments", moments, ("travel", "fresh"))
         check_counts(recovery, local_steps)
         self.source, self.recovery = job, recovery

@@ -30,11 +30,20 @@ def check_counts(recovery: Any, local_steps: Any) -> None:
         raise SplitError(f"local_steps is {local_steps!r}; use a whole number, 1 or more, or None for an epoch")
 
 
+def check_variant(way: str, variant: Any) -> str:
+    """Of labels; "A" where nothing is said."""
+    if variant is not None and way == "heads":
+        raise SplitError(f"variant is {variant!r}, and method='heads' has none; use method='labels', or leave it out")
+    return str(one_of("variant", "A" if variant is None else variant, ("A", "B")))
+
+
 def check_labels(way: str, variant: str, labels: Labels | None, head_width: int | None) -> Labels | None:
     """The labels' settings; a setting of the other way is refused."""
     if way == "heads":
         if labels is not None and labels != Labels():
-            raise SplitError("method='heads' has no labels, so their settings would do nothing; leave them out")
+            raise SplitError(
+                "method='heads' has no labels, so their settings would do nothing; leave them out, or use 'labels'"
+            )
         return None
     if head_width is not None:
         raise SplitError(f"head_width is {head_width!r} and method='labels' has no heads; leave it out")

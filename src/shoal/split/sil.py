@@ -66,8 +66,8 @@ class SilReport(SplitReport):
 def sil(
     job: Job,
     cuts: Sequence[str] | int | None = None,
-    method: Literal["labels", "heads"] = "labels",
-    variant: Literal["A", "B"] = "A",
+    method: Literal["labels", "heads"] = "heads",
+    variant: Literal["A", "B"] | None = None,
     *,
     distribution: Distribution = "normal",
     scale: float = 1.0,
@@ -92,9 +92,10 @@ def sil(
         job: What to train. Its optimizer, batches and length are every part's.
         cuts: Modules before which to cut ("fc3"), or after which ("after:fc2"); a number of parts, or None for two:
             where parts are most alike in memory and operations.
-        method: "labels": parts before a cut learn to give random vectors, one for each class. "heads": they learn by a
-            small head of their own, which works for any loss.
-        variant: Of labels. "A": parts after a cut learn from the vectors, and need no inputs. "B": from activations.
+        method: "heads": parts before a cut learn by a small head of their own, which works for any loss. "labels": they
+            learn to give random vectors, one for each class.
+        variant: Of labels. "A" (None): parts after a cut learn from the vectors, and need no inputs. "B": from
+            activations.
         distribution: Of the vectors' elements: "normal", "uniform" or "sign".
         scale: Their standard deviation.
         vectors: For each class; a row goes for the nearest.

@@ -17,6 +17,7 @@ from shoal.split.method import Method
 
 METHODS = ("ist", "local-sgd", "data-parallel", "sil")
 DEFAULT_STEPS = {"ist": 50, "local-sgd": 20}
+VARIANTS = ("heads", "A", "B")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,12 +29,16 @@ class Settings:
     local_steps: int | None = None
     overlap: float | None = None
     recovery: int | None = None
+    scale: bool | None = None
+    """Of ist: whether what a layer reads of cut units is multiplied by size / kept."""
+    moments: str | None = None
+    """Whether optimizer state travels with its weights ("travel"), or starts anew in every round ("fresh")."""
     shares: str | None = None
     """Of ist: "speed", or a number for each worker as "1,1,2"."""
     cuts: str | None = None
     """Of sil: modules before which to cut, as "fc3,fc5"; or how many parts."""
     variant: str | None = None
-    """Of sil: "A", "B" or "heads"."""
+    """Of sil: "heads", or labels "A" or "B"."""
     codec: str = "exact"
     seed: int | None = None
 
@@ -46,6 +51,8 @@ class Settings:
                 raise SplitError(
                     f"{flag} says nothing to {self.method}; it is for {' and '.join(methods)}: leave it out"
                 )
+        if self.variant is not None and self.variant not in VARIANTS:
+            raise SplitError(f"variant is {self.variant!r}; use one of {', '.join(VARIANTS)}")
 
     def given(self) -> dict[str, Any]:
         """All that is set, for workers to read."""
@@ -69,10 +76,10 @@ class Settings:
             return DataParallel(job, self.workers, rows=rows)
         steps = self.local_steps if self.local_steps is not None else DEFAULT_STEPS[self.method]
         if self.method == "local-sgd":
-            return LocalSGD(job, self.workers, steps, rows=rows)
+            return LocalSGD(job, self.workers, steps, moments=self.moments or "travel", rows=rows)
         return IST(
             job, self.workers, steps, shares=self._shares(), overlap=self.overlap or 0.0, recovery=self.recovery,
-            rows=rows, device=device,
+            scale=self.scale is not False, moments=self.moments or "travel", rows=rows, device=device,
         )  # fmt: skip
 
     def _shares(self) -> Any:
@@ -91,14 +98,18 @@ class Settings:
         cuts: Any = None
         if self.cuts is not None:
             cuts = int(self.cuts) if self.cuts.isdigit() else [name.strip() for name in self.cuts.split(",")]
-        variant: Any = self.variant or "A"
-        way: Any = {"method": "heads"} if variant == "heads" else {"method": "labels", "variant": variant}
-        return Sil(job, cuts, recovery=self.recovery or 0, local_steps=self.local_steps, **way)
+        way: Any = {"method": "heads"}
+        if self.variant in ("A", "B"):
+            way = {"method": "labels", "variant": self.variant}
+        moments: Any = self.moments or "travel"
+        return Sil(job, cuts, recovery=self.recovery or 0, local_steps=self.local_steps, moments=moments, **way)
 
 
 _ONLY = {
     "local_steps": ("ist", "local-sgd", "sil"),
     "overlap": ("ist",),
+    "scale": ("ist",),
+    "moments": ("ist", "local-sgd", "sil"),
     "shares": ("ist",),
     "recovery": ("ist", "sil"),
     "cuts": ("sil",),
