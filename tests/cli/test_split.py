@@ -100,6 +100,11 @@ def test_explain_says_whether_it_pays_and_trains_nothing(file: Path, capsys: pyt
         (["--local", "9", "--workers", "2"], "--local is 9 and there are 2 workers; use at most 2"),
         (["--deadline", "0"], "deadline is 0.0; use seconds above 0"),
         (["--workers", "40"], "40"),
+        (["--patience", "-1"], "patience is -1; use seconds above 0"),
+        (["--checkpoint-every", "often"], "checkpoint_every is 'often'; use seconds, or a time such as '60s' or '5m'"),
+        (["--method", "sil", "--no-scale"], "--scale says nothing to sil; it is for ist: leave it out"),
+        (["--method", "sil", "--variant", "C"], "variant is 'C'; use one of heads, A, B"),
+        (["--out", "/dev/null/x"], "out='/dev/null/x' cannot be written"),
         (["--shares", "a,b"], "shares is 'a,b'; use 'speed', or a number for each worker"),
         (["--method", "sil", "--cuts", "nothing"], "nothing"),
         (["--join", "127.0.0.1:1", "--patience", "0.1"], "no coordinator at 127.0.0.1:1 for 0.1 s"),
@@ -110,6 +115,16 @@ def test_mistakes_are_one_line(file: Path, options: list[str], line: str, capfd:
     assert main(["split", str(file), "--no-progress", *options]) == 1
     (told,) = capfd.readouterr().err.splitlines()
     assert told.startswith("shoal: ") and line in told
+
+
+def test_a_cut_network_reports_its_parts(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--method", "sil", "--workers", "3", "--link", "1Mbit", "--json", "--progress"]
+    assert main(["split", str(file), *options]) == 0
+    out, err = capfd.readouterr()
+    report = json.loads(out)["split"]
+    assert report["method"] == "sil heads" and report["cut_at"] and report["joined"]["accuracy"] > 0.5
+    assert report["bytes_measured"] == pytest.approx(report["bytes_predicted"], rel=0.02)
+    assert "2 parts, 3 workers: 1 only stand by, should one be lost" in err
 
 
 def test_a_file_of_several_jobs_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`shoal reproduce`: comparisons of published work, ours beside theirs."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -188,6 +189,7 @@ def ist(
     quick: Quick = False,
 ) -> None:
     """IST: independent subnets over slow links, against local SGD and data parallel."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without a name
     from rich.console import Console
 
     from shoal.bench.report import text, write

@@ -65,10 +65,17 @@ def differences(held: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> list[
         for field in {**here[name], **there[name]}:
             old, new = there[name].get(field), here[name].get(field)
             if json.dumps(old) != json.dumps(new):  # as text: NaN is not itself otherwise
+                if isinstance(old, dict) and isinstance(new, dict):
+                    old, new = _apart(old, new), _apart(new, old)
                 lines.append(f"job {name!r} has {field} {old!r} there and {new!r} here")
     if not lines and [job["name"] for job in held] != [job["name"] for job in jobs]:
         lines.append("the same jobs are in it in another order")
     return lines
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What is not the same in another table."""
+    return {key: value for key, value in one.items() if key not in other or json.dumps(value) != json.dumps(other[key])}
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from shoal.data import Pool
 from shoal.errors import ShoalError
 from shoal.job import Job
 from shoal.pack.members import build_model, open_data, seeded
+from shoal.split.apart import Sil
 from shoal.split.averaging import DataParallel, LocalSGD
 from shoal.split.local import carry_out
 from shoal.split.method import Method, Worker
@@ -20,6 +21,7 @@ from shoal.split.net.codec import codec_named
 from shoal.split.net.forecast import TrafficForecast
 from shoal.split.net.probe import LinkSpeed
 from shoal.split.parts import Part
+from shoal.split.sil import costs
 from shoal.split.state import State
 from shoal.tables import duration, render, size
 
@@ -152,15 +154,34 @@ def _forecast(
     parts = method.parts(number, crew)
     bytes_of = TrafficForecast(job, method, codec_named(codec))
     traffic = [bytes_of.part(part, number).traffic for part in parts]
-    busiest = max(traffic, key=lambda t: t.both)
     steps = _local_steps(method, parts)
-    seconds = link.seconds(busiest.sent) + link.seconds(busiest.received) + TRIPS * link.latency
-    step = max(timer.step(method, part) for part in parts[:1])
+    if isinstance(method, Sil):  # its parts read the same rows, and are unlike
+        moved = max(t.both for t in traffic) + _across(method)
+        step, rows = alone * _largest(method), 1
+    else:
+        moved = max(t.both for t in traffic)
+        step, rows = timer.step(method, parts[0]), len(parts)
+    seconds = link.seconds(moved) + TRIPS * link.latency
     whole = steps * step + seconds
     return Forecast(
-        method=method.name, local_steps=steps, round_bytes=busiest.both, step_bytes=busiest.both / steps,
-        link_seconds=seconds, step_seconds=step, round_seconds=whole, speedup=len(parts) * steps * alone / whole,
+        method=method.name, local_steps=steps, round_bytes=moved, step_bytes=moved / steps,
+        link_seconds=seconds, step_seconds=step, round_seconds=whole, speedup=rows * steps * alone / whole,
     )  # fmt: skip
+
+
+def _across(method: Sil) -> int:
+    """Activations that the part with the most of them reads and gives in a round."""
+    if not method.lag or not method.windows:
+        return 0
+    rows = [cut.row_bytes for cut in method.pieces.cuts]
+    both = max(before + after for before, after in zip([0, *rows], [*rows, 0], strict=True))
+    return method.crossing_bytes() * both // (sum(rows) * method.windows)
+
+
+def _largest(method: Sil) -> float:
+    """The largest part's share of the operations."""
+    whole, *parts = (cost.operations for cost in costs(method).values())
+    return max(parts) / max(1, whole)
 
 
 def _sentence(advice: Advice) -> str:
@@ -174,7 +195,7 @@ def _sentence(advice: Advice) -> str:
     if first.speedup >= PAYS:
         return f"Splitting pays here: {told}."
     want = first.link_seconds / (advice.workers * advice.alone_step_seconds / PAYS - first.step_seconds)
-    if want > 0:
+    if want > 0 and first.method in ("ist", "local_sgd"):  # with the others, bytes go by steps
         return f"Splitting does not pay here: {told}; from about {round(want) + 1} local steps on it would."
     if better.speedup >= PAYS:
         return f"Splitting does not pay here: {told}; {better.method} would ({better.speedup:.1f} times)."

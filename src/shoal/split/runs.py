@@ -71,8 +71,23 @@ def ist(
         backward_only=backward_only, recovery=recovery, blocks=blocks, moments=moments, rows=len(member.data),
         device=pick_device(device),
     )  # fmt: skip
-    return run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
-                    checkpoint_every=checkpoint_every)  # fmt: skip
+    result = run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
+                      checkpoint_every=checkpoint_every)  # fmt: skip
+    advise_on_losses(result, method)
+    return result
+
+
+def advise_on_losses(result: Result, method: Method) -> None:
+    """Say in the report what to do about losses that were not finite."""
+    report = result.split
+    if report is None or not isinstance(method, IST) or not method.scale or method.backward_only:
+        return
+    bad = result.status == "diverged" or (report.tier != "distributed" and report.lost > 0)
+    if bad and method.plan.workers > 1:
+        report.notes.append(
+            f"advice   losses were not finite: scale=True makes a narrow network's steps about {method.plan.workers} "
+            f"times as large; use a learning rate {method.plan.workers} times smaller, or scale=False"
+        )
 
 
 def local_sgd(

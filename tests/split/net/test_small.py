@@ -66,7 +66,13 @@ def test_a_deadline_follows_what_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("text", "bits", "latency"),
-    [("100Mbit", 1e8, 0.0), ("1 Gbit/s", 1e9, 0.0), ("64kbit 20ms", 64e3, 0.02), ("2.5Gbps, 10us", 2.5e9, 1e-5)],
+    [
+        ("100Mbit", 1e8, 0.0),
+        ("10mbit", 1e7, 0.0),
+        ("1 Gbit/s", 1e9, 0.0),
+        ("64kbit 20ms", 64e3, 0.02),
+        ("2.5Gbps, 10us", 2.5e9, 1e-5),
+    ],
 )
 def test_speeds_are_read(text: str, bits: float, latency: float) -> None:
     found = LinkSpeed.parse(text)

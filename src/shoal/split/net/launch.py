@@ -24,7 +24,7 @@ from shoal.split.net.codec import EXACT
 from shoal.split.net.coordinator import Distributed, Tell
 from shoal.split.net.forecast import TrafficForecast
 from shoal.split.net.links import Address
-from shoal.split.net.worker import serve_worker
+from shoal.split.net.worker import CoordinatorEnded, serve_worker
 
 END_SECONDS = 5.0
 """For local workers to end by themselves after the run."""
@@ -86,6 +86,8 @@ def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connectio
     say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
     try:
         serve_worker(job, method, where, **{"tell": say, **settings})
+    except CoordinatorEnded:  # which tells its user itself, in this same terminal
+        raise
     except ShoalError as error:
         say(str(error))
         raise

@@ -12,7 +12,7 @@ from shoal.split.net.links import Link
 from shoal.split.net.wire import probe_message
 
 SMALL_TRIES, LONG_ENOUGH, MOST_BYTES, PROBE_SECONDS = 5, 0.1, 1 << 25, 30.0
-_LINK = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:bit|bps)(?:/s)?(?:[\s,/]+([0-9.]+)\s*(us|ms|s))?\s*")
+_LINK = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:bit|bps)(?:/s)?(?:[\s,/]+([0-9.]+)\s*(us|ms|s))?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class LinkSpeed:
         found = _LINK.fullmatch(text)
         try:
             assert found is not None
-            bits = float(found[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
-            latency = float(found[3] or 0) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 0.0}[found[4]]
+            bits = float(found[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2].upper()]
+            latency = float(found[3] or 0) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 0.0}[(found[4] or "").lower()]
             assert bits > 0
         except (AssertionError, ValueError):
             raise SplitError(f"link is {text!r}; give its speed, such as 100Mbit, 1Gbit or '100Mbit 5ms'") from None

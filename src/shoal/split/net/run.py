@@ -14,6 +14,7 @@ from shoal.errors import SplitError
 from shoal.job import Job
 from shoal.results import Result
 from shoal.split.advice import Advice, advise
+from shoal.split.apart import Sil
 from shoal.split.checks import checked
 from shoal.split.method import Method
 from shoal.split.net.coordinator import Distributed
@@ -24,8 +25,10 @@ from shoal.split.net.probe import LinkSpeed
 from shoal.split.net.settings import Settings
 from shoal.split.net.worker import serve_worker
 from shoal.split.rounds import train_split
+from shoal.split.runs import advise_on_losses
+from shoal.split.sil import report as report_of_parts
 from shoal.tables import duration
-from shoal.training import pick_device
+from shoal.training import parse_seconds, pick_device
 
 Tell = Callable[[str], None]
 
@@ -98,8 +101,7 @@ class Run:
 
     def go(self) -> Result | None:
         """Train; the result, at the coordinator."""
-        if self.link is not None:
-            LinkSpeed.parse(self.link)
+        self._check()
         where = self.place.worker_of
         if where is not None:
             self._serve(where)
@@ -108,6 +110,14 @@ class Run:
         with self._crew(settings, job, method, settings.workers) as crew:
             crew.roll(0)
             return self._train(settings, job, method, crew)
+
+    def _check(self) -> None:
+        """What can be seen to be wrong before any process is started."""
+        if self.link is not None:
+            LinkSpeed.parse(self.link)
+        if not self.patience > 0:
+            raise SplitError(f"patience is {self.patience:g}; use seconds above 0")
+        parse_seconds(self.checkpoint_every)
 
     def _ready(self) -> tuple[Settings, Job, Method]:
         """At the coordinator: what is trained, and how. All that can be wrong is told before anybody is waited for."""
@@ -118,6 +128,9 @@ class Run:
         method = settings.build(job, self._device())
         if settings.method == "sil" and "workers" not in self.given and started is None:
             settings.workers = int(getattr(method, "count", settings.workers))
+        if isinstance(method, Sil) and settings.workers > method.count:
+            spare = settings.workers - method.count
+            self._say(f"{method.count} parts, {settings.workers} workers: {spare} only stand by, should one be lost")
         return settings, job, method
 
     def _device(self) -> torch.device:
@@ -160,6 +173,9 @@ class Run:
             limit = max((lost.waited for lost in crew.lost), default=0.0)
             if crew.lost:
                 report.notes.append(f"workers were lost {len(crew.lost)} times; the longest wait was {duration(limit)}")
+            advise_on_losses(result, method)
+            if isinstance(method, Sil):
+                result.split = report_of_parts(result, method)
         return result
 
     def _serve(self, where: Address) -> None:
@@ -182,6 +198,7 @@ class Run:
 
     def advice(self) -> Advice:
         """What it would cost and whether it would pay, without training."""
+        self._check()
         settings, job, method = self._ready()
         if self.link is not None:
             speed = LinkSpeed.parse(self.link)

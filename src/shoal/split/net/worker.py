@@ -27,6 +27,10 @@ SEND_SECONDS = 3600.0
 DAY = 86400.0
 
 
+class CoordinatorEnded(SplitError):
+    """The coordinator ended in trouble, and said so."""
+
+
 def serve_worker(
     job: Job,
     method: Method,
@@ -88,7 +92,7 @@ class _Worker:
             message = link.receive(DAY)
             if message.header.kind == END:
                 if message.text:
-                    raise SplitError(message.text)
+                    raise CoordinatorEnded(message.text)
                 return
             if message.header.kind == PROBE:
                 link.send(message, SEND_SECONDS)
