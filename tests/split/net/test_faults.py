@@ -181,13 +181,27 @@ def test_a_worker_with_another_job_is_told_and_so_is_the_coordinator(
     assert heard == f"shoal: worker: {told}"
 
 
+def test_a_wrong_worker_that_comes_first_does_not_end_the_run() -> None:
+    job, wrong = a_job(steps=8), a_job(steps=8, hparams={"lr": 0.5})
+    method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
+    stranger = fork_workers(1, wrong, LocalSGD(wrong, 1, local_steps=4), tell=lambda line: None)[0]
+    right = fork_workers(1, job, method)[0]
+    with Distributed(job, method, workers=1, tell=lines.append) as crew:
+        stranger.go(crew.address)
+        stranger.end(time.monotonic() + 20)
+        assert "another job" in lines[0]
+        right.go(crew.address)
+        assert train_split(job, method, crew).status == "done"
+    right.end(time.monotonic() + 5)
+
+
 def test_where_all_are_refused_the_run_ends() -> None:
     job, wrong = a_job(), a_job(hparams={"lr": 0.5})
     method = LocalSGD(job, 1)
     stranger = fork_workers(1, wrong, LocalSGD(wrong, 1), tell=lambda line: None)[0]
-    with Distributed(job, method, workers=1) as crew:
+    with Distributed(job, method, workers=1, start_seconds=3.0) as crew:
         stranger.go(crew.address)
-        with pytest.raises(SplitError, match=r"no worker could join: worker .* has another job"):
+        with pytest.raises(SplitError, match=r"no worker could join in 3 s: worker .* has another job"):
             train_split(job, method, crew)
     stranger.end(time.monotonic() + 5)
 

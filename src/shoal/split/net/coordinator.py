@@ -155,10 +155,10 @@ class Distributed:
         return [Worker(m.number, self._speed(m), m.shard) for m in self._members]
 
     def _wait_for(self, count: int, seconds: float) -> None:
-        """Until so many have come or been refused since the beginning."""
+        """Until so many have come or been refused since the beginning, and one of them could stay."""
         hall = self._hall
         with hall.changed:
-            hall.changed.wait_for(lambda: hall.came + len(hall.refused) >= count, timeout=seconds)
+            hall.changed.wait_for(lambda: hall.came and hall.came + len(hall.refused) >= count, timeout=seconds)
             if hall.came and hall.came < count and not self._started:
                 self._tell(
                     f"{hall.came} of {count} workers are there after {seconds:g} s; beginning without the others"
@@ -175,7 +175,7 @@ class Distributed:
 
     def _nobody(self) -> str:
         if self._hall.refused and not self._hall.came:
-            return f"no worker could join: {self._hall.refused[-1]}"
+            return f"no worker could join in {self._start_seconds:g} s: {self._hall.refused[-1]}"
         seconds = self._patience if self._hall.came else self._start_seconds
         join = f"shoal split FILE --join {self.address}"
         return f"no worker came to {self.address} in {seconds:g} s; start one with `{join}`"

@@ -43,8 +43,8 @@ def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
         **{name: _name(getattr(job, name)) for name in NAMED},
         **{name: getattr(job, name) for name in PLAIN},
         "method": method.name,
-        "rounds": method.rounds,
         "settings": _plain(method.settings),
+        "rounds": method.rounds,  # which follow from all of the above
     }
     plain: Plan = json.loads(json.dumps(described))
     return plain
