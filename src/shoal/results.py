@@ -136,7 +136,7 @@ class Results(Sequence[Result]):
                 r.name,
                 r.status,
                 r.tier,
-                str(len(r.history)),
+                str(len(r.history)) if r.split is None else "",  # whose rows are of rounds
                 str(r.steps),
                 *(_text(r.last(n)) for n in names),
                 f"{r.seconds:.2f}",
