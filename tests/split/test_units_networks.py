@@ -148,6 +148,10 @@ ORDINARY: dict[str, tuple[nn.Module, Tensor, dict[str, int]]] = {
     "a layer that nothing reads": (
         Own(lambda s, x: s.b(s.a(x).relu()), a=L(4, 8), b=L(8, 3), unused=L(2, 2)), ROWS, {"a": 8}
     ),
+    "a layer that runs for nothing": (
+        Own(lambda s, x: s.b(h := s.a(x).relu()) + 0 * len(s.c(h)), a=L(4, 8), b=L(8, 3), c=L(8, 5)),
+        ROWS, {"a": 8, "c": 5, "c:2": 8, "c:3": 5},
+    ),
     "attention with weights": (
         Own(lambda s, x: s.b(s.a(x, x, x)[0]), a=nn.MultiheadAttention(6, 3, batch_first=True), b=L(6, 3)),
         torch.rand(2, 5, 6), {"a": 3, "a.out_proj": 6},

@@ -31,7 +31,7 @@ def couple(record: Record) -> Coupling:
     for tensor in record.outputs:
         for axis in found.of(tensor):
             fix(axis, "the outputs have its size")
-    used = {id(tensor) for op in live for tensor in op.tensors}
+    used = {id(tensor) for op in record.ops for tensor in op.tensors}
     for tensor in record.state.values():
         if id(tensor) not in used:
             for axis in found.of(tensor):
