@@ -363,3 +363,17 @@ def test_data_parallel_of_one_worker_is_ordinary_training() -> None:
     method = DataParallel(job, 1)
     result = train_split(job, method, Serial(job, method, 1))
     assert same_bits(result.model, plain_loop(job, 7))
+
+
+def test_what_training_holds_is_counted_once() -> None:
+    """Weights, gradients, momentum, and beside them activations and a temporary or two: not the weights again."""
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+    wide = shoal.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 2000), nn.Tanh(), nn.Linear(2000, 3)), data=(x, y),
+        loss=F.cross_entropy, optimizer=torch.optim.SGD, hparams={"lr": 0.1, "momentum": 0.9}, batch_size=2, steps=3,
+    )  # fmt: skip
+    report = shoal.split.local_sgd(wide, workers=1, local_steps=3, device="cpu").split
+    assert report is not None
+    weights = 4 * (2000 * 8 + 2000 + 2000 * 3 + 3)
+    for peak in (report.peak_measured["0"], report.peak_predicted["whole"]):
+        assert 2.9 * weights < peak < 4.6 * weights
