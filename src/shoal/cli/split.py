@@ -70,7 +70,7 @@ def split(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train one network as many parts: by processes of this machine, or of others over slow links.
+    """Train one network as many parts, here or over slow links.
 
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
