@@ -1,8 +1,9 @@
 """`shoal reproduce`: comparisons of published work, ours beside theirs."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +22,21 @@ Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
 Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
+
+
+def _tell(
+    result: dict[str, Any], table: Callable[[dict[str, Any], Any], None], out: Path | None, as_json: bool
+) -> None:
+    """The numbers: into a file, and on the screen as JSON or as a table."""
+    from shoal.bench.report import text, write
+    from shoal.cli.bench import wide_console
+
+    if out is not None:
+        write(result, out)
+    if as_json:
+        typer.echo(text(result))
+    else:
+        table(result, wide_console())
 
 
 @reproduce.callback()
@@ -43,8 +59,8 @@ def unifiednn(
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
     from rich.console import Console
 
-    from shoal.bench.report import heading, text, write
-    from shoal.cli.bench import pick_device, wide_console
+    from shoal.bench.report import heading
+    from shoal.cli.bench import pick_device
     from shoal.reproduce import unifiednn as paper
     from shoal.reproduce.picture import draw
 
@@ -60,14 +76,9 @@ def unifiednn(
             limit=limit,
             tell=lambda line: status.update(line),
         )
-    if out is not None:
-        write(result, out)
     if plot is not None:
         draw(plot, paper.bars(result), ylabel="saved over one process per network", title=heading(result))
-    if as_json:
-        typer.echo(text(result))
-    else:
-        paper.table(result, wide_console())
+    _tell(result, paper.table, out, as_json)
 
 
 @reproduce.command()
@@ -89,9 +100,9 @@ def pack(
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
     from rich.console import Console
 
-    from shoal.bench.report import heading, text, write
+    from shoal.bench.report import heading
     from shoal.bench.run import Settings
-    from shoal.cli.bench import pick_device, pick_precision, quick_settings, wide_console
+    from shoal.cli.bench import pick_device, pick_precision, quick_settings
     from shoal.reproduce import pack as paper
     from shoal.reproduce.picture import draw
 
@@ -118,14 +129,9 @@ def pack(
             quick=quick,
             tell=lambda line: status.update(line),
         )
-    if out is not None:
-        write(result, out)
     if plot is not None:
         draw(plot, paper.bars(result), ylabel="gain over sequential", title=heading(result))
-    if as_json:
-        typer.echo(text(result))
-    else:
-        paper.table(result, wide_console())
+    _tell(result, paper.table, out, as_json)
 
 
 @reproduce.command()
@@ -143,8 +149,8 @@ def sil(
     """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
     from rich.console import Console
 
-    from shoal.bench.report import heading, text, write
-    from shoal.cli.bench import pick_device, wide_console
+    from shoal.bench.report import heading
+    from shoal.cli.bench import pick_device
     from shoal.reproduce import sil as paper
     from shoal.reproduce.picture import draw
 
@@ -158,14 +164,9 @@ def sil(
             quick=quick,
             tell=lambda line: status.update(line),
         )
-    if out is not None:
-        write(result, out)
     if plot is not None:
         draw(plot, paper.bars(result), ylabel="accuracy", title=heading(result))
-    if as_json:
-        typer.echo(text(result))
-    else:
-        paper.table(result, wide_console())
+    _tell(result, paper.table, out, as_json)
 
 
 @reproduce.command()
@@ -192,8 +193,7 @@ def ist(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without a name
     from rich.console import Console
 
-    from shoal.bench.report import text, write
-    from shoal.cli.bench import pick_device, wide_console
+    from shoal.cli.bench import pick_device
     from shoal.reproduce import ist_report as paper
     from shoal.reproduce.datasets import load
     from shoal.reproduce.ist import Scene, windows_of
@@ -219,11 +219,6 @@ def ist(
             before=before,
             tell=lambda line: status.update(line),
         )
-    if out is not None:
-        write(result, out)
     if plot is not None:
         paper.draw(plot, result)
-    if as_json:
-        typer.echo(text(result))
-    else:
-        paper.table(result, wide_console())
+    _tell(result, paper.table, out, as_json)
