@@ -141,10 +141,12 @@ def table(result: dict[str, Any], console: Console) -> None:
         console.print(f"No seconds: {timed['none']}.")
         return
     shown = Table("method", "window", f"seconds to target at {timed['rate']}", "IST is faster by", "published")
-    for method, line in fastest(timed["summary"]).items():
-        ratio = faster(timed["summary"], method)
+    first = fastest(timed["summary"])
+    for method in ist.METHODS:
+        line, ratio = first.get(method), faster(timed["summary"], method)
         shown.add_row(
-            method, str(line["window"]), duration(line["seconds_to_target"]),
+            method, "" if line is None else str(line["window"]),
+            "never" if line is None else duration(line["seconds_to_target"]),
             "" if method == IST or ratio is None else f"{ratio:.1f}x",
             f"{PUBLISHED[method]:.1f}x" if method in PUBLISHED else "",
         )  # fmt: skip
@@ -186,7 +188,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     figure = pyplot()(11 if timed else 6, 4.5)
     axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
     _curves(axes[0], result["rows"], "bytes", "bytes, all workers, both ways")
-    axes[0].set_ylim(100 * ist.target_of(result["rows"]) - 4, None)
+    lowest = min(line["accuracy"] for line in result["summary"])
+    axes[0].set_ylim(100 * min(ist.target_of(result["rows"]) - 0.04, lowest - 0.01), None)
     if timed is not None:
         _curves(axes[1], timed["rows"], "seconds", f"seconds, links of {timed['rate']}")
     figure.suptitle(heading(result), fontsize=7)
@@ -201,7 +204,7 @@ def _curves(axes: Any, rows: Sequence[dict[str, Any]], column: str, label: str) 
         curve = ist.averaged(own)
         axes.plot(
             [point[column] for point in curve], [100 * point["accuracy"] for point in curve], color=colors[method],
-            alpha=0.7, linewidth=1, label=None if method in seen else method,
+            alpha=0.7, linewidth=1, marker=".", markersize=3, label=None if method in seen else method,
         )  # fmt: skip
         seen.add(method)
         if method != DATA_PARALLEL:
