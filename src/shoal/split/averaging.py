@@ -87,7 +87,7 @@ class WholeNetwork(Method):
     ) -> None:
         self._job = job
         self.plan = Plan(job, num_rows(job) if rows is None else rows, workers, local_steps)
-        self.rounds = self.plan.rounds
+        self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
         with seeded(job.seed, torch.device("cpu")):
             self.model = build_model(job)
         self._slices = {name: Slice(name) for name in tensors_of(self.model)}

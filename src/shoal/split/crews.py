@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from shoal.data import Pool, View
-from shoal.errors import SplitError
 from shoal.job import Job
 from shoal.pack.members import open_data
+from shoal.split.averaging import check_count
 from shoal.split.local import carry_out
 from shoal.split.method import Method, Worker
 from shoal.split.parts import Outcome, Task
@@ -23,8 +23,7 @@ class Serial:
     def __init__(
         self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu", data: View | None = None
     ) -> None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise SplitError(f"workers is {workers!r}; use a whole number, 1 or more")
+        check_count("workers", workers)
         self.job, self.method = job, method
         self.device = torch.device(device)
         self.data = data if data is not None else open_data(Pool(self.device), job, "data")

@@ -65,7 +65,7 @@ class IST(Method):
         self._data: View | None = None
         self.moments = check_moments(moments)
         self.plan = Plan(job, len(self.data) if rows is None else rows, workers, local_steps)
-        self.rounds = self.plan.rounds
+        self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
         self.scale, self.renormalise, self.backward_only = scale, renormalise, backward_only
         self.shares, self.overlap = _checked_shares(shares, workers), _checked_overlap(overlap)
         if recovery is None:

@@ -35,6 +35,10 @@ class Method(ABC):
     name: str
     rounds: int
     """How many rounds the job takes."""
+    local_steps: int = 1
+    """A part's steps in a round."""
+    shards: int = 1
+    """In how many shards the rows are read."""
     merge: Literal["weights", "gradients"] = "weights"
     """What outcomes hold: trained weights, averaged over the parts that own them (a block with one owner is copied); or
     the gradients of one step, averaged and followed once by the job's optimizer."""

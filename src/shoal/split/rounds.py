@@ -115,17 +115,10 @@ class _Run:
         self.val_every = val_every or self._rounds_per_row()
 
     def _rounds_per_row(self) -> int:
-        steps = getattr(self.method, "local_steps", None) or self._local_steps()
-        return max(1, round(self.job.val_every * self._steps_per_epoch() / steps))
-
-    def _local_steps(self) -> int:
-        plan = getattr(self.method, "plan", None)
-        return int(plan.local_steps) if plan is not None else 1
+        return max(1, round(self.job.val_every * self._steps_per_epoch() / self.method.local_steps))
 
     def _steps_per_epoch(self) -> int:
-        plan = getattr(self.method, "plan", None)
-        shard = (0, plan.workers) if plan is not None else (0, 1)
-        return Reading(self.job, len(self.member.data), shard).steps
+        return Reading(self.job, len(self.member.data), (0, self.method.shards)).steps
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
