@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,9 +26,11 @@ class Narrow(Board):
     """A board whose device holds units of so many members, and says so when it is too late."""
 
     most = 2
+    knows = True
+    """Whether it can tell what members take."""
 
     def bytes(self, members: Sequence[Member]) -> float:
-        return 1.0
+        return float(len(members)) if self.knows else 1.0
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
         if len(members) > self.most:
@@ -35,7 +38,7 @@ class Narrow(Board):
         return super().units(members)
 
 
-def ridden(count: int, most: int) -> tuple[list[Member], list[Event]]:
+def ridden(count: int, most: int, knows: bool = True) -> tuple[list[Member], list[Event]]:
     jobs = [
         shoal.Job(model=lambda: nn.Linear(5, 3), data=(X, Y), loss=F.cross_entropy, batch_size=8, epochs=2, seed=i,
                   name=f"job {i}")
@@ -43,15 +46,15 @@ def ridden(count: int, most: int) -> tuple[list[Member], list[Event]]:
     ]  # fmt: skip
     members = prepare(jobs, torch.device("cpu"))
     board = Narrow(members, timed=False)
-    board.most = most
-    board.bytes = lambda members: float(len(members))  # type: ignore[method-assign]
+    board.most, board.knows = most, knows
     told: list[Event] = []
     Run(members, board, tell=told.append).go()
     return members, told
 
 
-def test_half_of_those_who_do_not_fit_wait() -> None:
-    members, told = ridden(7, most=2)
+@pytest.mark.parametrize("knows", [True, False])
+def test_half_of_those_who_do_not_fit_wait(knows: bool) -> None:
+    members, told = ridden(7, most=2, knows=knows)
     assert [member.status for member in members] == ["done"] * 7, [member.error for member in members]
     assert any(event.kind == "split" for event in told)
     for member, alone in zip(members, ridden(7, most=7)[0], strict=True):

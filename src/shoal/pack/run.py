@@ -61,6 +61,8 @@ class Run(Host):
         self._changed = True
         self._most = math.inf
         """Bytes that may ride: less than planned, once memory was full."""
+        self._seats = math.inf
+        """Members that may ride: fewer than all, once not even units of theirs could be built."""
         self._interrupted = False
         self.numbers = itertools.count(1)  # of the rides
         self.everybody: list[Member] = list(members)
@@ -137,7 +139,7 @@ class Run(Host):
         if not self.waiting or not (self._changed or sliced) or not all(ride.unit.settled for ride in self.rides):
             return
         self._changed = False
-        enough = self._room == math.inf or self._bytes(self._queue.tickets) <= self._room
+        enough = self._fits(self._queue.tickets)
         admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
         if admission.leave:
             self._eject(set(admission.leave))
@@ -148,7 +150,7 @@ class Run(Host):
             self._give_up()
 
     def _fits(self, tickets: list[Ticket]) -> bool:
-        return self._bytes(tickets) <= self._room
+        return len(tickets) <= self._seats and (self._room == math.inf or self._bytes(tickets) <= self._room)
 
     @property
     def _room(self) -> float:
@@ -205,7 +207,7 @@ class Run(Host):
             self._tell_leave(members[0])
             return []
         fewer = [*riding, *members[: len(members) // 2]]
-        self._most = min(self._most, self.board.bytes(fewer))
+        self._most, self._seats = min(self._most, self.board.bytes(fewer)), min(self._seats, len(fewer))
         sizes = [len(members) // 2, len(members) - len(members) // 2]
         self.tell("split", unit=None, reason=f"memory was full ({said[:120]})", sizes=sizes)
         for member in members:

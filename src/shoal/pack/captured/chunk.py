@@ -24,8 +24,9 @@ from shoal.pack.stacked.stack import Stack
 from shoal.pack.stacked.unit import StackedUnit
 from shoal.randomness import signed
 
-Cache = dict[Hashable, Executable]
-"""Compiled steps by what they compute and its shape; members alike share one."""
+Cache = dict[Hashable, Executable | None]
+"""Compiled steps by what they compute and its shape, which members alike share. None: one that runs operator by
+operator, and has been tried; it belongs to its chunk, whose tensors would stay with it."""
 
 
 class Chunk:
@@ -230,11 +231,12 @@ class Chunk:
         extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
         new = key not in self.cache
+        ready = self.cache.get(key) or executable(step, self.inputs, compiled=compiled)
         if new:
-            self.cache[key] = executable(step, self.inputs, compiled=compiled)
-            warm_up(self.cache[key], step, self.inputs)
-        self._ready[rows] = self.cache[key]
-        return self._ready[rows].seconds if new else 0.0
+            warm_up(ready, step, self.inputs)
+            self.cache[key] = ready if compiled else None
+        self._ready[rows] = ready
+        return ready.seconds if new else 0.0
 
     def branch(self, rows: int) -> Callable[[], None]:
         """One step on so many rows, to be captured: on the tensors of this chunk and no others."""
