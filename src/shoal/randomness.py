@@ -92,15 +92,31 @@ def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor
     that two keys' sequences are not each other's permutation. Elements are mixed before they are multiplied: a compiler
     may hold an index in 32 bits.
     """
-    key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
-    key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9))
-    key = _mix(key ^ _mix((site + 1) * 0x85EBCA6B & _WORD)).unsqueeze(1)
+    key, again = counter_keys(seed, step, site_keys(site))
     element = torch.arange(count, device=seed.device, dtype=torch.int64)
-    return _mix(_mix(element ^ key) ^ _mix(key + 0x9E3779B9))
+    return spread(element, key.unsqueeze(1), again.unsqueeze(1))
+
+
+def site_keys(site: Tensor) -> Tensor:
+    """What the numbers of random calls are worth in a key."""
+    return _mix((site + 1) * 0x85EBCA6B & _WORD)
+
+
+def counter_keys(seed: Tensor, step: Tensor, site_key: Tensor) -> tuple[Tensor, Tensor]:
+    """The two keys of a draw, of any shapes that broadcast."""
+    key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
+    key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9 & _WORD))
+    key = _mix(key ^ site_key)
+    return key, _mix(key + 0x9E3779B9 & _WORD)
+
+
+def spread(element: Tensor, key: Tensor, again: Tensor) -> Tensor:
+    """The bits of elements under the two keys of their draw."""
+    return _mix(_mix(element ^ key) ^ again)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = x & _WORD
+    """One value in [0, 2**32) from another."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)

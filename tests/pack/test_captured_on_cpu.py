@@ -26,7 +26,7 @@ from shoal.pack.policy import Fifo, Policy, RoundRobin
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.ride import Ride
 from shoal.pack.run import Run
-from shoal.pack.stacked import site
+from shoal.pack.stacked import flat, site
 from shoal.pack.turns import run
 from shoal.pack.unit import Executor, Outcome, Unit
 from shoal.randomness import counter_bits
@@ -92,6 +92,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reference, "_drawing", drawing)
     monkeypatch.setattr(site, "one_by_one", lambda _: False)
+    monkeypatch.setattr(flat, "on_gpu", lambda _: True)
 
 
 def train(jobs: list[shoal.Job], chunk: int) -> shoal.Results:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.pack.captured.noise import Noise
 from shoal.pack.optim import MemberScaler
 from shoal.pack.optim._hold import fence
 from shoal.pack.stacked.optimizers import Optimizers, Span
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.trace import autocast
-from shoal.randomness import counter_draw, draw_columns, site_numbers
 
 
 @dataclass(slots=True)
@@ -104,8 +104,7 @@ class Step:
     def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
-        self.columns = [draw_columns(draw, len(stack.rows), stack.device) for draw in program.draws]
-        self.sites = torch.tensor(site_numbers(program.draws, len(stack.rows)), dtype=torch.int64, device=stack.device)
+        self.noise = Noise(program.draws, len(stack.rows), stack.device)
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
         """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
@@ -149,11 +148,10 @@ class Step:
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
     def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        draws, solo = self.program.draws, not self.program.members
+        solo, drawn = not self.program.members, self.noise.of(inputs.seeds, inputs.count)
 
         def noise(index: int) -> Tensor:
-            value = counter_draw(draws[index], inputs.seeds, inputs.count, self.sites[index], self.columns[index])
-            return value[0] if solo else value
+            return drawn(index)[0] if solo else drawn(index)
 
         state = stack.state
         if solo:

@@ -23,6 +23,7 @@ from shoal.pack.optim import (
     rule_for,
     to_torch_state,
 )
+from shoal.pack.optim._hold import is_traced
 from shoal.pack.recipe import OptimizerPlan, Recipe
 from shoal.pack.stacked import flat, fused
 from shoal.pack.stacked.flat import FlatUpdate
@@ -245,11 +246,13 @@ class StackedOptimizer:
             if not held:
                 continue
             wanted: list[Tensor] = [grads[i] for i in held]  # type: ignore[misc]
-            at_once = self._fused[g]
+            at_once, params, numbers = self._fused[g], [leaves[i] for i in held], self.columns.groups[g]
             if at_once is not None:
-                at_once.update(wanted, self.columns.groups[g], active)
+                at_once.update(wanted, numbers, active)
+            elif not is_traced() and flat.suits_copies(rule, params, states):
+                flat.update_copies(rule, params, wanted, states, numbers, active)
             else:
-                rule.update_all_([leaves[i] for i in held], wanted, states, self.columns.groups[g], active)
+                rule.update_all_(params, wanted, states, numbers, active)
 
     def state_dict(self, slot: int) -> dict[str, Any]:
         plan, member = self.plans[slot], self.span.recipes[slot].member
