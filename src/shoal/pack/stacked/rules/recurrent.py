@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.pack.stacked.rules._lstm import lstm
 from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
 from shoal.pack.stacked.rules.linear import affine, widened
 from shoal.pack.stacked.rules.pointwise import aligned
@@ -19,6 +20,8 @@ aten = torch.ops.aten
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Tensor, State], State]
 """(gates from the input [M,B,G], gates from the state [M,B,G], state) -> new state; state[0] is the output."""
+
+_WHOLE = (torch.float32, torch.float64)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -115,9 +118,9 @@ def layers(site: Site) -> Run:
             for direction in range(directions):
                 index = layer * directions + direction
                 own = params[index * per_cell : (index + 1) * per_cell]
-                states = _scan(step, x, tuple(h[:, index] for h in start), own, bool(direction))
-                outputs.append(torch.stack([state[0] for state in (states[::-1] if direction else states)], 1))
-                finals.append(states[-1])
+                out, final = _over_time(step, x, tuple(h[:, index] for h in start), own, bool(direction))
+                outputs.append(out)
+                finals.append(final)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if draws and layer < count - 1:
                 x = x * draws[layer]()
@@ -125,6 +128,15 @@ def layers(site: Site) -> Run:
         return (x, *(torch.stack(parts, 1) for parts in zip(*finals, strict=True)))
 
     return run
+
+
+def _over_time(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bool) -> tuple[Tensor, State]:
+    """One direction of one layer: its outputs [M, T, B, H] and its last state."""
+    if step is _lstm and all(value.dtype == x.dtype in _WHOLE for value in (*state, *params)):
+        out, cell = lstm(x, state[0], state[1], params, reverse)
+        return out, (out[:, 0 if reverse else -1], cell)
+    states = _scan(step, x, state, params, reverse)
+    return torch.stack([state[0] for state in (states[::-1] if reverse else states)], 1), states[-1]
 
 
 def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bool) -> list[State]:
