@@ -47,6 +47,40 @@ def test_the_shards_start_different_and_every_weight_is_trained_in_time() -> Non
             assert bool((value != start[name]).all()), name
 
 
+class Residual(nn.Module):
+    """Two blocks around a stream of 8, and a head with a hidden layer."""
+
+    def __init__(self, inner: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.up, self.norm, self.down = nn.Linear(8, inner), nn.BatchNorm1d(inner), nn.Linear(inner, 8)
+        self.hidden, self.head = nn.Linear(8, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        x_BD = self.embed(x_BD)
+        x_BD = x_BD + self.down(F.relu(self.norm(self.up(x_BD))))
+        logits: torch.Tensor = self.head(F.relu(self.hidden(x_BD)))
+        return logits
+
+
+def test_a_residual_stream_stays_whole_where_the_rest_is_enough() -> None:
+    def groups(inner: int, hidden: int, streams: bool | str) -> set[str]:
+        method = IST(make_job(lambda: Residual(inner, hidden), steps=4), 2, 2, streams=streams)  # type: ignore[arg-type]
+        return set(method.units.groups)
+
+    assert groups(16, 16, "auto") == groups(16, 16, False) == {"up", "hidden"}
+    assert groups(16, 16, True) == {"embed", "up", "hidden"}
+    assert groups(2, 2, "auto") == {"embed", "up", "hidden"}, "most weights would be whole"
+    assert groups(2, 2, False) == {"up", "hidden"}
+    job = make_job(lambda: Residual(16, 16), steps=4)
+    method = IST(job, 2, 2)
+    assert method.settings["streams"] is False and "streams" not in IST(job, 2, 2, streams=True).settings
+    parts = method.parts(0, [Worker(0), Worker(1)])
+    assert method.network(parts[0]).get_parameter("down.weight").shape == (8, 8)
+    with pytest.raises(SplitError, match="streams is 'no'; use True, False or 'auto'"):
+        IST(job, 2, 2, streams="no")  # type: ignore[arg-type]
+
+
 def test_narrow_parts_really_are_narrow_and_disjoint() -> None:
     job = make_job(lambda: mlp(6, 12, 12, 3), steps=8)
     method = IST(job, 3, 4, recovery=0)

@@ -25,7 +25,7 @@ from shoal.split.parts import Part, Slice
 from shoal.split.renorm import renormalise
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
-from shoal.split.subnets.units import Units, find_units
+from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
 
 FEW = 4
 """Rows that a network is traced with."""
@@ -57,6 +57,7 @@ class IST(Method):
         backward_only: bool = False,
         recovery: int | None = None,
         blocks: bool | Literal["auto"] = "auto",
+        streams: bool | Literal["auto"] = "auto",
         moments: str = "travel",
         rows: int | None = None,
         device: str | torch.device = "cpu",
@@ -74,7 +75,7 @@ class IST(Method):
         self.recovery = min(recovery, self.rounds)
         with seeded(job.seed, torch.device("cpu")):
             self.model = build_model(job)
-        self.units = units_of(job, self.model, first_batch(job), blocks)
+        self.units = units_of(job, self.model, first_batch(job), blocks, streams)
         self._check_width(workers)
         self.settings = MappingProxyType(
             {
@@ -82,6 +83,7 @@ class IST(Method):
                 "shares": list(self.shares) if isinstance(self.shares, tuple) else self.shares,
                 "renormalise": renormalise, "backward_only": backward_only, "recovery": self.recovery,
                 "blocks": self.units.blocks is not None, "moments": moments,
+                **_streams(self.units),
             }
         )  # fmt: skip
 
@@ -133,14 +135,17 @@ class IST(Method):
             renormalise(self._job, model, self.data)
 
 
-def units_of(job: Job, model: nn.Module, batch: Any, blocks: bool | str = "auto") -> Units:
+def units_of(
+    job: Job, model: nn.Module, batch: Any, blocks: bool | str = "auto", streams: bool | str = "auto"
+) -> Units:
     """The network's units, on the inputs that the job's own step calls it with; "auto": blocks where there are no
-    others."""
-    if blocks not in (True, False, "auto"):
-        raise SplitError(f"blocks is {blocks!r}; use True, False or 'auto'")
+    others, and residual streams whole where the rest is enough."""
+    for name, value in (("blocks", blocks), ("streams", streams)):
+        if value not in (True, False, "auto"):
+            raise SplitError(f"{name} is {value!r}; use True, False or 'auto'")
     inputs = inputs_of(job, model, batch)
     try:
-        return find_units(model, inputs, blocks=blocks is True)
+        return without_streams(find_units(model, inputs, blocks=blocks is True, streams=streams is True), streams)
     except SplitError:
         if blocks != "auto":
             raise
@@ -149,6 +154,13 @@ def units_of(job: Job, model: nn.Module, batch: Any, blocks: bool | str = "auto"
         except SplitError:
             pass
         raise
+
+
+def _streams(units: Units) -> dict[str, bool]:
+    """What was decided about residual streams, where it is not what all runs had before there was a choice."""
+    if WHOLE_STREAM in units.whole.values():
+        return {"streams": False}
+    return {"streams": True} if any(g.stream and not g.exact for g in units.groups.values()) else {}
 
 
 def first_batch(job: Job) -> Any:

@@ -35,6 +35,7 @@ def ist(
     backward_only: bool = False,
     recovery: int | None = None,
     blocks: bool | Literal["auto"] = "auto",
+    streams: bool | Literal["auto"] = "auto",
     moments: Literal["travel", "fresh"] = "travel",
     device: str | torch.device = "auto",
     tier: Tier = "auto",
@@ -57,6 +58,7 @@ def ist(
         recovery: How many of the last rounds train the whole network, as local SGD; None: one, where there are five
             rounds or more.
         blocks: Deal whole residual blocks; "auto": where the network has nothing else to deal.
+        streams: Deal the width of residual streams too; "auto": they stay whole where most weights are cut without.
         moments: Whether optimizer state travels with its weights, or starts anew in every round.
         device: Where to train: "auto", "cpu", "cuda", "cuda:1".
         tier: "serial": part after part, the reference; "packed": as one pack; "auto": packed on a GPU.
@@ -68,8 +70,8 @@ def ist(
     member = checked(job)
     method = IST(
         job, workers, local_steps, shares=shares, overlap=overlap, scale=scale, renormalise=renormalise,
-        backward_only=backward_only, recovery=recovery, blocks=blocks, moments=moments, rows=len(member.data),
-        device=pick_device(device),
+        backward_only=backward_only, recovery=recovery, blocks=blocks, streams=streams, moments=moments,
+        rows=len(member.data), device=pick_device(device),
     )  # fmt: skip
     result = run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
                       checkpoint_every=checkpoint_every)  # fmt: skip

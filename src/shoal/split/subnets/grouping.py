@@ -92,7 +92,7 @@ class _Builder:
     def group(self, leaf: Axis, name: str, spans: dict[str, tuple[Span, ...]]) -> Group:
         uses = tuple(use for dims in spans.values() for span in dims for use in span.uses if use.group == name)
         kind = "head" if "batched" in leaf.notes else "channel" if "channel" in leaf.notes else "neuron"
-        return Group(name, leaf.size, kind, uses, exact="normalised" not in leaf.notes)
+        return Group(name, leaf.size, kind, uses, exact="normalised" not in leaf.notes, stream="residual" in leaf.notes)
 
     def sized(self, call: Call) -> Sized:
         outs = tuple(self.dims(out) for out in call.outs) if call.sized else ()

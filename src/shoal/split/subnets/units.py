@@ -7,6 +7,7 @@ it is plain data; how it is found stands in the files called coupling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from shoal.errors import SplitError
 from shoal.split.parts import Slice
+
+WHOLE_STREAM = "a residual stream stays whole (streams=True cuts it)"
 
 Keep = Mapping[str, Tensor]
 """Group -> the units that are kept, ascending. Groups that are not named are kept whole."""
@@ -45,6 +48,8 @@ class Group:
     exact: bool = True
     """Whether the narrow network computes what the whole one does without the units that are not kept; it does not
     where a layer norm is taken over them."""
+    stream: bool = False
+    """Whether it is the width of a residual stream: what blocks add to, which everything behind them reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,15 @@ class Units:
             found[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return found
 
+    def weights(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(span.size for span in spans) for spans in self.spans.values())
+
+    def cut_weights(self) -> int:
+        """Numbers in the tensors of which a worker gets a piece."""
+        cut = [spans for spans in self.spans.values() if any(span.uses for span in spans)]
+        return sum(math.prod(span.size for span in spans) for spans in cut)
+
     def check(self, keep: Keep) -> None:
         """Refuse what is not a choice of units."""
         for name, kept in keep.items():
@@ -194,6 +208,22 @@ class Units:
             readers=tuple(replace(r, span=spared(r.span)) for r in self.readers),
             calls=tuple(replace(c, outs=tuple(tuple(spared(s) for s in out) for out in c.outs)) for c in self.calls),
         )
+
+
+def without_streams(units: Units, streams: bool | str) -> Units:
+    """The units that a split deals: of residual streams none, or with True all; "auto": none, where most of the weights
+    of the network are cut without them.
+
+    Every layer of a residual network reads the stream and adds to it. Where it is dealt, no two blocks see the same
+    stream twice; where it is whole, every weight is trained in every round, by the worker who has its unit.
+    """
+    inner = [name for name, group in units.groups.items() if not group.stream]
+    if streams is True or not inner or len(inner) == len(units.groups):
+        return units
+    found = units.only(inner, dict.fromkeys(units.groups, WHOLE_STREAM))
+    if streams == "auto" and 2 * found.cut_weights() < found.weights():
+        return units
+    return found
 
 
 def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = False, streams: bool = False) -> Units:
