@@ -13,6 +13,9 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +28,40 @@ from shoal.bench.stamp import stamp
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32, depth: int = 1) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.first = nn.Linear(64, width)
+        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 1))
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(F.relu(self.a(x.flatten(1))))
+        x = F.relu(self.first(x.flatten(1)))
+        for layer in self.more:
+            x = F.relu(layer(x))
+        out: Tensor = self.head(x)
         return out
 
 
 class CNN(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, depth: int = 1) -> None:
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8 * 16, 10)
+        sizes = [1, *[width] * depth]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in sizes[1:])
+        self.head = nn.Linear(width * 16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm(self.conv(x.unsqueeze(1)))), 2)
-        out: Tensor = self.head(F.dropout(x.flatten(1), 0.1, self.training))
+        x = x.unsqueeze(1)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)))
+        out: Tensor = self.head(F.dropout(F.max_pool2d(x, 2).flatten(1), 0.1, self.training))
         return out
 
 
 class LSTM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 24, depth: int = 1) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 24, batch_first=True), nn.Linear(24, 10)
+        self.lstm, self.head = nn.LSTM(8, width, depth, batch_first=True), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.lstm(x)[0][:, -1])
@@ -56,18 +69,35 @@ class LSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16, depth: int = 1) -> None:
         super().__init__()
-        self.embed = nn.Linear(8, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(16, 10)
+        self.embed = nn.Linear(8, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layer(self.embed(x)).mean(1))
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x.mean(1))
         return out
 
 
-def jobs(count: int = 200, seed: int = 0) -> list[shoal.Job]:
+SIZES: dict[str, dict[str, Callable[[], nn.Module]]] = {
+    "small": {"MLP": MLP, "CNN": CNN, "LSTM": LSTM, "Transformer": Transformer},
+    "medium": {
+        "MLP": partial(MLP, 256, 4),
+        "CNN": partial(CNN, 32, 4),
+        "LSTM": partial(LSTM, 96, 2),
+        "Transformer": partial(Transformer, 64, 4),
+    },
+}
+"""Thousands of weights each, or up to some hundred thousand in layers that one after another keep a GPU waiting."""
+
+
+def jobs(count: int = 200, seed: int = 0, size: str = "small") -> list[shoal.Job]:
     """The list: the same on every machine."""
     from sklearn.datasets import load_digits
 
@@ -77,13 +107,13 @@ def jobs(count: int = 200, seed: int = 0) -> list[shoal.Job]:
     optimizers = [(torch.optim.Adam, 1e-3), (torch.optim.SGD, 0.05), (torch.optim.RMSprop, 1e-3)]
     found = []
     for index in range(count):
-        kind = (MLP, CNN, LSTM, Transformer)[index % 4]
+        kind, build = list(SIZES[size].items())[index % 4]
         optimizer, rate = draw.choice(optimizers)
         found.append(
             shoal.Job(
-                model=kind, data=(x, y), loss=F.cross_entropy, optimizer=optimizer,
+                model=build, data=(x, y), loss=F.cross_entropy, optimizer=optimizer,
                 hparams={"lr": rate * draw.choice((0.3, 1.0, 3.0))}, batch_size=draw.choice((16, 32, 64)), epochs=None,
-                steps=draw.randrange(50, 1001), seed=index, name=f"{index} {kind.__name__}",
+                steps=draw.randrange(50, 1001), seed=index, name=f"{index} {kind}",
             )
         )  # fmt: skip
     return found
@@ -140,13 +170,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--sample", type=float, default=1.0)
     parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--compile", default="auto", choices=["auto", "no"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    made, device = jobs(args.jobs), torch.device(args.device)
+    made, device = jobs(args.jobs, size=args.size), torch.device(args.device)
     start = time.perf_counter()
     results = shoal.train(made, device=device, compile="auto" if args.compile == "auto" else False)
     packed = time.perf_counter() - start
@@ -155,7 +186,7 @@ def main() -> None:
     print(f"one after another: {alone:.1f} s; gain {alone / packed:.2f}x", flush=True)
     wrong = differing(made, results, args.check)
     found = {
-        "jobs": len(made), "steps": sum(job.steps or 0 for job in made), "packed_seconds": packed,
+        "jobs": len(made), "size": args.size, "steps": sum(job.steps or 0 for job in made), "packed_seconds": packed,
         "plain_seconds": alone, "plain_share_run": args.sample, "gain": alone / packed, "riding": results.riding,
         "statuses": {status: sum(r.status == status for r in results) for status in {r.status for r in results}},
         "checked_alone": args.check, "differing": wrong, "environment": stamp(str(device), 1),
