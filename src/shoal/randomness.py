@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Draw:
 
 def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], device: torch.device) -> list[Tensor]:
     """Every draw of one step on CPU, for every member, members first. Each member draws in its solo order."""
+    masks = all(draw.kind in ("dropout", "bernoulli") and draw.dtype == draws[0].dtype in _WHOLE for draw in draws)
+    if draws and masks and device.type == "cpu" and _coins_are_comparisons():
+        return _draw_masks(draws, generators)
     out = [torch.empty((len(generators), *draw.shape), dtype=draw.dtype, device=device) for draw in draws]
     for m, generator in enumerate(generators):
         for value, draw in zip(out, draws, strict=True):
@@ -48,6 +52,80 @@ def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], d
             if not plain:
                 value[m].copy_(target)
     return out
+
+
+_WHOLE = (torch.float32, torch.float64)
+
+
+@cache
+def _coins_are_comparisons() -> bool:
+    """Whether torch tosses a coin by comparing a uniform double with its probability: not where it asks MKL to."""
+    for dtype in _WHOLE:
+        ours, torchs = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+        drawn = torch.empty(999, dtype=dtype).bernoulli_(0.3, generator=torchs)
+        compared = torch.empty(999, dtype=torch.float64).uniform_(generator=ours) < 0.3
+        if not torch.equal(drawn, compared.to(dtype)) or not torch.equal(ours.get_state(), torchs.get_state()):
+            return False
+    return True
+
+
+def _draw_masks(draws: Sequence[Draw], generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Masks and nothing else: all uniform numbers that a member's masks are made of are drawn at once."""
+    ends = list(accumulate(math.prod(draw.shape) for draw in draws))
+    flat = torch.empty(len(generators), ends[-1], dtype=draws[0].dtype)
+    uniform = torch.empty(ends[-1], dtype=torch.float64)
+    alike = all(len(draw.numbers) == 1 for draw in draws)
+    runs: list[_Run] = []
+    for m, generator in enumerate(generators):
+        runs = runs if alike and m else _runs(draws, m)
+        uniform[: sum(run.count for run in runs if run.drawn)].uniform_(generator=generator)
+        row, used = flat[m], 0
+        for run in runs:
+            here = row[run.start : run.start + run.count]
+            if run.drawn:
+                torch.lt(uniform[used : used + run.count], run.share, out=here)
+                here.mul_(run.scale)
+                used += run.count
+            else:
+                here.fill_(run.share)
+    total, starts = ends[-1], [0, *ends]
+    return [
+        flat[:, start:end].view(-1, *draw.shape)
+        if draw.stride is None
+        else flat.as_strided((len(generators), *draw.shape), (total, *draw.stride), start)
+        for draw, start, end in zip(draws, starts, ends, strict=False)
+    ]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbouring coins of one probability."""
+
+    start: int
+    count: int
+    share: float
+    """Of ones."""
+    scale: float
+    """What a one becomes."""
+    drawn: bool
+
+
+def _runs(draws: Sequence[Draw], member: int) -> list[_Run]:
+    runs: list[_Run] = []
+    start = 0
+    for draw in draws:
+        (number,), count = draw.of(member), math.prod(draw.shape)
+        drops = draw.kind == "dropout"
+        share = 1 - number if drops else number
+        drawn = not drops or number not in (0.0, 1.0)  # torch draws nothing then
+        scale = torch.ones((), dtype=draw.dtype).div_(share).item() if drops and drawn else 1.0
+        last = runs[-1] if runs else None
+        if last is not None and (last.share, last.scale, last.drawn) == (share, scale, drawn):
+            last.count += count
+        else:
+            runs.append(_Run(start, count, share, scale, drawn))
+        start += count
+    return runs
 
 
 def _laid_out(draw: Draw) -> Tensor:
