@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -72,29 +72,35 @@ def _coins_are_comparisons() -> bool:
 def _draw_masks(draws: Sequence[Draw], generators: Sequence[torch.Generator]) -> list[Tensor]:
     """Masks and nothing else: all uniform numbers that a member's masks are made of are drawn at once."""
     ends = list(accumulate(math.prod(draw.shape) for draw in draws))
-    flat = torch.empty(len(generators), ends[-1], dtype=draws[0].dtype)
-    uniform = torch.empty(ends[-1], dtype=torch.float64)
-    alike = all(len(draw.numbers) == 1 for draw in draws)
-    runs: list[_Run] = []
-    for m, generator in enumerate(generators):
-        runs = runs if alike and m else _runs(draws, m)
-        uniform[: sum(run.count for run in runs if run.drawn)].uniform_(generator=generator)
-        row, used = flat[m], 0
-        for run in runs:
-            here = row[run.start : run.start + run.count]
+    members, total = len(generators), ends[-1]
+    flat = torch.empty(members, total, dtype=draws[0].dtype)
+    runs = _runs(tuple(draws), members)
+    together = max(1, _TOGETHER // total) if len(runs) == 1 else 1
+    uniform = torch.empty(min(together, members), total, dtype=torch.float64)
+    for first in range(0, members, together):
+        own, rows = runs[first if len(runs) > 1 else 0], flat[first : first + together]
+        drawn = uniform[: len(rows), : sum(run.count for run in own if run.drawn)]
+        for row, generator in zip(drawn.unbind(0), generators[first : first + together], strict=True):
+            row.uniform_(generator=generator)
+        used = 0
+        for run in own:
+            here = rows[:, run.start : run.start + run.count]
             if run.drawn:
-                torch.lt(uniform[used : used + run.count], run.share, out=here)
+                torch.lt(drawn[:, used : used + run.count], run.share, out=here)
                 here.mul_(run.scale)
                 used += run.count
             else:
                 here.fill_(run.share)
-    total, starts = ends[-1], [0, *ends]
     return [
         flat[:, start:end].view(-1, *draw.shape)
         if draw.stride is None
-        else flat.as_strided((len(generators), *draw.shape), (total, *draw.stride), start)
-        for draw, start, end in zip(draws, starts, ends, strict=False)
+        else flat.as_strided((members, *draw.shape), (total, *draw.stride), start)
+        for draw, start, end in zip(draws, [0, *ends], ends, strict=False)
     ]
+
+
+_TOGETHER = 1 << 16
+"""Numbers that are compared in one go."""
 
 
 @dataclass(slots=True)
@@ -110,18 +116,23 @@ class _Run:
     drawn: bool
 
 
-def _runs(draws: Sequence[Draw], member: int) -> list[_Run]:
+@lru_cache(256)
+def _runs(draws: tuple[Draw, ...], members: int) -> list[list[_Run]]:
+    """Each member's masks as runs; those of the first alone where all have the same."""
+    found = [_runs_of(draws, member) for member in range(members)]
+    return found[:1] if all(runs == found[0] for runs in found) else found
+
+
+def _runs_of(draws: tuple[Draw, ...], member: int) -> list[_Run]:
     runs: list[_Run] = []
     start = 0
     for draw in draws:
-        (number,), count = draw.of(member), math.prod(draw.shape)
-        drops = draw.kind == "dropout"
+        (number,), count, drops = draw.of(member), math.prod(draw.shape), draw.kind == "dropout"
         share = 1 - number if drops else number
         drawn = not drops or number not in (0.0, 1.0)  # torch draws nothing then
         scale = torch.ones((), dtype=draw.dtype).div_(share).item() if drops and drawn else 1.0
-        last = runs[-1] if runs else None
-        if last is not None and (last.share, last.scale, last.drawn) == (share, scale, drawn):
-            last.count += count
+        if runs and (runs[-1].share, runs[-1].scale, runs[-1].drawn) == (share, scale, drawn):
+            runs[-1].count += count
         else:
             runs.append(_Run(start, count, share, scale, drawn))
         start += count
