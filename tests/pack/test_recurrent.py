@@ -11,6 +11,7 @@ from tests.pack.equality import First, assert_as_alone, distance, numbers
 from tests.pack.layers import INPUTS
 from tests.pack.test_layers import jobs
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.pack.stacked.rules._lstm import Columns, Rows
@@ -87,6 +88,13 @@ def test_recorded_with_its_backward_pass(kind: Any) -> None:
     assert max(map(distance, graph(*other), step(*other))) < 1e-12
 
 
+def test_a_gpu_without_data() -> None:
+    """As memory is predicted: torch's fused cell knows no tensors without data."""
+    with FakeTensorMode(), torch.no_grad():
+        out, cell = ours(Rows, [torch.empty(value.shape, device="cuda") for value in inputs(4, True)], False)
+    assert out.shape == (M, T, 4, H) and cell.shape == (M, 4, H)
+
+
 class Carried(nn.Module):
     """First states that are the network's own, one learned and one computed from the input; last states are used."""
 
@@ -100,7 +108,8 @@ class Carried(nn.Module):
         rows = x[:, 0] if self.lstm.batch_first else x[0]
         start = self.start(rows).expand(4, -1, -1)
         out, (h, c) = self.lstm(x, (self.first.expand_as(start).contiguous(), start.contiguous()))
-        return out.mean(1 if self.lstm.batch_first else 0) + torch.cat([h[-1] * c[0], c[-1]], 1)
+        found: Tensor = out.mean(1 if self.lstm.batch_first else 0) + torch.cat([h[-1] * c[0], c[-1]], 1)
+        return found
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

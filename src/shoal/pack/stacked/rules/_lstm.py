@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.pack.optim._hold import is_traced
 
@@ -182,10 +183,10 @@ class Rows(torch.autograd.Function):
         ctx: Any, x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, reverse: bool
     ) -> tuple[Tensor, Tensor]:
         (M, T, B, D), H = x.shape, h.shape[2]
-        ctx.fused = x.device.type == "cuda" and not is_traced()
         rows, first = x.reshape(M, T * B, D), h
         inputs = torch.bmm(rows, w_ih.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, w_ih.mT)
         inputs = inputs.view(M, T, B, 4 * H).transpose(0, 1).contiguous()
+        ctx.fused = x.device.type == "cuda" and not is_traced() and not isinstance(inputs, FakeTensor)
         back = w_hh.mT
         outs, cells, gates = [], [c.contiguous()], []
         for row in reversed(inputs.unbind(0)) if reverse else inputs.unbind(0):
