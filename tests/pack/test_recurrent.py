@@ -88,11 +88,24 @@ def test_recorded_with_its_backward_pass(kind: Any) -> None:
     assert max(map(distance, graph(*other), step(*other))) < 1e-12
 
 
-def test_a_gpu_without_data() -> None:
-    """As memory is predicted: torch's fused cell knows no tensors without data."""
-    with FakeTensorMode(), torch.no_grad():
-        out, cell = ours(Rows, [torch.empty(value.shape, device="cuda") for value in inputs(4, True)], False)
-    assert out.shape == (M, T, 4, H) and cell.shape == (M, 4, H)
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("reverse", [pytest.param(value, marks=ON_A_GPU) for value in (False, True)])
+def test_fused_cell(reverse: bool) -> None:
+    """Of torch, on a GPU; memory is predicted without data, which that cell does not know."""
+    values = [value.detach().cuda().requires_grad_() for value in inputs(5, True)]
+    found, wanted = ours(Rows, values, reverse), by_torch(values, reverse)
+    for used in ((0,), (1,), (0, 1)):
+        mine, torchs = (
+            torch.autograd.grad([(out[k] ** 2).sum() for k in used], values, retain_graph=True)
+            for out in (found, wanted)
+        )
+        assert max(map(distance, [*found, *mine], [*wanted, *torchs])) < 1e-12
+    with FakeTensorMode():
+        fakes = [torch.empty(value.shape, device="cuda", requires_grad=True) for value in values]
+        grads = torch.autograd.grad(ours(Rows, fakes, reverse)[0].sum(), fakes)
+    assert [grad.shape for grad in grads] == [value.shape for value in values]
 
 
 class Carried(nn.Module):
