@@ -68,7 +68,7 @@ def in_own_dtype(site: Site, run: Run) -> Run:
     makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
     traced is in the dtypes of its inputs and of its result.
     """
-    if not _mixed(site.node.graph) or _mutates(site.node) or _is_view(site):
+    if not _mixed(site.node.graph) or mutates(site.node) or _is_view(site):
         return run
     outputs = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
     wide = all(value.dtype not in _HALF for value in outputs)
@@ -113,7 +113,7 @@ def once_per_member(site: Site) -> Run:
     """The operator once per member; refused for a view that a later in-place operator could be writing through."""
     if any(argument.is_out for argument in site.op._schema.arguments):
         raise NotStackable(f"{site.name} writes its result into another tensor (out=)")
-    if _is_view(site) and any(_mutates(node) for node in site.node.graph.nodes):
+    if _is_view(site) and any(mutates(node) for node in site.node.graph.nodes):
         raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
     return per_member(site.call, site)
 
@@ -169,10 +169,10 @@ def _works(site: Site, run: Run) -> bool:
 
 
 def _is_view(site: Site) -> bool:
-    return any(result.alias_info is not None for result in site.op._schema.returns) and not _mutates(site.node)
+    return any(result.alias_info is not None for result in site.op._schema.returns) and not mutates(site.node)
 
 
-def _mutates(node: Node) -> bool:
+def mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 

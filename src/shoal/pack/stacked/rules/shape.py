@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from shoal.pack.stacked.rules._registry import general, once_per_member, rule
+from shoal.pack.stacked.rules._registry import general, mutates, once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
 from shoal.pack.stacked.site import Run, Site, dims, pad_dims
 
@@ -75,9 +77,42 @@ def by_dim(site: Site) -> Run:
         args[place] = _moved(args[place], site.op._schema.arguments[place], ndim, packet)
         if args[place] is None:
             return general(site)
+    if packet == "select" and _all_are_selected(site):
+        return _part(site, args[1])
     rest = args[1:]
     op = site.call
     return lambda x, *_: op(x, *rest)
+
+
+def _all_are_selected(site: Site) -> bool:
+    """Whether every place along this dimension is taken once by a `select`, as attention does with its projections."""
+    source, dim, size = site.args[0], site.args[1] % site.ndim(0), site.meta(0).shape[site.args[1]]
+    picks = [node for node in source.users if node.target is aten.select.int]
+    dims = {node.args[1] % site.ndim(0) for node in picks}
+    taken = sorted(node.args[2] % size for node in picks)
+    return dims == {dim} and taken == list(range(size)) and size > 1 and not any(map(mutates, site.node.graph.nodes))
+
+
+_PARTS: weakref.WeakKeyDictionary[Node, tuple[Tensor, dict[int, Tensor]]] = weakref.WeakKeyDictionary()
+"""Of a tensor that is taken apart: itself, and those of its parts that nobody has asked for yet."""
+
+
+def _part(site: Site, dim: int) -> Run:
+    """One `unbind` for all: the gradients of its parts are put together once, instead of filled up with zeros, each
+    to the size of the whole, and added."""
+    source: Node = site.args[0]
+    place = site.args[2] % site.meta(0).shape[site.args[1]]
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        whole, parts = _PARTS.pop(source, (None, {}))
+        if whole is not x or place not in parts:
+            parts = dict(enumerate(x.unbind(dim)))
+        part = parts.pop(place)
+        if parts:
+            _PARTS[source] = (x, parts)
+        return part
+
+    return run
 
 
 def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
