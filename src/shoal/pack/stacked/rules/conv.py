@@ -77,6 +77,8 @@ def rowwise(site: Site) -> Run:
     if site.varies or site.ndim(0) not in (sample, sample + 1):
         return once_per_member(site)
     op, members, batched = site.call, site.members, site.ndim(0) == sample + 1
+    if site.op is aten.max_pool2d.default and site.device.type == "cpu" and batched and site.meta(0).shape[1] >= _MANY:
+        return lambda x, *rest: unfold(MaxPool2d.apply(fold(x), *rest), members)  # type: ignore[no-untyped-call]
 
     def unfolded(value: Any) -> Any:
         return unfold(value, members) if batched and isinstance(value, Tensor) else value
@@ -86,3 +88,24 @@ def rowwise(site: Site) -> Run:
         return tuple(unfolded(value) for value in out) if isinstance(out, tuple) else unfolded(out)
 
     return run
+
+
+_MANY = 8
+"""Channels from which on a CPU is faster when it pools them side by side."""
+
+
+class MaxPool2d(torch.autograd.Function):
+    """Forward with channels last, which is vectorised, backward with channels first, which is the faster one there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
+        out, where = aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), *settings)
+        ctx.save_for_backward(x, where.contiguous())
+        ctx.settings = settings
+        return out.contiguous()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, where = ctx.saved_tensors
+        grad = aten.max_pool2d_with_indices_backward(grads[0].contiguous(), x, *ctx.settings, where)
+        return grad, *[None] * len(ctx.settings)
