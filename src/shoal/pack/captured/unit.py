@@ -11,6 +11,7 @@ import torch
 
 from shoal.pack.captured.chunk import Cache, Chunk
 from shoal.pack.captured.graphs import LANES, Graph, Recorder, scarce
+from shoal.pack.captured.room import make_sure
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.times import timed
@@ -63,6 +64,8 @@ class CapturedUnit(Unit):
             with timed("capture") as spent:
                 self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
                 branches = [chunk.branch(rows) for chunk in self.chunks]
+                if self.members[0].device.type == "cuda":
+                    make_sure(self.chunks[0].stack.recipes[0], self.tier, sum(len(c.seats) for c in self.chunks))
                 beside = next(iter(self.graphs.values()), None)
                 self.graphs[rows] = recorder.capture(branches, self.lane, beside)
             self.set_up_seconds += spent.seconds
