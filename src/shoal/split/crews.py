@@ -19,13 +19,15 @@ class Serial:
     """This process, part after part: the reference that every other crew is held to."""
 
     tier = "serial"
+    home: torch.device
+    """Where outcomes are: on the device itself, so that the state is kept there and rounds cross no bus."""
 
     def __init__(
         self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu", data: View | None = None
     ) -> None:
         check_count("workers", workers)
         self.job, self.method = job, method
-        self.device = torch.device(device)
+        self.device = self.home = torch.device(device)
         self.data = data if data is not None else open_data(Pool(self.device), job, "data")
         self.workers = [Worker(number) for number in range(workers)]
 
@@ -33,4 +35,4 @@ class Serial:
         return self.workers
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        return [carry_out(self.job, self.method, task, self.device, self.data) for task in tasks]
+        return [carry_out(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]

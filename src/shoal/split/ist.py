@@ -64,6 +64,7 @@ class IST(Method):
     ) -> None:
         self._job, self._device = job, torch.device(device)
         self._data: View | None = None
+        self._slices: dict[int, tuple[Part, Mapping[str, Slice]]] = {}
         self.moments = check_moments(moments)
         self.plan = Plan(job, len(self.data) if rows is None else rows, workers, local_steps)
         self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
@@ -123,10 +124,14 @@ class IST(Method):
         return narrow(self.model, self.units, part.keep, scale=self.scale)
 
     def slices(self, part: Part) -> Mapping[str, Slice]:
-        return self.units.slices(part.keep)
+        """Found once for a part: the same rows are the same tensors then, there and back."""
+        known = self._slices.get(part.number)
+        if known is None or known[0] is not part:
+            known = self._slices[part.number] = (part, self.units.slices(part.keep))
+        return known[1]
 
     def returns(self, part: Part) -> Mapping[str, Slice]:
-        return self.units.slices(part.keep if part.learn is None else part.learn)
+        return self.slices(part) if part.learn is None else self.units.slices(part.learn)
 
     # --- the whole ------------------------------------------------------------------------------------------------
 

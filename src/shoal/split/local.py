@@ -29,11 +29,20 @@ from shoal.split.parts import Outcome, Part, Task, Tensors
 from shoal.split.reading import Reading
 from shoal.split.state import load_tensors, tensors_of
 
+CPU = torch.device("cpu")
+
 
 def carry_out(
-    job: Job, method: Method, task: Task, device: torch.device, data: View, *, private: bool = False
+    job: Job,
+    method: Method,
+    task: Task,
+    device: torch.device,
+    data: View,
+    *,
+    private: bool = False,
+    home: torch.device = CPU,
 ) -> Outcome:
-    """Train a part as its task says, on this device; `data` is the job's, opened there.
+    """Train a part as its task says, on this device; `data` is the job's, opened there; `home`: where its weights go.
 
     With `private` the data is the part's own shard and nothing else. A loss or a weight that is not finite ends it:
     the outcome then has no tensors, and its last loss says why.
@@ -54,8 +63,8 @@ def carry_out(
         losses = torch.stack(hand.losses).double().tolist()
         seconds = time.perf_counter() - started
     fine = all(math.isfinite(loss) for loss in losses)
-    tensors = hand.found() if fine else {}
-    if not all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point()):
+    tensors = {name: value.to(home) for name, value in hand.found().items()} if fine else {}
+    if not all_finite(tensors):
         tensors, losses = {}, [*losses[:-1], math.nan]
     extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in hand.logs.items()}
     if tensors:
@@ -64,7 +73,9 @@ def carry_out(
         round=task.round,
         number=part.number,
         tensors=tensors,
-        moments=hand.moments() if tensors and method.merge == "weights" and method.moments == "travel" else {},
+        moments=at_home(hand.moments(), home)
+        if tensors and method.merge == "weights" and method.moments == "travel"
+        else {},
         extras={name: value.cpu() for name, value in extras.items()},
         losses=tuple(losses),
         rows=hand.rows,
@@ -132,14 +143,25 @@ class _Hand:
             own = {name: grads.get(name, value) for name, value in own.items()}  # type: ignore[misc]
         if self.part.learn is not None:
             own = {name: piece.take(own[name]) for name, piece in self.method.returns(self.part).items()}
-        return {name: value.cpu() for name, value in own.items() if value is not None}
+        return {name: value for name, value in own.items() if value is not None}
 
     def moments(self) -> Tensors:
         """The optimizer's state of what goes back."""
         found = moments_of(self.optimizer, self.network)
         if self.masks is not None:
             found = self.masks.moments(found)
-        return {name: value.cpu() for name, value in found.items()}
+        return found
+
+
+def at_home(moments: Tensors, home: torch.device) -> Tensors:
+    """Moments where the state is; numbers (an optimizer's step count) on the CPU, where optimizers want them."""
+    return {name: value.to(home) if value.dim() else value.cpu() for name, value in moments.items()}
+
+
+def all_finite(tensors: Tensors) -> bool:
+    """Whether all numbers are; a device is asked once."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point()]
+    return not found or bool(torch.stack(found).all())
 
 
 def _read(reading: Reading, data: View, part: Part) -> Iterator[Any]:

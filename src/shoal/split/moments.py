@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,30 +14,43 @@ from shoal.split.parts import Slice, Tensors
 
 def moments_of(optimizer: Optimizer, network: nn.Module) -> Tensors:
     """What the optimizer keeps for each parameter: "<parameter>/<name>" -> tensor, numbers as tensors too."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    found: Tensors = {}
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if isinstance(value, (Tensor, float, int)) and id(parameter) in names:
-                found[f"{names[id(parameter)]}/{name}"] = torch.as_tensor(value).detach()
-    return found
+    places = {id(parameter): place for place, parameter in enumerate(_parameters(optimizer))}
+    state = {places[id(parameter)]: kept for parameter, kept in optimizer.state.items() if id(parameter) in places}
+    return moments_in(state, order_of(optimizer, network))
 
 
 def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str, Tensor]) -> None:
     """Let the optimizer go on from these, which must be of its parameters' shapes."""
     if not moments:
         return
+    state = state_of(moments, order_of(optimizer, network))
+    state = {place: {name: value.clone() for name, value in kept.items()} for place, kept in state.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def order_of(optimizer: Optimizer, network: nn.Module) -> list[str]:
+    """The names of the optimizer's parameters, in its order; one that is not the network's: ""."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return [names.get(id(parameter), "") for parameter in _parameters(optimizer)]
+
+
+def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+    """Moments as an optimizer's state_dict has them, by the places of its parameters."""
     kept: dict[str, dict[str, Tensor]] = {}
     for key, value in moments.items():
         parameter, _, name = key.rpartition("/")
-        kept.setdefault(parameter, {})[name] = value.clone()
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    state = {
-        place: kept[names[id(parameter)]]
-        for place, parameter in enumerate(_parameters(optimizer))
-        if names.get(id(parameter)) in kept
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        kept.setdefault(parameter, {})[name] = value
+    return {place: kept[name] for place, name in enumerate(order) if name in kept}
+
+
+def moments_in(state: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> Tensors:
+    """The reverse of `state_of`: "<parameter>/<name>" -> tensor."""
+    found: Tensors = {}
+    for place, kept in state.items():
+        for name, value in kept.items():
+            if isinstance(value, (Tensor, float, int)) and order[place]:
+                found[f"{order[place]}/{name}"] = torch.as_tensor(value).detach()
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from shoal.pack.liveness import Ledger
 from shoal.pack.members import make_optimizer, seeded
 from shoal.pack.own import Pack
 from shoal.split.crews import Serial
+from shoal.split.local import all_finite, at_home
 from shoal.split.memory import step_of
 from shoal.split.method import Method
-from shoal.split.moments import load_moments, moments_of
+from shoal.split.moments import moments_in, order_of, state_of
 from shoal.split.parts import Outcome, Task, Tensors
 from shoal.split.reading import Reading
-from shoal.split.state import load_tensors, tensors_of
+from shoal.split.state import tensors_of
 
 
 class Packed(Serial):
@@ -97,6 +99,12 @@ class _Ride:
         self.crew = crew
         job, method = crew.job, crew.method
         self.networks = [method.network(task.part) for task in tasks]
+        self.names = [_state_names(network) for network in self.networks]
+        optimizers = [make_optimizer(job, network) for network in self.networks]
+        self.orders = [order_of(optimizer, n) for optimizer, n in zip(optimizers, self.networks, strict=True)]
+        self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+        self.held = 0
+        """Bytes that the pack itself keeps on a GPU between rounds."""
         self.working: int | None = None
         """What a step holds besides state, for one member: on a CPU counted once."""
         self.logs = bool(job.step) and self._has_logs(tasks[0])
@@ -148,33 +156,44 @@ class _Ride:
             return Serial.run(self.crew, tasks)
         readings = self._readings(tasks)
         self._seat(tasks, readings)
-        cuda = self.crew.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.crew.device)
         started = time.perf_counter()
-        losses, rows = self._train(tasks, readings)
-        values = torch.stack(losses, 1).double().tolist()
+        with self._metered() as peak:
+            losses, rows = self._train(tasks, readings)
+            values = torch.stack(losses, 1).double().tolist()
         seconds = time.perf_counter() - started
-        peak = torch.cuda.max_memory_allocated(self.crew.device) // len(tasks) if cuda else 0
         failed = [self.pack.errors[id] for id, status in self.pack.status.items() if status == "failed"]
         if failed:
             raise SplitError(f"a part's step raised {failed[0]}; run it with tier='serial' to see where")
         return [
-            self._outcome(place, task, values[place], rows[place], seconds / len(tasks), peak)
+            self._outcome(place, task, values[place], rows[place], seconds / len(tasks), sum(peak) // len(tasks))
             for place, task in enumerate(tasks)
         ]
 
+    @contextmanager
+    def _metered(self) -> Iterator[list[int]]:
+        """Inside: a list that will have the most bytes that the pack held on a GPU, other things there left out."""
+        device, peak = self.crew.device, list[int]()
+        if device.type != "cuda":
+            yield peak
+            return
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.append(torch.cuda.max_memory_allocated(device) - before + self.held)
+        self.held += torch.cuda.memory_allocated(device) - before
+
     def _seat(self, tasks: list[Task], readings: list[Reading]) -> None:
         job = self.crew.job
-        for id, network, task, reading in zip(self.pack.ids, self.networks, tasks, readings, strict=True):
-            load_tensors(network, task.tensors)
-            state = None
+        for place, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
+            weights = {name: task.tensors[own] for name, own in self.names[place].items()}
+            state: dict[str, Any] | None = None
             if task.moments:
-                optimizer = make_optimizer(job, network)
-                load_moments(optimizer, network, task.moments)
-                state = optimizer.state_dict()
+                state = {
+                    "state": state_of(task.moments, self.orders[place]),
+                    "param_groups": [dict(group) for group in self.settings[place]],
+                }
             first = reading.step_at(task.part.start)
-            self.pack.load(id, network.state_dict(), state, step=first if job.schedule else None, seed=task.part.seed)
+            self.pack.load(id, weights, state, step=first if job.schedule else None, seed=task.part.seed)
 
     def _train(self, tasks: list[Task], readings: list[Reading]) -> tuple[list[Tensor], list[int]]:
         """Step after step of all; members at a short batch of another size than the others' step after them."""
@@ -227,7 +246,7 @@ class _Ride:
 
     def _outcome(self, place: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
         tensors, moments = self._result(place) if all(map(math.isfinite, losses)) else ({}, {})
-        if not all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point()):
+        if not all_finite(tensors):
             tensors, moments, losses = {}, {}, [*losses[:-1], math.nan]
         if not peak and self.working is not None:
             peak = self.working + sum(t.nbytes for t in (*task.tensors.values(), *moments.values()))
@@ -243,9 +262,18 @@ class _Ride:
         )
 
     def _result(self, place: int) -> tuple[Tensors, Tensors]:
-        id, job = self.pack.ids[place], self.crew.job
-        network: nn.Module = self.pack.member(id).cpu()
-        optimizer = make_optimizer(job, network)
-        optimizer.load_state_dict(self.pack.optimizer_state(id))
-        moments = moments_of(optimizer, network)
-        return tensors_of(network), {name: value.cpu() for name, value in moments.items()}
+        """A member's weights and moments, where it is trained; without moments where nobody wants them."""
+        id = self.pack.ids[place]
+        tensors = tensors_of(self.pack.member(id))
+        if self.crew.method.moments == "fresh" and self.crew.device.type == "cuda":
+            return tensors, {}
+        moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[place])
+        return tensors, at_home(moments, self.crew.home)
+
+
+def _state_names(network: nn.Module) -> dict[str, str]:
+    """For each entry of a network's state_dict, the name under which its parts have it: tied tensors have one."""
+    first = {id(tensor): name for name, tensor in (*network.named_parameters(), *network.named_buffers())}
+    return {
+        name: first[id(tensor)] for name, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in first
+    }

@@ -43,32 +43,43 @@ class Slice:
     def whole(self) -> bool:
         return all(rows is None for rows in self.index)
 
+    @property
+    def cut(self) -> list[tuple[int, Tensor]]:
+        """The dimensions of which some rows are taken, with these rows."""
+        return [(dim, rows) for dim, rows in enumerate(self.index) if rows is not None]
+
     def take(self, whole: Tensor) -> Tensor:
         """The piece, as a tensor of its own."""
         if self.whole:
             return whole.clone()
+        if len(self.cut) == 1:
+            ((dim, rows),) = self.cut
+            return whole.index_select(dim, rows.to(whole.device))
         return whole[self._at(whole)]
 
     def put(self, whole: Tensor, value: Tensor) -> None:
         """Write the piece back, in place."""
         if self.whole:
             whole.copy_(value)
+        elif len(self.cut) == 1:
+            ((dim, rows),) = self.cut
+            whole.index_copy_(dim, rows.to(whole.device), value.to(whole))
         else:
-            whole[self._at(whole)] = value
+            whole[self._at(whole)] = value.to(whole.device)
 
     def shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The piece's shape."""
         rows = (*self.index, *(None for _ in range(len(whole) - len(self.index))))
         return tuple(size if kept is None else len(kept) for size, kept in zip(whole, rows, strict=True))
 
-    def _at(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Index tensors that broadcast against one another, one for each dimension."""
-        dims = whole.dim()
-        found = []
-        for dim in range(dims):
-            kept = self.index[dim] if dim < len(self.index) else None
-            rows = torch.arange(whole.shape[dim]) if kept is None else kept
-            found.append(rows.to(whole.device).view([-1 if d == dim else 1 for d in range(dims)]))
+    def _at(self, whole: Tensor) -> tuple[Tensor | slice, ...]:
+        """Index tensors that broadcast against one another, from the first dimension that is cut to the last."""
+        first, last = self.cut[0][0], self.cut[-1][0]
+        found: list[Tensor | slice] = [slice(None)] * first
+        for dim in range(first, last + 1):
+            kept = self.index[dim]
+            rows = torch.arange(whole.shape[dim], device=whole.device) if kept is None else kept
+            found.append(rows.to(whole.device).view([-1 if d == dim else 1 for d in range(first, last + 1)]))
         return tuple(found)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ def mixed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
+@lru_cache(maxsize=8)
 def shuffled(count: int, *seed: int) -> Tensor:
-    """A permutation that depends on the seed alone."""
+    """A permutation that depends on the seed alone. It is kept for whoever asks next: it must not be written to."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(*seed)))
 
 

@@ -34,12 +34,17 @@ def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) 
     groups = reading.groups(0, -(-min(batches, reading.num_batches) // job.accumulate))
     rows = [batch for _, group in groups for batch in group]
     taken = (data.source.take(data.rows(batch), seed=job.order_seed) for batch in rows if len(batch) > 1)
-    device = data.source.device
+    device, home = data.source.device, device_of(model)
     model.to(device)
     with seeded(job.seed, device), autocast(job, device):
         _estimate(job, model, norms, taken)
-    model.to("cpu")
+    model.to(home)
     return len(norms)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a network is."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def running(model: nn.Module) -> list[_NormBase]:

@@ -31,7 +31,7 @@ from shoal.split.moments import load_moments
 from shoal.split.parts import Outcome, Part, Task
 from shoal.split.reading import Reading
 from shoal.split.report import Forecast, SplitReport, moved
-from shoal.split.state import State
+from shoal.split.state import State, tensors_of
 from shoal.split.whole import Follower, evaluate
 from shoal.training import parse_seconds
 
@@ -97,7 +97,9 @@ class _Run:
         self.job, self.method, self.crew, self.device, self.tell = job, method, crew, device, tell
         self.index, self.name = 0, member.name
         self.member, self.model = member, member.model
-        self.tensors = State.of(self.model, method.companions(), _fill(job))
+        self.home = _home(crew, self.model)
+        self.tensors = State.of(self.model, method.companions(), _fill(job), self.home)
+        self.whole = self.model if self.home.type == "cpu" else copy.deepcopy(self.model).to(self.home)
         self.forecast = Forecast(job, method, self.model)
         self.val: View | None = open_data(Pool(device), job, "val") if job.val is not None else None
         self.monitor = Monitor.of(job)
@@ -125,7 +127,7 @@ class _Run:
     def go(self, folder: RunFolder | None) -> None:
         """Round after round; what is interrupted is saved first."""
         if self.method.merge == "gradients":
-            self.follower = Follower(self.job, copy.deepcopy(self.model), self.tensors)
+            self.follower = Follower(self.job, copy.deepcopy(self.whole), self.tensors)
         saved = time.monotonic()
         try:
             while self.status == "running" and self.round < self.method.rounds:
@@ -252,15 +254,15 @@ class _Run:
         self.tell(f"round {self.round} of {self.method.rounds}: " + _told(row))
         best, stop = self.monitor.see(row)
         if best and self.job.keep == "best":
-            self.best = {name: tensor.clone() for name, tensor in self.tensors.tensors.items()}
+            self.best = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.tensors.items()}
         if stop and self.status == "running" and self.round < self.method.rounds:
             self.status = "stopped"
 
     def settled(self) -> nn.Module:
-        """The whole network as it would be handed out now."""
-        self.tensors.load_into(self.model)
-        self.method.settled(self.round, self.model)
-        return self.model
+        """The whole network as it would be handed out now, where the state is."""
+        self.tensors.load_into(self.whole)
+        self.method.settled(self.round, self.whole)
+        return self.whole
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class _Run:
         if self.best is not None:
             self.tensors.tensors = self.best
         self.report.history = [dict(row) for row in self.history]
-        model = self.settled()
+        model = self.settled().to("cpu")
         optimizer = make_optimizer(self.job, model)
         load_moments(optimizer, model, self.tensors.moments)
         return Result(
@@ -322,6 +324,16 @@ def _fill(job: Job) -> dict[str, float]:
     if "initial_accumulator_value" in job.hparams:
         found["sum"] = float(job.hparams["initial_accumulator_value"])
     return found
+
+
+def _home(crew: Crew, model: nn.Module) -> torch.device:
+    """Where the state is: with workers that are here, on their device, if it has room for weights and moments twice."""
+    home: torch.device = getattr(crew, "home", torch.device("cpu"))
+    if home.type != "cuda":
+        return home
+    weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    free, _ = torch.cuda.mem_get_info(home)
+    return home if 8 * weights < free else torch.device("cpu")
 
 
 def _tier(crew: Crew) -> str:

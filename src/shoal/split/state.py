@@ -17,13 +17,14 @@ from shoal.errors import SplitError
 from shoal.split.moments import moment_slice, whole_shape
 from shoal.split.parts import Outcome, Part, Slice, Task, Tensors
 
+_CPU = torch.device("cpu")
 Slices = Mapping[str, Slice]
 Piece = tuple[Slice, Tensor, float]
 """Where it lies, what came back, and how much it counts."""
 
 
 class State:
-    """The whole network's parameters, buffers and optimizer moments, on the CPU.
+    """The whole network's parameters, buffers and optimizer moments, where the parts are trained, or on the CPU.
 
     >>> state = State.of(nn.Linear(2, 1, bias=False))
     >>> piece = {"weight": Slice("weight", (None, torch.tensor([1])))}
@@ -40,14 +41,20 @@ class State:
         self.moments: Tensors = dict(moments or {})
         """ "<parameter>/<name>" -> tensor. What no part has touched yet is zero, or `fill` by name."""
         self._fill = dict(fill or {})
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """Rows of slices and the same on the device, by id: of one round, since parts share them."""
 
     @classmethod
     def of(
-        cls, network: nn.Module, companions: Tensors | None = None, fill: Mapping[str, float] | None = None
+        cls,
+        network: nn.Module,
+        companions: Tensors | None = None,
+        fill: Mapping[str, float] | None = None,
+        device: torch.device | str = "cpu",
     ) -> State:
         """Copies of all that a network has, tied weights once, under their first name; and of what trains beside it."""
         held = {**tensors_of(network), **(companions or {})}
-        return cls({name: tensor.detach().cpu().clone() for name, tensor in held.items()}, fill=fill)
+        return cls({name: tensor.detach().to(device, copy=True) for name, tensor in held.items()}, fill=fill)
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +66,14 @@ class State:
         self, number: int, part: Part, slices: Slices, *, moments: bool = True, extras: Tensors | None = None
     ) -> Task:
         """A part with what it starts from: copies, which nothing that happens here changes."""
-        tensors = {name: piece.take(self._whole(piece)) for name, piece in slices.items()}
+        tensors = {name: self._near(piece).take(self._whole(piece)) for name, piece in slices.items()}
         kept: Tensors = {}
-        for name, piece in slices.items() if moments else ():
-            weight = self._whole(piece)
-            for key, moment in self._moments_of(piece.name).items():
-                place = moment_slice(piece, weight.shape, moment.shape)
+        known = self._moments_by_owner() if moments else {}
+        for name, piece in slices.items():
+            for key, moment in known.get(piece.name, {}).items():
+                place = moment_slice(piece, self._whole(piece).shape, moment.shape)
                 if place is not None:
-                    kept[f"{name}/{key}"] = place.take(moment)
+                    kept[f"{name}/{key}"] = self._near(place).take(moment)
         return Task(round=number, part=part, tensors=tensors, moments=kept, extras=extras or {})
 
     def load_into(self, network: nn.Module) -> None:
@@ -79,9 +86,27 @@ class State:
         except KeyError:
             raise SplitError(f"a part has a slice of {piece.name!r}; the network has no tensor of that name") from None
 
-    def _moments_of(self, parameter: str) -> Tensors:
-        names = (key.rpartition("/") for key in self.moments)
-        return {name: self.moments[f"{owner}/{name}"] for owner, _, name in names if owner == parameter}
+    def _moments_by_owner(self) -> dict[str, Tensors]:
+        found: dict[str, Tensors] = {}
+        for key, moment in self.moments.items():
+            owner, _, name = key.rpartition("/")
+            found.setdefault(owner, {})[name] = moment
+        return found
+
+    def _near(self, piece: Slice) -> Slice:
+        """A slice whose rows are where the state is: they are sent there once in a round."""
+        device = next((tensor.device for tensor in self.tensors.values()), _CPU)
+        if device.type == "cpu" or not piece.index:
+            return piece
+        return Slice(piece.name, tuple(None if rows is None else self._sent(rows, device) for rows in piece.index))
+
+    def _near_all(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+        return [(self._near(place), value.to(device), weight) for place, value, weight in pieces]
+
+    def _sent(self, rows: Tensor, device: torch.device) -> Tensor:
+        if id(rows) not in self._rows:
+            self._rows[id(rows)] = (rows, rows.to(device, non_blocking=True))
+        return self._rows[id(rows)][1]
 
     # --- in -------------------------------------------------------------------------------------------------------
 
@@ -100,10 +125,20 @@ class State:
                 pieces.setdefault(own[name].name, []).append((own[name], value, 1.0))
             for key, value in outcome.moments.items():
                 self._place_moment(own, key, value, moments)
+        self._merge(self.tensors, pieces)
+        self._merge(self.moments, moments)
+        self._rows = {}
+
+    def _merge(self, into: Tensors, pieces: Mapping[str, list[Piece]]) -> None:
+        """Write pieces into the tensors that they belong to; those that nobody shares are copied."""
+        known: dict[tuple[int, ...], bool] = {}
         for name, found in pieces.items():
-            merge_(self.tensors[name], found)
-        for key, found in moments.items():
-            merge_(self.moments[key], found, largest=key.endswith("/step"))
+            near = self._near_all(found, into[name].device)
+            if disjoint([place for place, _, _ in found], known):
+                for place, value, _ in near:
+                    place.put(into[name], value)
+            else:
+                merge_(into[name], near, largest=into is self.moments and name.endswith("/step"))
 
     def _place_moment(self, own: Slices, key: str, value: Tensor, found: dict[str, list[Piece]]) -> None:
         parameter, _, name = key.rpartition("/")
@@ -113,7 +148,8 @@ class State:
         if shape is None:
             return
         if whole not in self.moments:
-            self.moments[whole] = torch.full(shape, self._fill.get(name, 0.0), dtype=value.dtype)
+            begun = torch.full(shape, self._fill.get(name, 0.0), dtype=value.dtype, device=value.device)
+            self.moments[whole] = begun
         place = moment_slice(piece, weight.shape, self.moments[whole].shape)
         if place is not None:
             found.setdefault(whole, []).append((place, value, 1.0))
@@ -133,25 +169,35 @@ class State:
                 pieces.setdefault(own[name].name, []).append((own[name], value, float(outcome.rows)))
         found: Tensors = {}
         for name, own_pieces in pieces.items():
+            near = self._near_all(own_pieces, self.tensors[name].device)
             if name in trained:
                 found[name] = torch.zeros_like(self.tensors[name])
-                merge_(found[name], own_pieces)
+                merge_(found[name], near)
             else:
-                merge_(self.tensors[name], own_pieces)
+                merge_(self.tensors[name], near)
+        self._rows = {}
         return found
 
     # --- for a checkpoint -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain data and tensors."""
-        return {"tensors": dict(self.tensors), "moments": dict(self.moments)}
+        """All of it, as plain data and tensors on the CPU."""
+        return {
+            "tensors": {name: tensor.cpu() for name, tensor in self.tensors.items()},
+            "moments": {name: tensor.cpu() for name, tensor in self.moments.items()},
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Be where `state()` was taken."""
         if set(state["tensors"]) != set(self.tensors):
             odd = sorted(set(state["tensors"]) ^ set(self.tensors))[0]
             raise SplitError(f"the checkpoint and the network do not agree about {odd!r}; put the code back as it was")
-        self.tensors, self.moments = dict(state["tensors"]), dict(state["moments"])
+        where = {name: tensor.device for name, tensor in self.tensors.items()}
+        self.tensors = {name: tensor.to(where[name]) for name, tensor in state["tensors"].items()}
+        self.moments = {
+            name: tensor.to(where[name.rpartition("/")[0]] if tensor.dim() else _CPU)
+            for name, tensor in state["moments"].items()
+        }
 
 
 def tensors_of(network: nn.Module) -> Tensors:
@@ -178,6 +224,23 @@ def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         tensor.copy_(tensors[name])
 
 
+def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> bool:
+    """Whether no two of these share an element, because no two share a row of some dimension.
+
+    `known` remembers what was found about rows, which many tensors have in common.
+    """
+    for rows in zip(*(place.index for place in places), strict=False):
+        if any(own is None for own in rows):
+            continue
+        key = tuple(map(id, rows))
+        if key not in known:
+            every = torch.cat(rows)
+            known[key] = int(every.bincount().max()) == 1 if len(every) else True
+        if known[key]:
+            return True
+    return False
+
+
 @torch.no_grad()
 def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> None:
     """Write pieces into the whole, in place: the mean where several own an element, weighted by how much each counts.
@@ -192,10 +255,10 @@ def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> 
         _largest_(whole, pieces)
         return
     wide = whole.dtype if whole.dtype not in (torch.float16, torch.bfloat16) else torch.float32
-    total = torch.zeros(whole.shape, dtype=wide)
-    owners = torch.zeros(whole.shape, dtype=wide if not wide.is_complex else torch.float64)
+    total = torch.zeros_like(whole, dtype=wide)
+    owners = torch.zeros_like(whole, dtype=wide if not wide.is_complex else torch.float64)
     equal = len({weight for _, _, weight in pieces}) == 1
-    first, agreed = torch.zeros(whole.shape, dtype=wide), torch.ones(whole.shape, dtype=torch.bool)
+    first, agreed = torch.zeros_like(whole, dtype=wide), torch.ones_like(whole, dtype=torch.bool)
     for place, value, _ in reversed(pieces):
         place.put(first, value.to(wide))
     for place, value, weight in pieces:
@@ -211,9 +274,9 @@ def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> 
 def _largest_(whole: Tensor, pieces: Sequence[Piece]) -> None:
     first, *others = pieces
     first[0].put(whole, first[1])
-    seen = torch.zeros(whole.shape, dtype=torch.bool)
-    first[0].put(seen, torch.ones(first[1].shape, dtype=torch.bool))
+    seen = torch.zeros_like(whole, dtype=torch.bool)
+    first[0].put(seen, torch.ones_like(first[1], dtype=torch.bool))
     for place, value, _ in others:
         now = place.take(whole)
         place.put(whole, torch.where(place.take(seen), torch.maximum(now, value), value))
-        place.put(seen, torch.ones(value.shape, dtype=torch.bool))
+        place.put(seen, torch.ones_like(value, dtype=torch.bool))

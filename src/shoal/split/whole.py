@@ -12,18 +12,19 @@ from shoal.pack.members import autocast, evaluating, make_optimizer, seeded
 from shoal.split.local import set_rates
 from shoal.split.moments import load_moments, moments_of
 from shoal.split.parts import Tensors
+from shoal.split.renorm import device_of
 from shoal.split.state import State
 
 
 def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dict[str, float]:
     """val_loss and metrics of a network, over all validation rows; it is left where it was."""
-    sheet = Sheet(job)
+    sheet, home = Sheet(job), device_of(model)
     model.to(device)
     with seeded(job.seed, device), evaluating(model), autocast(job, device):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
         found = sheet.values()
-    model.to("cpu")
+    model.to(home)
     return found
 
 

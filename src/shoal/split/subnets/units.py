@@ -160,10 +160,19 @@ class Units:
         self.check(keep)
         found = {}
         absent = self.blocks.absent(keep) if self.blocks is not None else ()
+        known: dict[Any, Tensor | None] = {}
+        """Dimensions of the same units are the same rows, which are found once."""
+
+        def kept(span: Span) -> Tensor | None:
+            key = (span.size, *((use.group, id(use.rows)) for use in span.uses))
+            if key not in known:
+                known[key] = span.kept(keep)
+            return known[key]
+
         for name, spans in self.spans.items():
             if name in absent:
                 continue
-            index = tuple(span.kept(keep) for span in spans)
+            index = tuple(kept(span) for span in spans)
             found[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return found
 
