@@ -165,10 +165,9 @@ def all_finite(tensors: Tensors) -> bool:
 
 
 def _read(reading: Reading, data: View, part: Part) -> Iterator[Any]:
-    """A part's batches."""
-    for epoch, group in reading.groups(part.start, part.steps):
-        for rows in group:
-            yield data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch)
+    """A part's batches. Their order is found now, before a step is watched: it is not what training holds."""
+    found = [(epoch, rows) for epoch, group in reading.groups(part.start, part.steps) for rows in group]
+    return (data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch) for epoch, rows in found)
 
 
 def set_rates(job: Job, optimizer: Optimizer, base: list[Any], step: int, steps_per_epoch: int) -> None:
