@@ -292,9 +292,13 @@ class StackedOptimizer:
     def take(self, other: StackedOptimizer, rows: list[int], theirs: list[int]) -> None:
         """Be, for these rows, what the other is in those; what it has not, is zero."""
         for mine, value in _alike(self.states, other.states):
-            assert mine is not None
-            mine[rows] = zeros_like(mine[rows]) if value is None else value[theirs]
-        self.columns.packed[:, :, rows] = other.columns.packed[:, :, theirs]
+            for row, place in zip(rows, theirs, strict=True):  # a list as an index would have the device wait for us
+                if value is None:
+                    mine[row].zero_()
+                else:
+                    mine[row].copy_(value[place])
+        for row, place in zip(rows, theirs, strict=True):
+            self.columns.packed[:, :, row].copy_(other.columns.packed[:, :, place])
 
     def keep(self, span: Span, rows: list[int]) -> StackedOptimizer:
         """For these rows, which are those of a span now."""
