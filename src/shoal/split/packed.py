@@ -264,7 +264,7 @@ class _Ride:
     def _result(self, place: int) -> tuple[Tensors, Tensors]:
         """A member's weights and moments, where it is trained; without moments where nobody wants them."""
         id = self.pack.ids[place]
-        tensors = tensors_of(self.pack.member(id))
+        tensors = {name: tensor.to(self.crew.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
         if self.crew.method.moments == "fresh" and self.crew.device.type == "cuda":
             return tensors, {}
         moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[place])
