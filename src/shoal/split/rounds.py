@@ -332,7 +332,7 @@ def _home(crew: Crew, model: nn.Module) -> torch.device:
     if home.type != "cuda":
         return home
     weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
-    free, _ = torch.cuda.mem_get_info(home)
+    free, _ = torch.cuda.mem_get_info(torch.cuda.current_device() if home.index is None else home.index)
     return home if 8 * weights < free else torch.device("cpu")
 
 
