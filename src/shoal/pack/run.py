@@ -21,7 +21,7 @@ from shoal.pack.policy import Fifo, Policy, Ticket
 from shoal.pack.queue import Queue
 from shoal.pack.ride import Host, Ride
 from shoal.pack.turns import turn
-from shoal.pack.unit import Outcome, out_of_memory
+from shoal.pack.unit import Outcome, out_of_memory, words
 
 if TYPE_CHECKING:
     from shoal.callbacks import Callbacks, Ending
@@ -196,20 +196,20 @@ class Run(Host):
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            said = (str(error).splitlines() or ["no room"])[0]
+            said = words(error)
         self.board.executor.forget()
         self._changed = True
         riding = [member for ride in self.rides for member in ride.members]
         if not riding and len(members) == 1:
-            members[0].error = f"memory was full ({said[:120]}) with nobody beside it; use a smaller network"
+            members[0].error = f"memory was full ({said}) with nobody beside it; use a smaller network"
             members[0].status = "failed"
             self._queue.remove(members[0].index)
             self._tell_leave(members[0])
             return []
         fewer = [*riding, *members[: len(members) // 2]]
-        self._most, self._seats = min(self._most, self.board.bytes(fewer)), min(self._seats, len(fewer))
+        self._may_ride(fewer, [*riding, *members])
         sizes = [len(members) // 2, len(members) - len(members) // 2]
-        self.tell("split", unit=None, reason=f"memory was full ({said[:120]})", sizes=sizes)
+        self.tell("split", unit=None, reason=f"memory was full ({said})", sizes=sizes)
         for member in members:
             self.waiting[member.index] = member
             self._queue.move(member.index, riding=False, now=time.monotonic())
@@ -258,14 +258,12 @@ class Run(Host):
             seconds=outcome.seconds, bytes=size,
         )  # fmt: skip
 
-    def _make_room(self, ride: Ride, error: BaseException | None) -> None:
+    def _make_room(self, ride: Ride, said: str) -> None:
         """Memory was full: half of the ride's members wait until there is room, or all others do."""
         everybody = [member for other in self.rides for member in other.members]
-        riding = self.board.bytes(everybody)
-        self._most = min(self._most, SAFER * riding)
+        self._most = min(self._most, SAFER * self.board.bytes(everybody))
         slots = list(range(len(ride.members)))
-        said = (str(error).splitlines() or ["no room"])[0]
-        reason = f"memory was full ({said[:120]})"
+        reason = f"memory was full ({said})"
         if len(slots) > 1:
             half = slots[len(slots) // 2 :]
             sizes = [len(slots) - len(half), len(half)]
@@ -282,10 +280,21 @@ class Run(Host):
             return
         self.board.full(ride.members)
         self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
+        self.board.executor.forget()
+        if self.board.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
+            self._may_ride([member for member in everybody if member.index not in gone], everybody)
+            gone |= {member.index for member in ride.members}
+            self._changed = True
         for index in gone:
             self._queue.move(index, riding=False, now=time.monotonic())
         self._eject(gone)
         self.board.executor.forget()
+
+    def _may_ride(self, fewer: list[Member], all: list[Member]) -> None:
+        """From now on no more may ride than these, of those who did not fit."""
+        self._most = min(self._most, self.board.bytes(fewer))
+        if self.board.bytes(fewer) >= self.board.bytes(all):  # it cannot tell them apart: one alone is two rows, too
+            self._seats = min(self._seats, len(fewer))
 
     # --- what is told and saved -------------------------------------------------------------------------------------
 

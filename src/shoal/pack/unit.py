@@ -136,8 +136,9 @@ class Outcome:
 
     seconds: float
     error: MemberError | None = None
-    full: BaseException | None = None
-    """The memory was full: what could be done is done, and nothing is lost."""
+    full: str | None = None
+    """The memory was full, in these words: what could be done is done, and nothing is lost. The exception itself would
+    keep what filled it."""
 
 
 LOST = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure")
@@ -154,6 +155,11 @@ def out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def words(error: BaseException) -> str:
+    """What an exception of full memory says, in a line."""
+    return (str(error).splitlines() or ["no room"])[0][:120]
 
 
 class Executor:
@@ -177,9 +183,9 @@ class Executor:
         except MemberError as caught:
             if context_lost(caught.cause):
                 raise caught.cause from caught  # whose it was cannot be seen from here
-            error, full = (None, caught.cause) if out_of_memory(caught.cause) else (caught, None)
+            error, full = (None, words(caught.cause)) if out_of_memory(caught.cause) else (caught, None)
         except Exception as caught:
             if not out_of_memory(caught):
                 raise
-            full = caught
+            full = words(caught)
         return Outcome(perf_counter() - start, error, full)

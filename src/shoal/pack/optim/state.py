@@ -18,11 +18,11 @@ def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mappin
     """The entry torch has for this parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
 
     `h` is the member's numbers for the parameter's group (`Columns.row(slot)[group]`). Every tensor is a copy: a view
-    would be saved with the whole stack behind it.
+    would be saved with the whole stack behind it. It is the host's: a full GPU has no room for those who are sent away.
     """
     if float(state["step"][slot]) == 0 and "sum" not in state:
         return {}  # torch makes its state at the first step (Adagrad: when it is built)
-    entry = rule.torch_entry({name: value[slot].detach().clone() for name, value in state.items()}, h)
+    entry = rule.torch_entry({name: value[slot].detach().to("cpu", copy=True) for name, value in state.items()}, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
     return entry

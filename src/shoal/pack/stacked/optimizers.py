@@ -10,7 +10,7 @@ import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, zeros_like
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.pack.members import Member, make_optimizer, make_schedule
