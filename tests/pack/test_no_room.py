@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from shoal.pack.board import Board
 from shoal.pack.members import Member
 from shoal.pack.planner import Part
 from shoal.pack.run import Run
+from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.stack import Stack
+from shoal.pack.stacked.unit import StackedUnit
 from shoal.pack.unit import Unit
 
 G = torch.Generator().manual_seed(3)
@@ -66,3 +70,47 @@ def test_one_that_does_not_fit_alone_has_failed() -> None:
     members, _ = ridden(3, most=0)
     assert [member.status for member in members] == ["failed"] * 3
     assert all("memory was full" in (member.error or "") for member in members)
+
+
+class Full:
+    """The first calls of a function, but for some of them, which find no memory."""
+
+    def __init__(self, function: Callable[..., Any], fails: set[int]) -> None:
+        self.function, self.fails, self.calls = function, fails, 0
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        self.calls += 1
+        if self.calls in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return self.function(*args, **settings)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(StackedUnit, "_backward"), (Stack, "reserve"), (Program, "__call__")])
+def test_full_in_the_middle_of_a_step(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stays and whoever is sent away goes on from before that step: random draws and statistics too."""
+    jobs = [
+        shoal.Job(model=net, data=(X, Y), loss=F.cross_entropy, batch_size=8, epochs=3, seed=i, name=f"job {i}",
+                  hparams={"lr": 0.01 * (1 + i)})
+        for i in range(5)
+    ]  # fmt: skip
+
+    def trained(fails: set[int]) -> list[Member]:
+        members = prepare(jobs, torch.device("cpu"))
+        board = Board(members, timed=False, tiers={member.index: "stacked" for member in members})
+        full = Full(getattr(owner, name), fails)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda self, *args, **settings: full(self, *args, **settings))
+            Run(members, board).go()
+        assert full.calls > max(fails, default=0)
+        return members
+
+    quiet, disturbed = trained(set()), trained({4, 9})
+    for a, b in zip(quiet, disturbed, strict=True):
+        assert (a.status, b.status, a.step) == ("done", "done", b.step), b.error
+        assert [row["loss"] for row in a.history] == [row["loss"] for row in b.history]
+        for name_, value in a.model.state_dict().items():
+            assert torch.equal(value, b.model.state_dict()[name_]), name_

@@ -261,7 +261,6 @@ class Run(Host):
     def _make_room(self, ride: Ride, said: str) -> None:
         """Memory was full: half of the ride's members wait until there is room, or all others do."""
         everybody = [member for other in self.rides for member in other.members]
-        self._most = min(self._most, SAFER * self.board.bytes(everybody))
         slots = list(range(len(ride.members)))
         reason = f"memory was full ({said})"
         if len(slots) > 1:
@@ -281,18 +280,21 @@ class Run(Host):
         self.board.full(ride.members)
         self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
         self.board.executor.forget()
+        stay = [member for member in everybody if member.index not in gone]
         if self.board.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
-            self._may_ride([member for member in everybody if member.index not in gone], everybody)
+            self._may_ride(stay, everybody)
             gone |= {member.index for member in ride.members}
             self._changed = True
+        else:
+            self._may_ride(stay, everybody, least=SAFER * self.board.bytes(everybody))
         for index in gone:
             self._queue.move(index, riding=False, now=time.monotonic())
         self._eject(gone)
         self.board.executor.forget()
 
-    def _may_ride(self, fewer: list[Member], all: list[Member]) -> None:
-        """From now on no more may ride than these, of those who did not fit."""
-        self._most = min(self._most, self.board.bytes(fewer))
+    def _may_ride(self, fewer: list[Member], all: list[Member], least: float = 0.0) -> None:
+        """From now on no more may ride than these, of those who did not fit; so many bytes in any case."""
+        self._most = min(self._most, max(least, self.board.bytes(fewer)))
         if self.board.bytes(fewer) >= self.board.bytes(all):  # it cannot tell them apart: one alone is two rows, too
             self._seats = min(self._seats, len(fewer))
 

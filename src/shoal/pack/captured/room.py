@@ -1,4 +1,4 @@
-"""Whether there is memory to capture a step: torch does not survive it where memory is full in the middle of that."""
+"""Whether there is memory for a step: in the middle of it, and of its recording above all, it is too late to ask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def left() -> int:
 
 
 def make_sure(recipe: Recipe, tier: str, members: int) -> None:
-    """See to it that there is memory to capture a step of so many members.
+    """See to it that there is memory for a step of so many members, and to capture it.
 
     Raises:
         torch.OutOfMemoryError: where there is none.
@@ -34,6 +34,4 @@ def make_sure(recipe: Recipe, tier: str, members: int) -> None:
     except Exception:  # an operator that knows no fake tensors
         need = float(rough)
     if need > left():
-        raise torch.OutOfMemoryError(
-            f"capturing a step needs about {need / 1e6:,.0f} MB, and {left() / 1e6:,.0f} MB are left"
-        )
+        raise torch.OutOfMemoryError(f"a step needs about {need / 1e6:,.0f} MB, and {left() / 1e6:,.0f} MB are left")

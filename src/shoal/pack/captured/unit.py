@@ -64,8 +64,7 @@ class CapturedUnit(Unit):
             with timed("capture") as spent:
                 self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
                 branches = [chunk.branch(rows) for chunk in self.chunks]
-                if self.members[0].device.type == "cuda":
-                    make_sure(self.chunks[0].stack.recipes[0], self.tier, sum(len(c.seats) for c in self.chunks))
+                self._make_sure()
                 beside = next(iter(self.graphs.values()), None)
                 self.graphs[rows] = recorder.capture(branches, self.lane, beside)
             self.set_up_seconds += spent.seconds
@@ -90,6 +89,7 @@ class CapturedUnit(Unit):
         """The full batch's graph; None where so few are left that they are run operator by operator."""
         if self._full in self.graphs or self.compiled or self._coming(self._full) >= FEW:
             return self.graph(recorder)
+        self._make_sure()
         return None
 
     def ready_to_finish(self, recorder: Recorder) -> None:
@@ -97,6 +97,13 @@ class CapturedUnit(Unit):
         for rows in self._short:
             if self._coming(rows) >= FEW:
                 self.graph(recorder, rows)
+            else:
+                self._make_sure()
+
+    def _make_sure(self) -> None:
+        """That there is memory for a step: in the middle of one it is too late."""
+        if self.members[0].device.type == "cuda":
+            make_sure(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
 
     def crowded(self) -> None:
         """Memory was full: hold no more than is needed."""

@@ -34,6 +34,13 @@ def suits_copies(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[
     return on_gpu(params) and sum(p.numel() for p in params) <= MOST_ON_GPU and _alike(rule, params, states)
 
 
+def scratch_bytes(params: Sequence[Tensor]) -> int:
+    """What an update on a GPU takes at the most besides what there is: copies of all that is small, and temporaries."""
+    sizes = [p.numel() * p.element_size() for p in params]
+    most = 4 * max(sizes, default=0)
+    return max(most, 8 * sum(sizes)) if sum(p.numel() for p in params) <= MOST_ON_GPU else most
+
+
 def on_gpu(params: Sequence[Tensor]) -> bool:
     return all(p.is_cuda for p in params)
 

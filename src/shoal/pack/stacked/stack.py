@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.pack.members import Member
 from shoal.pack.optim import MemberScaler, clip_
 from shoal.pack.recipe import Recipe
+from shoal.pack.stacked import flat
 from shoal.pack.stacked.optimizers import Grads, Optimizers, ordered
 from shoal.pack.trace import used_params
 
@@ -75,6 +76,12 @@ class Stack:
     def leaves(self) -> list[Tensor]:
         """The parameters that are trained."""
         return [self.params[index] for index in self.trained]
+
+    def reserve(self) -> None:
+        """See to it that the next update finds memory, or raise while nothing has changed yet. Only on a GPU, where an
+        allocation that fails is an exception."""
+        if self.device.type == "cuda":
+            torch.empty(flat.scratch_bytes(self.leaves), dtype=torch.uint8, device=self.device)
 
     @torch.no_grad()
     def apply(self, grads: Grads, active: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
 from shoal.pack.trace import Trace, Untraceable, autocast
 from shoal.pack.unit import Findings, Unit, context_lost, out_of_memory
-from shoal.randomness import counter_draw, draw_members, generator_at, signed, site_numbers
+from shoal.randomness import Draw, counter_draw, draw_members, generator_at, signed, site_numbers
 
 LEAST = 2
 """Rows of the smallest stack; see `stack`."""
@@ -57,6 +57,8 @@ class StackedUnit(Unit):
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
+        self._drawn: list[Sequence[Draw]] = []
+        """What was drawn since the turn began, batch by batch."""
         self._forwards: dict[Any, Program | None] = {}
         self._everybody = bool(self.stack.active.all())
         """Whether all rows still train."""
@@ -75,10 +77,15 @@ class StackedUnit(Unit):
         self.rates_of.settle()
         self.rates_of.begin(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
-        self._losses, self._logs = [], []
+        self._losses, self._logs, self._drawn = [], [], []
+        before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
                 self._batch(feed, index)
+        except Exception as error:
+            if out_of_memory(error):
+                self._undraw(before)
+            raise
         finally:
             self.rates_of.settle_rates()
             self._note()
@@ -176,18 +183,23 @@ class StackedUnit(Unit):
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
+            total = losses.sum()
+            seen, active = self._look(losses.detach(), total)
+            grads = self._backward(losses, total, group, first)
+            if last:
+                stack.reserve()
         except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
             raise
         self._noise = None
         for member in self.members:
             member.batches += 1
-        total = losses.sum()
-        ok = self._look(losses.detach(), total)
-        self._backward(losses, total, group, first)
+        ok = self._leave(active)
+        self._losses.append(seen)
+        self._logs.append(logs)
+        self._grads = grads
         if before:
             stack.set_buffers(after, ok, before)
-        self._logs.append(logs)
         if last:
             stack.apply(self._grads, ok)
             self._grads = []
@@ -196,6 +208,7 @@ class StackedUnit(Unit):
     def _draw(self, program: Program) -> list[Tensor]:
         """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
         draws, device = program.draws, self.stack.device
+        self._drawn.append(draws)
         if device.type == "cpu" or not draws:
             return draw_members(draws, self._generators, device)
         members = [self.members[row] for row in self.stack.rows]
@@ -204,29 +217,44 @@ class StackedUnit(Unit):
         sites = torch.tensor(site_numbers(draws, len(members)), device=device)
         return [counter_draw(draw, seeds, counts, site) for draw, site in zip(draws, sites, strict=True)]
 
-    def _look(self, losses: Tensor, total: Tensor) -> Tensor | None:
-        """Note the losses; members whose loss is not finite leave the step. None: everybody is in it."""
-        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
-            self._losses.append(losses)
-            return None
-        fine, active = torch.isfinite(losses), self.stack.active
-        active &= fine
-        self._everybody = bool(active.all())
-        self._losses.append(torch.where(active, losses, torch.where(fine, float("nan"), losses)))
-        return None if self._everybody else active
+    def _undraw(self, before: list[Tensor]) -> None:
+        """Let nobody have drawn for the batch that was not taken; `before`: the generators when the turn began."""
+        if self._noise is None or not self._drawn:
+            return
+        self._noise = None
+        self._drawn.pop()
+        if self.stack.device.type != "cpu":  # draws are counted there
+            return
+        for generator, state in zip(self._generators, before, strict=True):
+            generator.set_state(state)
+        for drawn in self._drawn:
+            draw_members(drawn, self._generators, self.stack.device)
 
-    def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> None:
+    def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
+        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
+            return losses, None
+        fine = torch.isfinite(losses)
+        active = self.stack.active & fine
+        return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
+
+    def _leave(self, active: Tensor | None) -> Tensor | None:
+        """Let members leave the step whose loss is not finite; who is in it, None: everybody."""
+        if active is not None:
+            self.stack.active.copy_(active)
+            self._everybody = bool(active.all())
+        return None if self._everybody else self.stack.active
+
+    def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> list[Tensor | None]:
+        """The gradients, of this batch and those before it of its group."""
         if group > 1:
             losses = losses / group
         if self.stack.scaler is not None:
             losses = self.stack.scaler.scale(losses)
         if group > 1 or self.stack.scaler is not None:
             total = losses.sum()
-        grads = torch.autograd.grad(total, self.stack.leaves, allow_unused=True)
-        if first:
-            self._grads = list(grads)
-        else:
-            self._grads = [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
+        grads: list[Tensor | None] = list(torch.autograd.grad(total, self.stack.leaves, allow_unused=True))
+        return grads if first else [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
 
     def _blame(self, done: int, error: Exception) -> Exception:
         """Find the member whose own step raises on this batch; the others lose nothing."""
