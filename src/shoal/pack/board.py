@@ -41,7 +41,9 @@ class Board:
         self.budget: float = math.inf if budget is None else budget
         self.kitchen = Kitchen()
         self.executor: Executor = Executor()
-        if self.gpu:
+        if not self.gpu:
+            memory.keep_heap()
+        else:
             from shoal.pack.captured.executor import CapturedExecutor
 
             self.executor = CapturedExecutor()

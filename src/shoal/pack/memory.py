@@ -165,6 +165,12 @@ def rows_that_fit(recipe: Recipe, budget: float, tier: str = "stacked") -> int:
     return rows_within(Request(index=0, name="", tier=tier, state=state, working=working), budget)
 
 
+def keep_heap() -> None:
+    """Have the C library keep what is freed for the next step, which would otherwise ask the system for it again: one
+    large block, freed, moves the line above which it gives memory back (by default 128 kB, 32 MB at the most)."""
+    torch.empty(PIECE - (1 << 20), dtype=torch.uint8)
+
+
 # --- what there is ----------------------------------------------------------------------------------------------------
 
 
