@@ -78,3 +78,29 @@ def test_data_is_on_the_device_once() -> None:
     shoal.train([job(model=lambda: nn.Linear(64, 3), name=str(s), seed=s, **common) for s in range(8)], device="cuda")
     batches = 8 * x.nbytes // 32  # one of each member
     assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batches
+
+
+class Reader(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layers, self.head = kind(2, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(x.view(-1, 3, 2))[0][:, -1])
+        return out
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recurrent_networks_ride_together(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
+    """Their equality alone would not tell: one after another they are right too, and a hundred times slower."""
+    jobs = [
+        job(model=lambda: Reader(kind).to(dtype), data=(X.to(dtype), Y), val=None, seed=seed, name=str(seed))
+        for seed in range(3)
+    ]
+    results = shoal.train(jobs, device="cuda", compile=False)
+    assert {part.tier for part in results.plan.parts} <= {"stacked", "streams"}, results.plan.parts[0].reason
+    for one, given in zip(results, jobs, strict=True):
+        alone = shoal.solo(given, device="cuda")
+        for name, value in alone.model.state_dict().items():
+            torch.testing.assert_close(one.model.state_dict()[name].cpu(), value.cpu(), rtol=1e-4, atol=1e-5)
