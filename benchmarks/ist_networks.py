@@ -130,9 +130,9 @@ class Case:
 SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "hparams": {"momentum": 0.9}, "rates": (0.02, 0.05, 0.1, 0.2)}
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "hparams": {}, "rates": (1e-3, 2e-3, 4e-3, 8e-3)}
 CASES = {
-    "cnn": Case(build=ConvNet, **SGD, rate=0.05, ist_rate=0.05, steps=600,
+    "cnn": Case(build=ConvNet, **SGD, rate=0.02, ist_rate=0.05, steps=600,
                 settings={"recovery": 0, "scale": False, "moments": "fresh"}),
-    "resnet": Case(build=ResNet, **SGD, rate=0.05, ist_rate=0.05, steps=400, local_steps=10, settings={"recovery": 0}),
+    "resnet": Case(build=ResNet, **SGD, rate=0.1, ist_rate=0.05, steps=400, local_steps=10, settings={"recovery": 0}),
     "transformer": Case(build=Transformer, **ADAM, rate=1e-3, ist_rate=2e-3, steps=800, settings={"recovery": 0}),
 }  # fmt: skip
 
