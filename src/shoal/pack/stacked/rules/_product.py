@@ -17,7 +17,7 @@ from shoal.pack.optim._hold import is_traced
 
 _BOUNDARY = 16
 """Elements; 64 bytes of float32, the longest vector and the alignment of every allocation."""
-_SIDE = 4
+SIDE = 4
 """Both sides a multiple of this make a matrix a multiple of the boundary."""
 
 
@@ -28,7 +28,7 @@ def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tens
         if bias_MO is None:
             return torch.bmm(a_MNK, b_MKO)
         return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
-    rows, inner, columns = -n % _SIDE, -k % _SIDE, -o % _SIDE
+    rows, inner, columns = -n % SIDE, -k % SIDE, -o % SIDE
     a_MNK, b_MKO = _padded(a_MNK, rows, inner), _padded(b_MKO, inner, columns)
     if bias_MO is not None:
         bias_MO = F.pad(bias_MO, (0, columns)) if columns else bias_MO

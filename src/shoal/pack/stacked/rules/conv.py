@@ -1,17 +1,22 @@
 """Convolutions and pooling.
 
 On CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
-depend on the pack. On a GPU the members become groups of one convolution.
+depend on the pack; a first layer, whose outputs see few numbers each, is one product. On a GPU the members become
+groups of one convolution.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.pack.stacked import site as site_module
+from shoal.pack.stacked.rules._product import SIDE, Linear
 from shoal.pack.stacked.rules._registry import once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
 from shoal.pack.stacked.site import Run, Site, fold, unfold
@@ -29,6 +34,8 @@ _CONV = {
 @rule(*_CONV)
 def convolution(site: Site) -> Run:
     spatial = _CONV[site.op]
+    if site_module.one_by_one(site) and _few_inputs(site):
+        return _as_product(site)
     if site_module.one_by_one(site) or site.ndim(0) != spatial + 2 or not site.stacked(1):
         return once_per_member(site)
     members, has_x, op = site.members, site.stacked(0), site.call
@@ -46,6 +53,48 @@ def convolution(site: Site) -> Run:
         return apart
 
     return run
+
+
+_FEW = 32
+"""Numbers that one output sees, up to which a CPU is faster when it lays them out and multiplies: first layers."""
+
+
+def _few_inputs(site: Site) -> bool:
+    if site.op is not aten.conv2d.default or site.ndim(0) != 4 or site.varies or not site.stacked(1):
+        return False
+    *_, dilation, groups = site.args
+    return math.prod(site.meta(1).shape[1:]) <= _FEW and groups == 1 and all(n == 1 for n in dilation)
+
+
+def _as_product(site: Site) -> Run:
+    """A convolution as one product over the members, where nobody asks for its input's gradient."""
+    members, has_x, one_by_one = site.members, site.stacked(0), once_per_member(site)
+    has_b = site.args[2] is not None and site.stacked(2)
+    stride, padding = (_pair(site.args[place]) for place in (3, 4))
+    channels, height, width = site.meta(1).shape[1:]
+    inputs = channels * height * width
+    more = -inputs % SIDE
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        if x.requires_grad:
+            out: Tensor = one_by_one(x, weight, bias, *rest)
+            return out
+        seen = F.pad(x, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else x
+        windows = seen.unfold(-2, height, stride[0]).unfold(-2, width, stride[1])  # [(M,) B, C, Y, X, height, width]
+        windows = windows.movedim(-5, -3)
+        laid_out = x.new_zeros(*windows.shape[:-3], inputs + more)
+        laid_out[..., :inputs].view(windows.shape).copy_(windows)
+        rows = widened(laid_out.flatten(-4, -2), has_x, members)
+        bias = None if bias is None else widened(bias, has_b, members)
+        out = Linear.apply(rows, F.pad(weight.flatten(2), (0, more)), bias)  # type: ignore[no-untyped-call]
+        return out.view(members, *windows.shape[-6:-3], -1).movedim(-1, 2)
+
+    return run
+
+
+def _pair(value: Sequence[int]) -> tuple[int, int]:
+    first, *more = value
+    return first, (more or [first])[0]
 
 
 def _rowwise(*names: str) -> list[Any]:
