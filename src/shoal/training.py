@@ -24,6 +24,7 @@ from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
 from shoal.pack.board import Board, beginning
 from shoal.pack.controls import Controls
+from shoal.pack.forking import processes_for
 from shoal.pack.guard import NotGuarded, can_guard, run_guarded, to_device
 from shoal.pack.members import Member
 from shoal.pack.memory import memory_budget
@@ -32,7 +33,7 @@ from shoal.pack.policy import Fifo, Policy, policy_for
 from shoal.pack.run import Run
 from shoal.pack.times import collected, timed
 from shoal.pack.unit import context_lost
-from shoal.pack.workers import predicted_seconds, run_shared, workers_for
+from shoal.pack.workers import run_shared
 from shoal.progress import progress_for
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
@@ -194,7 +195,7 @@ class _Work:
         self._tell_start(board.whole_plan(alive))
         count = 1
         if not self.calls and self.controls is None:
-            count = workers_for(settings.threads, settings.device, predicted_seconds(board, alive))
+            count = processes_for(alive, board, settings.threads)
         try:
             make = lambda members, tell: self._run(members, board, tell)  # noqa: E731
             run_shared(alive, board, count, make, self.tell, self.members)

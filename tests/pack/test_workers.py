@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.checks import prepare
 from shoal.events import Event
-from shoal.pack import workers
+from shoal.pack import forking, workers
 from shoal.pack.board import Board
 from shoal.pack.members import Member
 from shoal.pack.run import Run
@@ -209,3 +210,49 @@ def test_a_number_of_workers_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tol
     monkeypatch.setenv("SHOAL_WORKERS", told)
     with pytest.raises(ValueError, match=f"^SHOAL_WORKERS is '{told}'; set it to a whole number"):
         workers.workers_for(None, torch.device("cpu"), 100.0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_this_process_has_one_thread_too_while_others_train(two_threads: None) -> None:
+    seen: set[int] = set()
+
+    def note(event: Event) -> None:
+        if event.kind == "turn":
+            seen.add(torch.get_num_threads())
+
+    trained(2, jobs(4), note)
+    assert seen == {1} and torch.get_num_threads() == 2
+    seen.clear()
+    trained(1, jobs(4), note)
+    assert seen == {2}
+
+
+@pytest.mark.parametrize(("apart", "here", "count"), [(1.0, 0.6, 2), (1.0, 0.4, 1)])
+def test_large_networks_stay_together_where_threads_do_more(
+    monkeypatch: pytest.MonkeyPatch, two_threads: None, apart: float, here: float, count: int
+) -> None:
+    members = prepare(jobs(2), torch.device("cpu"))
+    board = Board(members, timed=False)
+    board._requests = {index: replace(asked, alone=0.1) for index, asked in board._requests.items()}
+    monkeypatch.delenv("SHOAL_WORKERS", raising=False)
+    monkeypatch.setattr(forking, "workers_for", lambda *_: 2)
+    monkeypatch.setattr(forking, "predicted_seconds", lambda *_: 100.0)
+    monkeypatch.setattr(forking, "_at_once", lambda *_: apart)
+    monkeypatch.setattr(forking, "lone_seconds", lambda _: here)
+    assert forking.processes_for(members, board, None) == count
+    torch.set_num_threads(1)
+    assert forking.processes_for(members, board, None) == 2
+
+
+def test_steps_of_several_processes_are_timed() -> None:
+    member = prepare(jobs(1), torch.device("cpu"))[0]
+    before = [p.clone() for p in member.model.parameters()]
+    assert 0 < forking._at_once(member, 2) < 60
+    assert all(torch.equal(a, b) for a, b in zip(before, member.model.parameters(), strict=True))

@@ -187,6 +187,13 @@ def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -
     return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
+def lone_seconds(member: Member, rounds: int = 2) -> float:
+    """Seconds of a step of a copy of this member alone, with as many threads as torch has now."""
+    runner = _Runner(SerialUnit(_scratch(member)))
+    runner.run(1)
+    return min(runner.run(1) for _ in range(rounds))
+
+
 def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
     member = _scratch(recipe.member)
     own = Recipe(member, recipe.steps, plan_optimizer(member))

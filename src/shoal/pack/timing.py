@@ -15,6 +15,7 @@ from shoal.checks import prepare
 from shoal.job import Job
 from shoal.pack import workers
 from shoal.pack.board import Board
+from shoal.pack.forking import processes_for
 from shoal.pack.members import Member
 from shoal.pack.planner import Plan
 from shoal.pack.processes import forget, fork
@@ -31,6 +32,9 @@ class TimedPack:
         self.plan = board.whole_plan(members)
         self.device = members[0].device
         self._helpers = [fork(partial(_serve, board, share)) for share in others if share]
+        self._threads = torch.get_num_threads()
+        if self._helpers:
+            torch.set_num_threads(1)  # as each of them has
         units = board.units(own)
         if board.gpu:
             self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
@@ -66,6 +70,7 @@ class TimedPack:
 
     def close(self) -> None:
         """Let go of everything."""
+        torch.set_num_threads(self._threads)
         for pid, pipe in self._helpers:
             forget(pipe)
             os.kill(pid, signal.SIGKILL)
@@ -106,5 +111,5 @@ def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | L
     """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
     members = prepare(jobs, torch.device(device))
     board = Board(members, compile=compile)
-    count = workers.workers_for(None, members[0].device, workers.predicted_seconds(board, members))
+    count = processes_for(members, board, None)
     return TimedPack(board, members, count)

@@ -195,11 +195,14 @@ def run_shared(
     own, *others = deal(members, board, count) if count > 1 else [list(members)]
     board.budget /= max(1, count)
     crew = [Crewman(share, board, make, (1 + place, count)) for place, share in enumerate(others, 1) if share]
+    threads = torch.get_num_threads()
     try:
         for worker in crew:
             if not worker.start():
                 own += worker.members.values()
         alive = [worker for worker in crew if worker.started]
+        if alive:
+            torch.set_num_threads(1)  # as each of them has: more would take their cores
         mine = make(own, tell)
         mine.numbers = itertools.count(1, count)
         mine.between = partial(_settle, alive, tell)
@@ -215,6 +218,7 @@ def run_shared(
                 worker.settle(tell, wait=True)
             raise
     finally:
+        torch.set_num_threads(threads)
         for worker in crew:
             worker.close()
 
