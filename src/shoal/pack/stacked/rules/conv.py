@@ -67,7 +67,7 @@ def _few_inputs(site: Site) -> bool:
 
 
 def _as_product(site: Site) -> Run:
-    """A convolution as one product over the members, where nobody asks for its input's gradient."""
+    """A convolution as one product over the members, where nobody asks for its input's gradient or for half precision."""
     members, has_x, one_by_one = site.members, site.stacked(0), once_per_member(site)
     has_b = site.args[2] is not None and site.stacked(2)
     stride, padding = (_pair(site.args[place]) for place in (3, 4))
@@ -76,7 +76,7 @@ def _as_product(site: Site) -> Run:
     more = -inputs % SIDE
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        if x.requires_grad:
+        if x.requires_grad or torch.is_autocast_enabled(x.device.type):
             out: Tensor = one_by_one(x, weight, bias, *rest)
             return out
         seen = F.pad(x, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else x
