@@ -67,7 +67,7 @@ def _few_inputs(site: Site) -> bool:
 
 
 def _as_product(site: Site) -> Run:
-    """A convolution as one product over the members, where its input needs no gradient and it runs in full precision."""
+    """A convolution as one product over the members, where its input needs no gradient, in full precision."""
     members, has_x, one_by_one = site.members, site.stacked(0), once_per_member(site)
     has_b = site.args[2] is not None and site.stacked(2)
     stride, padding = (_pair(site.args[place]) for place in (3, 4))
