@@ -165,6 +165,8 @@ class StackedUnit(Unit):
             batch = feed.batch(index)
             size = batch[0].shape[0 if feed.shared else 1]
             program = self.program(size, [not feed.shared] * len(batch))
+            if self._noise is None:
+                self._drawn.append(program.draws)
             self.advance(program, batch, group, first == place, place + 1 == first + group)
         except Exception as error:
             raise self._blame(done, error) from error
@@ -208,7 +210,6 @@ class StackedUnit(Unit):
     def _draw(self, program: Program) -> list[Tensor]:
         """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
         draws, device = program.draws, self.stack.device
-        self._drawn.append(draws)
         if device.type == "cpu" or not draws:
             return draw_members(draws, self._generators, device)
         members = [self.members[row] for row in self.stack.rows]

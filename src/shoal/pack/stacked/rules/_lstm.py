@@ -18,11 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.pack.optim._hold import is_traced
+from shoal.pack.stacked.rules._product import SIDE
 
 aten = torch.ops.aten
-
-_SIDE = 4
-"""As in `_product`."""
 
 
 def lstm(x_MTBD: Tensor, h_MBH: Tensor, c_MBH: Tensor, params: list[Tensor], reverse: bool) -> tuple[Tensor, Tensor]:
@@ -35,7 +33,7 @@ def lstm(x_MTBD: Tensor, h_MBH: Tensor, c_MBH: Tensor, params: list[Tensor], rev
 
 
 def _up(size: int) -> int:
-    return size + -size % _SIDE
+    return size + -size % SIDE
 
 
 @dataclass(frozen=True, slots=True)
