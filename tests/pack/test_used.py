@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.pack.trace import _used_params, trace
+from shoal.pack.trace import trace
+from shoal.pack.used import _used_params
 
 
 class Network(nn.Module):

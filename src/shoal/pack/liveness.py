@@ -25,7 +25,8 @@ from shoal.pack.stacked.fused import FusedAdam
 from shoal.pack.stacked.optimizers import StackedOptimizer
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack
-from shoal.pack.trace import Trace, autocast, used_params
+from shoal.pack.trace import Trace, autocast
+from shoal.pack.used import used_params
 
 
 @dataclass(frozen=True, slots=True)

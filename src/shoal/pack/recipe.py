@@ -24,7 +24,8 @@ from shoal.pack.fingerprint import fingerprint
 from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
 from shoal.pack.signature import skeleton
-from shoal.pack.trace import Call, Trace, Untraceable, trace, used_params
+from shoal.pack.trace import Call, Trace, Untraceable, trace
+from shoal.pack.used import used_params
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.program import Program

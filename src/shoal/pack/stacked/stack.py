@@ -17,7 +17,7 @@ from shoal.pack.optim import MemberScaler, clip_
 from shoal.pack.recipe import Recipe
 from shoal.pack.stacked import flat
 from shoal.pack.stacked.optimizers import Grads, Optimizers, ordered
-from shoal.pack.trace import used_params
+from shoal.pack.used import used_params
 
 
 class Stack:
