@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
 from shoal.bench.stamp import stamp
+from shoal.models import Residual
 from shoal.reproduce.datasets import Data, load
 from shoal.reproduce.ist import accuracy
 from shoal.results import Result
@@ -52,22 +53,6 @@ class ConvNet(nn.Module):
         x_BCHW = F.max_pool2d(F.relu(self.norm3(self.conv3(x_BCHW))), 2)
         logits: Tensor = self.head(F.relu(self.norm4(self.hidden(x_BCHW.flatten(1)))))
         return logits
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch norm; around them the identity, or a projection."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
-        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
-        return F.relu(self.norm2(self.conv2(y_BCHW)) + self.shortcut(x_BCHW))
 
 
 class ResNet(nn.Module):

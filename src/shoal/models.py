@@ -54,7 +54,7 @@ class CNN(nn.Module):
         return logits
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
     """Two 3 x 3 convolutions with batch norm, around them the identity or a 1 x 1 projection."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
@@ -82,7 +82,7 @@ class ResNet18(nn.Module):
         stages: list[nn.Module] = []
         inputs = width
         for out, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
-            stages += [_Residual(inputs, out, stride), _Residual(out, out, 1)]
+            stages += [Residual(inputs, out, stride), Residual(out, out, 1)]
             inputs = out
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)
