@@ -7,9 +7,9 @@ On a CPU a prediction is made in one process that trains nothing, and then a pac
 resident memory grew beyond a process that has only imported torch and Shoal. Step times are predicted and measured in
 one process, a trial right before the steps that it speaks for: on a busy machine nothing else can be compared.
 
-On a GPU two small packs of the same kind are built, captured and stepped first (4 and 8 members): their reserved peaks
-are what a run learns. Then the peak of the large pack is predicted, on the line through them, and measured. With
-`--compile` steps may be compiled, which takes minutes.
+On a GPU one process asks `shoal.explain`, which builds, captures and times the pack for a moment, and another trains
+it: its reserved peak, everything included, and the time of its steps. `--fit` predicts the peak from packs of 4 and 8
+members instead, as is done where a pack of that size has never been tried. With `--compile` steps are compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU_PACKS = ("mlp:64", "cnn:16", "cnn:32", "gpt:8", "encoder:16", "lstm:32", "re
 MEMORY_BAR = {"cpu": 0.15, "cuda": 0.10}
 TIME_BAR = 0.20
 LEAST_BYTES = 200e6
-SMALL = (4, 8)
+SMALL, GPU_STEPS = (4, 8), 4000
 TIME_ROUNDS = 5
 
 
@@ -99,61 +99,47 @@ def _turn(units: list[Any], steps: int) -> float:
     return (perf_counter() - start) / steps
 
 
-def on_gpu(network: str, members: int, compile: bool) -> dict[str, Any]:
-    """Two small packs teach; then the large one is predicted and measured. All in this process."""
-    from shoal.pack import learned, memory
+def told(network: str, members: int, compile: bool) -> dict[str, Any]:
+    """What `shoal.explain` says of a pack on a GPU."""
+    import shoal
 
-    small = []
-    for count in SMALL:
-        recipe, part, seconds, peak = _captured(network, count, compile)
-        learned.note(learned.digest(recipe), tier=part.tier, rows=count, seconds=seconds, bytes=peak)
-        small.append(peak)
-    tier = part.tier
-    bytes_said = memory.predict_bytes(recipe, members, tier)
-    curve = learned.lookup(learned.digest(recipe)).curve("seconds", tier)
-    said = curve.at(members) if curve is not None else float("nan")
-    recipe, part, seconds, peak = _captured(network, members, compile)
-    return {
-        "predicted": said,
-        "planned": part.predicted.get("step_seconds", float("nan")),
-        "measured": seconds,
-        "bytes_predicted": bytes_said,
-        "bytes": peak,
-        "same_tier": float(part.tier == tier),
-        "small": small,
-    }
+    said = shoal.explain(jobs(network, members, GPU_STEPS, 64, "bf16"), device="cuda", compile=compile)
+    (part,) = said.plan.parts
+    return {"bytes": said.memory_bytes, "seconds": part.predicted["step_seconds"], "tier": part.tier}
 
 
-def _captured(network: str, members: int, compile: bool) -> tuple[Any, Any, float, float]:
-    """(recipe, part, seconds a step, reserved peak without the data) of one pack, built, captured and stepped."""
-    import gc
-
+def fitted(network: str, members: int, compile: bool) -> dict[str, Any]:
+    """What the peaks of smaller packs, tried before, say of a larger one."""
     import torch
 
     from shoal.checks import prepare
-    from shoal.pack import memory, plan
+    from shoal.pack import learned, memory
     from shoal.pack.recipe import Kitchen
 
-    device = torch.device("cuda:0")
-    built = prepare(jobs(network, members, 4000, 64, "bf16"), device)
+    built = prepare(jobs(network, 1, GPU_STEPS, 64, "bf16"), torch.device("cuda:0"))
     recipe = Kitchen().recipe(built[0])
-    data = memory.data_bytes(built)
-    plan.arrange(built, compile="auto" if compile else False)  # tries forms, and remembers the one that won
-    built = prepare(jobs(network, members, 4000, 64, "bf16"), device)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    held = sum(p.numel() * p.element_size() for m in built for p in m.model.parameters())
-    made, units, executor = plan.arrange(built, compile="auto" if compile else False)
-    for unit in units:
-        unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
-    executor.run([(unit, 4) for unit in units])
-    start = perf_counter()
-    executor.run([(unit, 32) for unit in units])
-    seconds = (perf_counter() - start) / 32
-    peak = float(torch.cuda.max_memory_reserved() - max(0, before - data - held) - data)
-    return recipe, made.parts[0], seconds, peak
+    known = learned.lookup(learned.digest(recipe))
+    curves = {tier: curve for tier in ("stacked", "streams") if (curve := known.curve("seconds", tier)) is not None}
+    tier = min(curves, key=lambda name: curves[name].at(members))
+    rest = memory.data_bytes(built) + memory.fixed_bytes(built[0].device)
+    return {"bytes": memory.predict_bytes(recipe, members, tier) + rest, "tier": tier}
+
+
+def trained(network: str, members: int, compile: bool) -> dict[str, Any]:
+    """Train a pack on a GPU: the reserved peak of this process, and the seconds of a step."""
+    import torch
+
+    from shoal.pack.timing import open_pack
+
+    pack = open_pack(jobs(network, members, GPU_STEPS, 64, "bf16"), "cuda:0", compile)
+    pack.step(4)
+    times = []
+    for _ in range(TIME_ROUNDS):
+        start = perf_counter()
+        pack.step(64)
+        times.append((perf_counter() - start) / 64)
+    peak = float(torch.cuda.max_memory_reserved())
+    return {"bytes": peak, "seconds": statistics.median(times), "tier": pack.tier}
 
 
 def child(*words: str) -> dict[str, Any]:
@@ -182,15 +168,19 @@ def cpu_rows(packs: list[str], what: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def gpu_rows(networks: list[str], members: int, compile: bool) -> list[dict[str, Any]]:
+def gpu_rows(networks: list[str], members: int, compile: bool, fit: bool) -> list[dict[str, Any]]:
     rows = []
     for network in networks:
-        found = child("on_gpu", network, str(members), "compile" if compile else "")
-        pack = f"{network}:{members}" + ("" if found["same_tier"] else " (another tier than the small packs)")
-        rows.append(row(pack, "memory", found["bytes_predicted"], found["bytes"], MEMORY_BAR["cuda"]))
-        print(f"{'':13} {pack:12} seen at {SMALL}: {', '.join(f'{peak / 1e6:.4g}' for peak in found['small'])} MB")
-        rows.append(row(pack, "step, from 4 and 8", found["predicted"], found["measured"], TIME_BAR))
-        rows.append(row(pack, "step, as planned", found["planned"], found["measured"], TIME_BAR))
+        how, pack = "compile" if compile else "", f"{network}:{members}"
+        for count in SMALL if fit else ():
+            child("told", network, str(count), how)
+        said = child("fitted" if fit else "told", network, str(members), how)
+        seen = child("trained", network, str(members), how)
+        if said["tier"] != seen["tier"]:
+            print(f"{'':13} {pack:12} was thought to be {said['tier']}, and is {seen['tier']}")
+        rows.append(row(pack, "memory", said["bytes"], seen["bytes"], MEMORY_BAR["cuda"]))
+        if "seconds" in said:
+            rows.append(row(pack, "step", said["seconds"], seen["seconds"], TIME_BAR))
     return rows
 
 
@@ -213,17 +203,19 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=["mlp", "cnn", "gpt", "resnet"], help="GPU")
     parser.add_argument("--members", type=int, default=32, help="GPU")
     parser.add_argument("--compile", action="store_true", help="GPU")
+    parser.add_argument("--fit", action="store_true", help="GPU: from smaller packs")
     parser.add_argument("--out", help="write the numbers there as JSON")
     given = parser.parse_args()
     if given.child:
         name, network, members, *rest = given.child
-        more = ("compile" in rest,) if name == "on_gpu" else ()
+        more = ("compile" in rest,) if name in ("told", "fitted", "trained") else ()
         print(json.dumps(globals()[name](network, int(members), *more)))
         return 0
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
         on_cpu = given.device == "cpu"
-        rows = cpu_rows(given.packs, given.what) if on_cpu else gpu_rows(given.networks, given.members, given.compile)
+        gpu = given.networks, given.members, given.compile, given.fit
+        rows = cpu_rows(given.packs, given.what) if on_cpu else gpu_rows(*gpu)
     if given.out:
         Path(given.out).write_text(json.dumps(rows, indent=1))
     return 1 if any(line["holds"] is False for line in rows) else 0

@@ -43,40 +43,44 @@ def convolutional() -> nn.Module:
 NETWORKS = {"784-2048-2048-10": lambda: Network(784, 2048, 10), "3 convolutions, 2 linear": convolutional}
 
 
-def job(build: Any, image: bool, steps: int) -> shoal.Job:
-    x, y = torch.randn(8192, 784), torch.randint(10, (8192,))
+def job(build: Any, image: bool, steps: int, dtype: torch.dtype = torch.float32) -> shoal.Job:
+    x, y = torch.randn(8192, 784, dtype=dtype), torch.randint(10, (8192,))
     return shoal.Job(
-        model=build, data=(x.view(-1, 1, 28, 28) if image else x, y), loss=F.cross_entropy, optimizer=torch.optim.SGD,
-        hparams={"lr": 0.01, "momentum": 0.9}, batch_size=128, steps=steps,
+        model=lambda: build().to(dtype), data=(x.view(-1, 1, 28, 28) if image else x, y), loss=F.cross_entropy,
+        optimizer=torch.optim.SGD, hparams={"lr": 0.01, "momentum": 0.9}, batch_size=128, steps=steps,
     )  # fmt: skip
 
 
-def speed(name: str, build: Any, subnets: int, local_steps: int) -> dict[str, Any]:
-    made = job(build, "conv" in name, local_steps * (ROUNDS + 1))
+def rounds(made: shoal.Job, subnets: int, local_steps: int, number: int) -> dict[str, tuple[list[float], State]]:
+    """So many rounds by each crew: the seconds that each round took, and what came of them all."""
     method = IST(made, subnets, local_steps, moments="fresh", recovery=0)
-    found: dict[str, Any] = {"network": name, "subnets": subnets, "local_steps": local_steps}
-    outcomes = {}
+    found = {}
     for crew in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):
-        state = State.of(method.model, {}, {})
-        took = []
-        for number in range(ROUNDS + 1):
-            parts = method.parts(number, crew.roll(number))
-            tasks = [state.task(number, part, method.slices(part), moments=False, extras={}) for part in parts]
+        state, took = State.of(method.model, {}, {}), []
+        for place in range(number):
+            parts = method.parts(place, crew.roll(place))
+            tasks = [state.task(place, part, method.slices(part), moments=False, extras={}) for part in parts]
             torch.cuda.synchronize()
             start = time.perf_counter()
             done = crew.run(tasks)
             torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
             state.commit(parts, [method.returns(part) for part in parts], done)
-        found[f"{crew.tier}_seconds"] = median(took[1:])
-        outcomes[crew.tier] = state.tensors
-    found["times"] = found["serial_seconds"] / found["packed_seconds"]
-    found["apart"] = max(
-        float((outcomes["packed"][n] - t).abs().max() / t.abs().max().clamp_min(1e-12))
-        for n, t in outcomes["serial"].items()
-        if t.is_floating_point()
-    )
+        found[crew.tier] = (took, state)
     return found
+
+
+def speed(name: str, build: Any, subnets: int, local_steps: int) -> dict[str, Any]:
+    image = "conv" in name
+    timed = rounds(job(build, image, local_steps * (ROUNDS + 1)), subnets, local_steps, ROUNDS + 1)
+    serial, packed = (median(timed[tier][0][1:]) for tier in ("serial", "packed"))
+    exact = rounds(job(build, image, 20, torch.float64), subnets, 10, 2)
+    one, pack = (exact[tier][1].tensors for tier in ("serial", "packed"))
+    apart = [float((pack[n] - t).abs().max() / t.abs().max().clamp_min(1e-12)) for n, t in one.items()]
+    return {
+        "network": name, "subnets": subnets, "local_steps": local_steps, "serial_seconds": serial,
+        "packed_seconds": packed, "times": serial / packed, "apart after 20 steps in float64": max(apart),
+    }  # fmt: skip
 
 
 def too_large(width: int, budget: float, subnets: int) -> dict[str, Any]:

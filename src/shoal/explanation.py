@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,7 +18,7 @@ from shoal.pack import memory as bytes_of
 from shoal.pack.group import group
 from shoal.pack.liveness import nbytes, optimizer_bytes
 from shoal.pack.members import Member
-from shoal.pack.plan import Part, Plan, requests, room, try_out
+from shoal.pack.plan import Part, Plan, arrange, requests, room, try_out
 from shoal.pack.planner import LEAST, plan
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.results import finite
@@ -41,10 +41,12 @@ class Explanation:
     data_bytes: int
     """The data sets, kept once for all jobs."""
     measured: bool
+    fixed_bytes: int = 0
+    """What the device's libraries take, whoever rides."""
 
     @property
     def memory_bytes(self) -> float:
-        """The most that all parts should take together, the data included.
+        """The most that all parts should take together, the data and the device's libraries included.
 
         On a CPU parts take turns, so that only one of them is in the middle of a step.
         """
@@ -53,7 +55,7 @@ class Explanation:
         if not self.plan.device.startswith("cuda"):
             working = [one.get("memory_bytes", 0.0) - one.get("state_bytes", 0.0) for one in known]
             total += max(working, default=0.0) - sum(working)
-        return self.data_bytes + total
+        return self.data_bytes + self.fixed_bytes + total
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as numbers and strings."""
@@ -131,31 +133,57 @@ def explain(
     *,
     measure: bool = True,
     memory: int | str | None = None,
+    compile: bool | Literal["auto"] = False,
 ) -> Explanation:
     """Say what `shoal.train` would do with these jobs, without training them.
 
     Args:
         jobs: As for `shoal.train`; the same mistakes raise the same JobError.
         device: As for `shoal.train`.
-        measure: Time a few steps on copies, alone and packed (on a CPU), for the gain to expect. Models, data and
-            random numbers of yours are left as they are.
+        measure: Time a few steps on copies, alone and packed, for the gain to expect; on a GPU each pack is built and
+            captured as in training, which also says what memory it takes. Models, data and random numbers of yours
+            are left as they are.
         memory: Bytes that may be used, or a size such as "20GB": how packs are sized then, and who waits. None: what is
             free.
+        compile: As for `shoal.train`: whether compiled steps are tried too, on a GPU; that may take minutes.
     """
     given = None if memory is None else parse_bytes(memory)
     members = prepare(jobs, pick_device(device))
+    steps, on_gpu = {member.index: trials.num_steps(member) for member in members}, members[0].device.type == "cuda"
+    fixed = bytes_of.fixed_bytes(members[0].device)
+    if measure and on_gpu:
+        made = _rehearsed(members, bytes_of.memory_budget(members[0].device, given), compile)
+        return Explanation(made, steps, bytes_of.data_bytes(members), True, fixed)
     kitchen = Kitchen()
     groups = group(members, kitchen)
     recipes = {recipe.member.index: recipe for found in groups for recipe in found.recipes}
-    timed = measure and members[0].device.type == "cpu"
+    timed = measure and not on_gpu
     asked = requests(groups, try_out(groups, kitchen) if timed else {})
     place = str(members[0].device)
     made = plan(asked, (), room(groups, place, bytes_of.memory_budget(members[0].device, given)))
     by_index = {member.index: member for member in members}
     for part in made.parts:
         _predict(part, by_index, recipes, kitchen, timed)
-    steps = {member.index: trials.num_steps(member) for member in members}
-    return Explanation(made, steps, bytes_of.data_bytes(members), timed)
+    return Explanation(made, steps, bytes_of.data_bytes(members), timed, fixed)
+
+
+def _rehearsed(members: list[Member], budget: int, compile: bool | Literal["auto"]) -> Plan:
+    """The plan on a GPU, with what trials of these very packs showed; nothing of them is kept but that."""
+    made, units, executor = arrange(members, compile=compile, budget=budget)
+    del units
+    executor.forget()
+    by_index = {member.index: member for member in members}
+    for part in made.parts:
+        predicted = part.predicted
+        try:
+            alone = trials.plain_seconds(by_index[part.members[0]])
+        except Exception:  # whatever it is will show in training, where it ends its own member
+            continue
+        predicted["alone_seconds"] = alone * len(part.members)
+        if predicted.get("step_seconds"):
+            predicted["gain"] = predicted["alone_seconds"] / predicted["step_seconds"]
+    executor.forget()
+    return made
 
 
 def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe], kitchen: Kitchen, timed: bool) -> None:

@@ -123,10 +123,7 @@ def test_what_a_waiting_job_should_take() -> None:
     (request,) = plan.requests(plan.group([own.member], kitchen))
     seconds, size = plan.predicted(request)
     assert seconds != seconds and size == memory.predict_bytes(own, 1)
-    made, _, _ = plan.arrange([own.member], timed=False)
-    plan.note(made.parts[0], own, 0.5, 5, 12345)
-    assert made.parts[0].measured["step_seconds"] == 0.1
-    assert learned.lookup(learned.digest(own)).seconds == {"stacked": {1: 0.1}}
+    learned.note(learned.digest(own), tier="stacked", rows=1, seconds=0.1)
     (request,) = plan.requests(plan.group([own.member], kitchen))
     assert plan.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
 

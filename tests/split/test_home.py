@@ -85,8 +85,31 @@ def test_a_split_is_the_same_wherever_its_state_is(way: str, tier: type[Serial],
     assert there.split.bytes_measured == here.split.bytes_measured
     if device.type == "cpu":
         assert same_bits(there.model, here.model)
-    else:
-        assert distance(there.model, here.model) < 1e-9
+    else:  # a bias before a norm has no gradient but rounding, which Adam makes larger
+        assert distance(there.model, here.model) < 1e-7
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("device", DEVICES, ids=["cpu", "cuda"])
+def test_a_pack_of_parts_is_the_parts_one_by_one(way: str, device: torch.device) -> None:
+    (one, _), (packed, _) = (run(way, tier, device, device) for tier in (Serial, Packed))
+    assert distance(packed.model, one.model) < 1e-7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_a_state_that_does_not_fit_on_the_device_stays_on_the_host() -> None:
+    job = make_job(lambda: mlp(6, 2048, 2048, 3), steps=4)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 200e6) / total)
+    try:
+        method = IST(job, 4, 2, moments="fresh", recovery=0)
+        crew = Serial(job, method, 4, GPU)
+        result = train_split(job, method, crew, device=GPU)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.status == "done" and crew.home == CPU
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=["cpu", "cuda"])

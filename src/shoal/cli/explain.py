@@ -16,6 +16,9 @@ def explain(
     memory: Annotated[
         str | None, typer.Option(help="Bytes that may be used, such as 20GB: how packs are sized, and who waits.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="On a GPU: try compiled steps too, which may take minutes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say what would be stacked, what not and why, without training.
@@ -29,5 +32,5 @@ def explain(
     settings = {name: read.settings[name] for name in given if name in read.settings}
     settings |= {name: value for name, value in given.items() if value is not None}
     with read.placed():
-        explanation = shoal.explain(read.jobs, measure=measure, **settings)
+        explanation = shoal.explain(read.jobs, measure=measure, compile=compile, **settings)
     typer.echo(explanation.to_json() if as_json else str(explanation))

@@ -69,7 +69,8 @@ class Board:
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
         self.groups += groups
-        self._taken = memory.data_bytes([member for own in self.groups for member in own.members])
+        everybody = [member for own in self.groups for member in own.members]
+        self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
 
     def _matters(self, groups: list[Group]) -> bool:
         """Whether memory could be short, so that it is worth a closer look."""

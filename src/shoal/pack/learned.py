@@ -14,7 +14,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Entry:
     bytes: Points = field(default_factory=dict)
     """The most that so many rows took, the data set aside."""
     compile_seconds: dict[str, float] = field(default_factory=dict)
+    trial_seconds: dict[str, float] = field(default_factory=dict)
+    """What trying a tier took, compiling aside."""
 
     def curve(self, what: str, tier: str) -> Curve | None:
         """What was measured of "seconds" or "bytes", over rows; None: nothing."""
@@ -57,6 +60,14 @@ class Entry:
 def digest(recipe: Recipe) -> str:
     """What an entry is about: the job's computation and its optimizer, and nothing of the companions."""
     return _digest(recipe, (recipe.key, recipe.optimizer.key))
+
+
+def digest_of(recipes: Sequence[Recipe]) -> str:
+    """What an entry about members of one stack is about: as of one of them, where all have the same optimizer."""
+    kinds = Counter(recipe.optimizer.key for recipe in recipes)
+    if len(kinds) == 1:
+        return digest(recipes[0])
+    return _digest(recipes[0], (recipes[0].key, *sorted(kinds.items(), key=repr)))
 
 
 def computation(recipe: Recipe) -> str:
@@ -93,6 +104,7 @@ def note(
     seconds: float | None = None,
     bytes: float | None = None,
     compile_seconds: float | None = None,
+    trial_seconds: float | None = None,
 ) -> None:
     """Keep what a step of so many rows took: the latest seconds, the highest bytes."""
 
@@ -104,6 +116,8 @@ def note(
             known[rows] = max(bytes, known.get(rows, 0.0))
         if compile_seconds is not None:
             entry.compile_seconds[tier] = compile_seconds
+        if trial_seconds is not None:
+            entry.trial_seconds[tier] = trial_seconds
 
     _change(key, change)
 
@@ -167,9 +181,10 @@ def _entry(found: Any) -> Entry:
         entry.verdict = found["verdict"]
     for what in ("seconds", "bytes"):
         setattr(entry, what, _points(found.get(what)))
-    times = found.get("compile_seconds")
-    if isinstance(times, dict):
-        entry.compile_seconds = {str(k): float(v) for k, v in times.items() if _good(v)}
+    for what in ("compile_seconds", "trial_seconds"):
+        times = found.get(what)
+        if isinstance(times, dict):
+            setattr(entry, what, {str(k): float(v) for k, v in times.items() if _good(v)})
     return entry
 
 
@@ -188,5 +203,5 @@ def _good(value: Any) -> bool:
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    names = ("verdict", "seconds", "bytes", "compile_seconds")
+    names = ("verdict", "seconds", "bytes", "compile_seconds", "trial_seconds")
     return {name: value for name in names if (value := getattr(entry, name))}

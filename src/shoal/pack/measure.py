@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.pack import learned
 from shoal.pack.learned import digest
-from shoal.pack.members import Member
+from shoal.pack.members import Member, autocast, make_optimizer, run_step
 from shoal.pack.planner import Curve
 from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
 from shoal.pack.serial import SerialUnit
@@ -192,6 +192,27 @@ def lone_seconds(member: Member, rounds: int = 2) -> float:
     runner = _Runner(SerialUnit(_scratch(member)))
     runner.run(1)
     return min(runner.run(1) for _ in range(rounds))
+
+
+def plain_seconds(member: Member, steps: int = 10) -> float:
+    """Seconds of a step of a copy of this member in a plain loop on its GPU, without anything of ours."""
+    own, job = _scratch(member), member.job
+    model = own.model.to(own.device).train()
+    optimizer = make_optimizer(job, model)
+    batch = own.data.take(0, min(job.batch_size, own.num_rows))
+    times = []
+    with torch.random.fork_rng([own.device]):
+        for _ in range(steps):
+            torch.cuda.synchronize(own.device)
+            start = perf_counter()
+            optimizer.zero_grad()
+            with autocast(job, own.device):
+                loss, _ = run_step(job, model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            torch.cuda.synchronize(own.device)
+            times.append(perf_counter() - start)
+    return statistics.median(times)
 
 
 def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:

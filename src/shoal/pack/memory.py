@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -44,7 +45,9 @@ def predict_bytes(recipe: Recipe, rows: int, tier: str = "stacked") -> int:
     return int(state.at(rows) + working.at(rows))
 
 
-def footprint(recipe: Recipe, tier: str = "stacked", *, exact: bool = True) -> tuple[Curve, Curve]:
+def footprint(
+    recipe: Recipe, tier: str = "stacked", *, exact: bool = True, compiled: bool = False
+) -> tuple[Curve, Curve]:
     """(state, working) bytes over rows, with what was learned put in. `exact=False`: by rule of thumb, at once."""
     key = learned.digest(recipe)
     if (key, tier) not in _found:
@@ -55,7 +58,9 @@ def footprint(recipe: Recipe, tier: str = "stacked", *, exact: bool = True) -> t
         except Exception:  # an operator that knows no fake tensors: a prediction is not worth a run
             _found[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
     state, working = _found[key, tier]
-    return state, corrected(state, working, learned.lookup(key).curve("bytes", tier))
+    known = learned.lookup(key)
+    seen = known.curve("bytes", tier + learned.COMPILED) if compiled else None
+    return state, corrected(state, working, seen or known.curve("bytes", tier))
 
 
 def rough(recipe: Recipe) -> int:
@@ -76,7 +81,8 @@ def activation_bytes(graph: Trace) -> int:
 
 
 def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
-    """Working bytes such that the sum goes through what was seen: by its ratio at one point, by a line through more."""
+    """Working bytes such that the sum goes through what was seen: by its ratio at one point; through more of them by
+    lines, and beyond them by the line through the first and the last."""
     if seen is None:
         return working
     pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
@@ -88,8 +94,10 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
         rest = [(rows, value - said) for rows, value, said in pairs]
         (x, a), (y, b) = rest[0], rest[-1]
         slope = (b - a) / (y - x)
-        wide = {rows for rows, _ in (*working.points, *seen.points)}
-        points = [(rows, working.at(rows) + a + slope * (rows - x)) for rows in wide]
+        wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
+        between = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
+        beyond = [slope * (rows - min(max(rows, x), y)) for rows in wide]
+        points = [(rows, working.at(rows) + a + b) for rows, a, b in zip(wide, between.tolist(), beyond, strict=True)]
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
 
 
@@ -121,16 +129,22 @@ def _with_holes(held: Held, times: float) -> float:
 
 
 def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Curve]:
-    """While a captured step warms up, its state is there twice. Side by side on streams each branch has its own."""
+    """While a captured step warms up, its state is there twice. Side by side on streams each branch has its own; the
+    matrix library has one workspace for the forward pass and one for the backward pass on each."""
     state = Curve.line(0.0, held.state / rows)
     space = workspace_bytes(recipe.member.device)
     if tier == "stacked":
         working = [(n, n * (held.working + held.state) / rows + 2 * space) for n in _ROWS]
     elif tier == "streams":
-        working = [(n, min(n, STREAMS) * (held.working + space) + held.state + space) for n in _ROWS]
+        working = [(n, min(n, STREAMS) * (held.working + 2 * space) + held.state) for n in _ROWS]
     else:
         working = [(n, float(held.working + space)) for n in (1, 2)]
     return state, Curve(tuple((n, float(value)) for n, value in working))
+
+
+def fixed_bytes(device: torch.device) -> int:
+    """What is in use whoever rides, the data aside: the matrix library's workspace where nothing is captured."""
+    return workspace_bytes(device)
 
 
 def workspace_bytes(device: torch.device) -> int:
@@ -182,11 +196,17 @@ def memory_budget(device: torch.device, given: int | None = None) -> int:
 def free_bytes(device: torch.device) -> int:
     """What is free on the device, the caching allocator's own spare room included."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + spare)
+        return int(unreserved(device) + spare)
     limits = [value for value in (_available(), _group_free()) if value is not None]
     return min(limits) if limits else 8 << 30
+
+
+def unreserved(device: torch.device) -> int:
+    """What the allocator can still get of a GPU, or of the share of it that this process may have."""
+    free, total = torch.cuda.mem_get_info(device)
+    most = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free, most - torch.cuda.memory_reserved(device)))
 
 
 def resident(device: torch.device | None = None) -> int:

@@ -13,7 +13,7 @@ from shoal.pack.group import Group, group, told
 from shoal.pack.measure import LARGE_ROWS, Verdict, num_steps, refine, seconds_curve, verdicts
 from shoal.pack.members import Member
 from shoal.pack.planner import Curve as Curve
-from shoal.pack.planner import Device, Request, plan
+from shoal.pack.planner import Device, Request, pays_after, plan
 from shoal.pack.planner import Part as Part
 from shoal.pack.planner import Plan as Plan
 from shoal.pack.planner import Waiting as Waiting
@@ -49,8 +49,9 @@ def decide(
 def room(groups: list[Group], device: str, budget: int | None) -> Device:
     """The device as the planner sees it, with the members' data on it."""
     members = [member for found in groups for member in found.members]
-    taken = memory.data_bytes(members) if budget is not None else 0
-    return Device(device, budget, torch.device(device).type == "cuda", taken)
+    place = torch.device(device)
+    taken = memory.data_bytes(members) + memory.fixed_bytes(place) if budget is not None else 0
+    return Device(device, budget, place.type == "cuda", taken)
 
 
 def _tight(groups: list[Group], budget: int | None) -> bool:
@@ -193,13 +194,29 @@ def _fill(parts: list[Part], groups: list[Group]) -> None:
             continue
         kinds, count = Counter(map(learned.digest, own)), len(own)
         first = {learned.digest(recipe): recipe for recipe in own}
-        costs = [(*memory.footprint(recipe, part.tier), kinds[kind] / count) for kind, recipe in first.items()]
+        compiled = "compile_seconds" in part.predicted
+        costs = [
+            (*memory.footprint(recipe, part.tier, compiled=compiled), kinds[kind] / count)
+            for kind, recipe in first.items()
+        ]
         state = sum(state.at(count) * share for state, _, share in costs)
         part.key = learned.computation(own[0])
         part.predicted |= {
             "state_bytes": state,
             "memory_bytes": state + max(working.at(count) for _, working, _ in costs),
         }
+        part.predicted |= _compiling(learned.lookup(learned.digest_of(own)), part.tier, count)
+
+
+def _compiling(known: learned.Entry, tier: str, members: int) -> dict[str, float]:
+    """What compiling a captured step takes and when it pays, where both forms of it have been tried."""
+    name = tier + learned.COMPILED
+    plain, compiled = (known.seconds.get(form, {}).get(members) for form in (tier, name))
+    if plain is None or compiled is None:
+        return {}
+    found = {"compile_seconds": known.compile_seconds.get(name, 0.0)}
+    pays = pays_after(found["compile_seconds"], plain, compiled)
+    return found if pays is None else found | {"compile_pays_after_steps": float(pays)}
 
 
 def try_out(groups: list[Group], kitchen: Kitchen) -> Verdicts:
@@ -230,17 +247,3 @@ def predicted(request: Request, members: int = 1) -> tuple[float, int]:
     seconds = float("nan") if step is None else step / members * request.steps
     now, before = sum(cost(request, members)), sum(cost(request, members - 1)) if members > 1 else 0.0
     return seconds, int(now - before)
-
-
-def note(part: Part, recipe: Recipe | None, seconds: float, steps: int, bytes: int | None = None) -> None:
-    """Take in what a turn did cost: into the part, and for later runs into what is learned."""
-    part.note(seconds, steps, bytes)
-    if recipe is None or not steps:
-        return
-    learned.note(
-        learned.digest(recipe),
-        tier=part.tier,
-        rows=len(part.members),
-        seconds=part.measured["step_seconds"],
-        bytes=bytes,
-    )

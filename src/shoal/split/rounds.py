@@ -20,6 +20,7 @@ from shoal.errors import SplitError
 from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.members import Member, make_optimizer, open_data
+from shoal.pack.memory import free_bytes
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
 from shoal.split.averaging import check_count
@@ -332,8 +333,10 @@ def _home(crew: Crew, model: nn.Module) -> torch.device:
     if home.type != "cuda":
         return home
     weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
-    free, _ = torch.cuda.mem_get_info(torch.cuda.current_device() if home.index is None else home.index)
-    return home if 8 * weights < free else torch.device("cpu")
+    if 8 * weights >= free_bytes(home):
+        home = torch.device("cpu")
+        crew.home = home  # type: ignore[attr-defined]
+    return home
 
 
 def _tier(crew: Crew) -> str:

@@ -46,7 +46,9 @@ def _captured(
             return Part("serial", places, names, why), [SerialUnit(member) for member in members]
         return Part("stacked", places, names, why), [StackedUnit(recipes, kitchen)]
     form, unit = chosen
-    predicted = {"step_seconds": form.seconds, "compile_seconds": form.compile_seconds}
+    predicted = {"step_seconds": form.seconds}
+    if form.compiled:
+        predicted["compile_seconds"] = form.compile_seconds
     return Part(form.tier, places, names, reason, predicted), [unit]
 
 

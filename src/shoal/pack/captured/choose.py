@@ -2,19 +2,20 @@
 
 Candidates are one stack of all members, and every member's own step side by side on streams. The first is built,
 captured and timed, and what it did is undone. Where the work that is left is so short that no other form could save
-what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too.
+what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too. What
+a trial found (seconds, bytes) is kept on disk, see `learned`: later runs decide without trying again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from shoal.data.source import TensorSource
+from shoal.pack import learned
 from shoal.pack.captured.chunk import Cache
 from shoal.pack.captured.graphs import RECORDER, clear
 from shoal.pack.captured.unit import CapturedUnit
@@ -34,6 +35,8 @@ ENOUGH_SECONDS = 0.1
 """Replays are timed three times, or until so much time is over."""
 SMALL = 50_000
 """Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
+SPARE = 128 << 20
+"""Bytes that the allocator may hold besides what is in use for a trial to say what its form takes."""
 FULL_SECONDS = 1e-3
 """Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
 
@@ -52,8 +55,10 @@ class Form:
     def tier(self) -> str:
         return "streams" if self.chunk == 1 else "stacked"
 
-
-_known: dict[Hashable, Form] = {}
+    @property
+    def name(self) -> str:
+        """What it is remembered under."""
+        return self.tier + learned.COMPILED if self.compiled else self.tier
 
 
 def why_not(recipe: Recipe) -> str:
@@ -82,16 +87,14 @@ def choose(
     stackable: bool = True,
 ) -> tuple[Form, CapturedUnit] | None:
     """The fastest form found, and a unit of it; None where nothing could be captured."""
-    optimizers = tuple(Counter(recipe.optimizer.key for recipe in recipes).items())
-    key = (recipes[0].key, optimizers, compile, stackable)
     trials = Trials(recipes, kitchen, cache)
-    if key not in _known:
-        with timed("trials"):
-            found = _choose(trials, compile, stackable)
-        if found is None:
-            return None
-        _known[key] = found
-    return _known[key], trials.unit(_known[key])
+    with timed("trials"):
+        form = _choose(trials, compile, stackable)
+    return None if form is None else (form, trials.unit(form))
+
+
+_here: dict[tuple[str, int, str], tuple[Form, float]] = {}
+"""Trials of this process: should what they found not be kept on disk, they are not made twice."""
 
 
 class Trials:
@@ -102,6 +105,18 @@ class Trials:
         self.spent = 0.0
         """What the last trial took, compiling aside."""
         self._last: tuple[Form, CapturedUnit] | None = None
+        self._bytes: int | None = None
+        self._key = learned.digest_of(recipes)
+        self._learned = learned.lookup(self._key)
+
+    def known(self, form: Form) -> tuple[Form, float] | None:
+        """A form with what an earlier trial of as many members found, and what that trial took."""
+        place, entry = (self._key, len(self.recipes), form.name), self._learned
+        seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
+        if place not in _here and seconds is not None:
+            found = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
+            _here[place] = (found, entry.trial_seconds.get(form.name, 0.0))
+        return _here.get(place)
 
     def unit(self, form: Form) -> CapturedUnit:
         """A unit of this form: the one that was tried last, where it is that one."""
@@ -118,7 +133,11 @@ class Trials:
         return unit
 
     def time(self, form: Form) -> Form | None:
-        """Build, capture and time one form; None where it fails."""
+        """Build, capture and time one form, unless that was done before; None where it fails."""
+        known = self.known(form)
+        if known is not None:
+            found, self.spent = known
+            return found
         if self._last is not None:
             self._last = None
             clear()
@@ -133,11 +152,23 @@ class Trials:
             return None
         found = self._last[0]
         self.spent = span.seconds - found.compile_seconds
+        self._remember(found)
         return found
 
     def _time(self, form: Form) -> tuple[Form, CapturedUnit]:
+        held, spare = _held(self.recipes[0].member.device)
         unit = self._build(form)
-        return _timed(unit, form), unit
+        found = _timed(unit, form)
+        now, more = _held(self.recipes[0].member.device)
+        self._bytes = now + more - held if spare <= SPARE else None
+        return found, unit
+
+    def _remember(self, form: Form) -> None:
+        _here[self._key, len(self.recipes), form.name] = (form, self.spent)
+        learned.note(
+            self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
+            compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,
+        )  # fmt: skip
 
 
 def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
@@ -150,19 +181,30 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
     plain = trials.time(Form(order[0], False))
     if compile is False:
         more = trials.spent * (count if order[-1] == 1 else 1)
-        if plain is not None and (len(order) == 1 or steps * plain.seconds * FORM_GAIN < more):
+        tried = len(order) == 2 and trials.known(Form(order[1], False)) is not None
+        if (
+            plain is not None
+            and not tried
+            and (len(order) == 1 or _fills(plain, count) or steps * plain.seconds * FORM_GAIN < more)
+        ):
             return plain
         return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
     effort = 5.0 + 0.15 * len(graph.nodes)
     if compile == "auto" and plain is not None and steps * plain.seconds * COMPILED_GAIN < effort:
         return plain
     first = trials.time(Form(order[0], True))
-    settled = first is not None and (order[0] == 1 and first.seconds > FULL_SECONDS * count)
     if first is not None and (
-        settled or len(order) == 1 or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)
+        len(order) == 1
+        or _fills(first, count)
+        or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)
     ):
         return _best([plain, first])
     return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
+
+
+def _fills(form: Form, count: int) -> bool:
+    """Whether members side by side fill the device already."""
+    return form.chunk == 1 and form.seconds > FULL_SECONDS * count
 
 
 def _best(forms: list[Form | None]) -> Form | None:
@@ -186,6 +228,12 @@ def _timed(unit: CapturedUnit, form: Form) -> Form:
             best, total = min(best, seconds / REPLAYS), total + seconds
     unit.step_seconds = best
     return replace(form, seconds=best, compile_seconds=unit.compile_seconds)
+
+
+def _held(device: torch.device) -> tuple[int, int]:
+    """Bytes in use, and bytes that the allocator holds besides."""
+    used = torch.cuda.memory_allocated(device)
+    return used, torch.cuda.memory_reserved(device) - used
 
 
 def _weights(recipe: Recipe) -> int:

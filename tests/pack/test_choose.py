@@ -1,0 +1,115 @@
+"""Which captured form a group gets: what is tried, what is remembered, and what a trial is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.checks import prepare
+from shoal.pack import learned, memory
+from shoal.pack.captured import choose
+from shoal.pack.captured.choose import Form
+from shoal.pack.captured.unit import CapturedUnit
+from shoal.pack.recipe import Kitchen, Recipe
+
+SECONDS = {"stacked": 1e-4, "streams": 2e-4, "stacked compiled": 5e-5, "streams compiled": 1e-4}
+X, Y = torch.randn(32, 3, 6, 6), torch.randint(3, (32,))
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The forms that were tried, with made-up times and bytes, in a cache of its own."""
+    found: list[str] = []
+    grown = iter(range(0, 10**12, 10**9))
+
+    def timed(unit: CapturedUnit, form: Form) -> Form:
+        found.append(form.name)
+        return replace(form, seconds=SECONDS[form.name], compile_seconds=3.0 if form.compiled else 0.0)
+
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(choose, "_timed", timed)
+    monkeypatch.setattr(choose, "_held", lambda device: (next(grown), 7))
+    monkeypatch.setattr(choose, "clear", lambda: None)
+    monkeypatch.setattr(choose, "_here", {})
+    return found
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def recipes(count: int, steps: int, **changes: Any) -> tuple[list[Recipe], Kitchen]:
+    settings: dict[str, Any] = {"model": mlp, "data": (X, Y), "loss": F.cross_entropy, "batch_size": 8, "steps": steps}
+    jobs = [shoal.Job(**(settings | {"hparams": {"lr": 0.1}, "seed": i} | changes)) for i in range(count)]
+    kitchen = Kitchen()
+    return [kitchen.recipe(member) for member in prepare(jobs, torch.device("cpu"))], kitchen
+
+
+def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form:
+    made, kitchen = recipes(count, steps, **changes)
+    found = choose.choose(made, kitchen, kitchen.executables, compile)
+    assert found is not None
+    form, unit = found
+    assert unit.tier == form.tier and unit.compiled == form.compiled and len(unit.members) == count
+    return form
+
+
+def test_few_steps_take_the_first_form(tried: list[str]) -> None:
+    assert chosen(4, 1).name == "stacked" and tried == ["stacked"]
+    assert chosen(4, 10**9).name == "stacked" and tried == ["stacked", "streams"], "now the other is worth a trial"
+
+
+def test_what_was_tried_is_not_tried_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = chosen(4, 10**9, compile=True)
+    count = len(tried)
+    assert first.name == "stacked compiled" and sorted(tried) == sorted(SECONDS.keys() - {"streams"})
+    monkeypatch.setattr(choose, "_here", {})  # another process
+    again = chosen(4, 10**9, compile=True)
+    assert again == first and len(tried) == count
+    assert chosen(5, 10**9, compile=True).chunk == 5 and len(tried) == 2 * count, "another number of members is another"
+
+
+def test_another_optimizer_is_another_trial(tried: list[str]) -> None:
+    chosen(2, 1)
+    chosen(2, 1, optimizer=torch.optim.SGD)
+    assert tried == ["stacked"] * 2
+
+
+def test_a_full_device_is_not_filled_more(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECONDS, "streams", 5e-3)
+    assert chosen(4, 10**9, model=conv).name == "streams" and tried == ["streams"]
+    monkeypatch.setitem(SECONDS, "streams", 3e-3)
+    assert chosen(5, 10**9, model=conv).name == "stacked" and tried == ["streams", "streams", "stacked"]
+
+
+def test_the_bytes_of_a_trial_are_what_is_predicted(tried: list[str]) -> None:
+    chosen(4, 1)
+    made, _ = recipes(1, 1)
+    assert memory.predict_bytes(made[0], 4, "stacked") == pytest.approx(10**9 + 7)
+    entry = learned.lookup(learned.digest(made[0]))
+    assert entry.bytes == {"stacked": {4: 10**9 + 7}} and entry.trial_seconds.keys() == {"stacked"}
+
+
+def test_bytes_are_not_told_where_the_allocator_had_spare_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_held", lambda device: (0, choose.SPARE + 1))
+    chosen(4, 1)
+    made, _ = recipes(1, 1)
+    assert learned.lookup(learned.digest(made[0])).bytes == {}
+
+
+def test_mixed_optimizers_are_remembered_by_their_numbers() -> None:
+    (a, b), (c, d) = recipes(2, 1)[0], recipes(2, 1, optimizer=torch.optim.SGD)[0]
+    assert learned.digest_of([a, b]) == learned.digest(a)
+    keys = [learned.digest_of(group) for group in ([a, b], [a, b, c], [a, c, d], [c, a, d])]
+    assert len(set(keys)) == 3 and keys[2] == keys[3]
