@@ -8,8 +8,8 @@ resident memory grew beyond a process that has only imported torch and Shoal. St
 one process, a trial right before the steps that it speaks for: on a busy machine nothing else can be compared.
 
 On a GPU one process asks `shoal.explain`, which builds, captures and times the pack for a moment, and another trains
-it: its reserved peak, everything included, and the time of its steps. `--fit` predicts the peak from packs of 4 and 8
-members instead, as is done where a pack of that size has never been tried. With `--compile` steps are compiled.
+it: its reserved peak, everything included, and the time of its steps. `--fit` also predicts the peak from packs of 4
+and 8 members, as is done where a pack of that size has never been tried. With `--compile` steps are compiled.
 """
 
 from __future__ import annotations
@@ -172,15 +172,16 @@ def gpu_rows(networks: list[str], members: int, compile: bool, fit: bool) -> lis
     rows = []
     for network in networks:
         how, pack = "compile" if compile else "", f"{network}:{members}"
-        for count in SMALL if fit else ():
-            child("told", network, str(count), how)
-        said = child("fitted" if fit else "told", network, str(members), how)
+        small = [child("told", network, str(count), how)["bytes"] for count in SMALL] if fit else []
+        fit_said = child("fitted", network, str(members), how) if fit else {}
+        said = child("told", network, str(members), how)
         seen = child("trained", network, str(members), how)
-        if said["tier"] != seen["tier"]:
-            print(f"{'':13} {pack:12} was thought to be {said['tier']}, and is {seen['tier']}")
         rows.append(row(pack, "memory", said["bytes"], seen["bytes"], MEMORY_BAR["cuda"]))
-        if "seconds" in said:
-            rows.append(row(pack, "step", said["seconds"], seen["seconds"], TIME_BAR))
+        rows.append(row(pack, "step", said["seconds"], seen["seconds"], TIME_BAR))
+        if fit:
+            rows.append(row(pack, f"memory, from {SMALL}", fit_said["bytes"], seen["bytes"], MEMORY_BAR["cuda"]))
+            told_small = ", ".join(f"{size / 1e6:.4g}" for size in small)
+            print(f"{'':13} {pack:12} {fit_said['tier']} of {SMALL}: {told_small} MB; {said['tier']}, {seen['tier']}")
     return rows
 
 
@@ -188,7 +189,7 @@ def row(pack: str, what: str, said: float, seen: float, bar: float, counts: bool
     off = said / seen - 1
     holds = None if not counts else abs(off) <= bar
     line = {"pack": pack, "what": what, "predicted": said, "measured": seen, "off": off, "bar": bar, "holds": holds}
-    unit, scale = ("MB", 1e-6) if what == "memory" else ("ms", 1e3)
+    unit, scale = ("MB", 1e-6) if what.startswith("memory") else ("ms", 1e3)
     told = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
     print(f"{told:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True)
     return line

@@ -35,7 +35,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setattr(choose, "_timed", timed)
-    monkeypatch.setattr(choose, "_held", lambda device: (next(grown), 7))
+    monkeypatch.setattr(choose, "held", lambda: (next(grown), 7))
     monkeypatch.setattr(choose, "clear", lambda: None)
     monkeypatch.setattr(choose, "_here", {})
     return found
@@ -99,13 +99,6 @@ def test_the_bytes_of_a_trial_are_what_is_predicted(tried: list[str]) -> None:
     assert memory.predict_bytes(made[0], 4, "stacked") == pytest.approx(10**9 + 7)
     entry = learned.lookup(learned.digest(made[0]))
     assert entry.bytes == {"stacked": {4: 10**9 + 7}} and entry.trial_seconds.keys() == {"stacked"}
-
-
-def test_bytes_are_not_told_where_the_allocator_had_spare_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_held", lambda device: (0, choose.SPARE + 1))
-    chosen(4, 1)
-    made, _ = recipes(1, 1)
-    assert learned.lookup(learned.digest(made[0])).bytes == {}
 
 
 def test_mixed_optimizers_are_remembered_by_their_numbers() -> None:

@@ -17,7 +17,7 @@ import torch
 from shoal.data.source import TensorSource
 from shoal.pack import learned
 from shoal.pack.captured.chunk import Cache
-from shoal.pack.captured.graphs import RECORDER, clear
+from shoal.pack.captured.graphs import RECORDER, clear, held, trim
 from shoal.pack.captured.unit import CapturedUnit
 from shoal.pack.measure import num_steps
 from shoal.pack.recipe import Kitchen, Recipe
@@ -35,8 +35,6 @@ ENOUGH_SECONDS = 0.1
 """Replays are timed three times, or until so much time is over."""
 SMALL = 50_000
 """Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
-SPARE = 128 << 20
-"""Bytes that the allocator may hold besides what is in use for a trial to say what its form takes."""
 FULL_SECONDS = 1e-3
 """Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
 
@@ -105,7 +103,7 @@ class Trials:
         self.spent = 0.0
         """What the last trial took, compiling aside."""
         self._last: tuple[Form, CapturedUnit] | None = None
-        self._bytes: int | None = None
+        self._bytes = 0
         self._key = learned.digest_of(recipes)
         self._learned = learned.lookup(self._key)
 
@@ -156,11 +154,11 @@ class Trials:
         return found
 
     def _time(self, form: Form) -> tuple[Form, CapturedUnit]:
-        held, spare = _held(self.recipes[0].member.device)
+        trim()
+        before, _ = held()
         unit = self._build(form)
         found = _timed(unit, form)
-        now, more = _held(self.recipes[0].member.device)
-        self._bytes = now + more - held if spare <= SPARE else None
+        self._bytes = max(sum(held()), unit.set_up_bytes) - before
         return found, unit
 
     def _remember(self, form: Form) -> None:
@@ -228,12 +226,6 @@ def _timed(unit: CapturedUnit, form: Form) -> Form:
             best, total = min(best, seconds / REPLAYS), total + seconds
     unit.step_seconds = best
     return replace(form, seconds=best, compile_seconds=unit.compile_seconds)
-
-
-def _held(device: torch.device) -> tuple[int, int]:
-    """Bytes in use, and bytes that the allocator holds besides."""
-    used = torch.cuda.memory_allocated(device)
-    return used, torch.cuda.memory_reserved(device) - used
 
 
 def _weights(recipe: Recipe) -> int:

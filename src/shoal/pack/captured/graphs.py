@@ -21,6 +21,9 @@ LANES = 16
 SCARCE = 0.25
 """The share of a device's memory that should be free: below it, memory is looked after more closely."""
 
+SPARE = 128 << 20
+"""Bytes that the allocator may hold besides what is in use: more is given back before something large is built."""
+
 Branch = Callable[[], None]
 
 
@@ -46,6 +49,7 @@ class Recorder:
         """
         if scarce():
             clear()
+        trim()  # what the warm-up used: a graph has memory of its own
         try:
             return self._capture(branches, lane, beside)
         except Exception as error:
@@ -118,6 +122,19 @@ def scarce() -> bool:
     """Whether little of the device's memory is free."""
     free, total = torch.cuda.mem_get_info()
     return bool(free < SCARCE * total)
+
+
+def held() -> tuple[int, int]:
+    """Bytes in use, and bytes that the allocator holds besides."""
+    used = torch.cuda.memory_allocated()
+    return used, torch.cuda.memory_reserved() - used
+
+
+def trim() -> None:
+    """Give back what is not in use, where it is much."""
+    if held()[1] > SPARE:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def clear() -> None:

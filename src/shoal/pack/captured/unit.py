@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal.pack.captured.chunk import Cache, Chunk
-from shoal.pack.captured.graphs import LANES, Graph, Recorder, scarce
+from shoal.pack.captured.graphs import LANES, Graph, Recorder, held, scarce
 from shoal.pack.captured.room import make_sure
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
@@ -46,6 +46,8 @@ class CapturedUnit(Unit):
         """Of a step of all chunks, by the batch's rows. They are of these chunks: gone with the first that is."""
         self.step_seconds = self.set_up_seconds = 0.0
         """What a step takes, and what it took to make it ready; where that is known."""
+        self.set_up_bytes = 0
+        """What the allocator held when steps had been warmed up."""
         self._crowded = False
         self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
         self._short: list[int] = []
@@ -64,6 +66,7 @@ class CapturedUnit(Unit):
             with timed("capture") as spent:
                 self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
                 branches = [chunk.branch(rows) for chunk in self.chunks]
+                self.set_up_bytes = max(self.set_up_bytes, sum(held()))
                 self._make_sure()
                 beside = next(iter(self.graphs.values()), None)
                 self.graphs[rows] = recorder.capture(branches, self.lane, beside)
