@@ -26,7 +26,7 @@ from shoal.pack.policy import Fifo, Policy, RoundRobin
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.ride import Ride
 from shoal.pack.run import Run
-from shoal.pack.stacked import flat, site
+from shoal.pack.stacked import flat, site, transfer
 from shoal.pack.turns import run
 from shoal.pack.unit import Executor, Outcome, Unit
 from shoal.randomness import counter_bits
@@ -82,7 +82,8 @@ class OnCpu(Recorder):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference loop draws as it does on a GPU, and large kernels take the members all at once."""
+    """The reference loop draws as it does on a GPU, large kernels take the members all at once, and what comes and goes
+    is laid side by side for it."""
 
     @contextmanager
     def drawing(state: Any) -> Iterator[None]:
@@ -93,6 +94,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_drawing", drawing)
     monkeypatch.setattr(site, "one_by_one", lambda _: False)
     monkeypatch.setattr(flat, "on_gpu", lambda _: True)
+    monkeypatch.setattr(transfer, "is_away", lambda tensor, device: True)
 
 
 def train(jobs: list[shoal.Job], chunk: int) -> shoal.Results:
@@ -119,9 +121,9 @@ class Seats(Board):
         made: list[Unit] = [CapturedUnit(g.recipes, self.kitchen, {}, chunk=self.chunk, compiled=False) for g in found]
         return list(zip(made, parts, strict=True))
 
-    def seat(self, ride: Ride, member: Member) -> Recipe | None:
+    def seat(self, ride: Ride, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
         recipe = self.recipes[member.index]
-        return recipe if ride.unit.accepts(recipe) else None
+        return recipe if ride.unit.accepts(recipe, beside) else None
 
 
 LENGTHS: list[dict[str, Any]] = [{"epochs": 1 + i % 3} if i % 2 else {"epochs": None, "steps": 3 + i} for i in range(9)]
@@ -180,6 +182,18 @@ def test_a_seat_that_stays_free(chunk: int) -> None:
     run([unit], CapturedExecutor(OnCpu()))
     for ours, own in zip(collect(members, {}), jobs, strict=True):
         assert worst(ours, reference.solo(own)) < 1e-9, own.name
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_those_at_their_end_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, kitchen = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), Kitchen()
+    unit = CapturedUnit([kitchen.recipe(member) for member in members], kitchen, {}, chunk=3, compiled=False)
+    expected: list[str] = []
+    monkeypatch.setattr(
+        CapturedUnit, "expect", lambda self, slots: expected.extend(self.members[s].name for s in slots)
+    )
+    run([unit], Ahead())
+    assert expected == [member.name for member in members]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

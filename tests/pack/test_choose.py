@@ -31,6 +31,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def timed(unit: CapturedUnit, form: Form) -> Form:
         found.append(form.name)
+        unit.set_up_bytes = next(grown) + 7
         return replace(form, seconds=SECONDS[form.name], compile_seconds=3.0 if form.compiled else 0.0)
 
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.checks import prepare
@@ -23,6 +24,7 @@ from shoal.pack.board import Board
 from shoal.pack.members import Member
 from shoal.pack.policy import Policy, RoundRobin
 from shoal.pack.run import Run
+from shoal.pack.stacked import transfer
 from shoal.reference import solo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -83,6 +85,31 @@ def test_free_seats_are_taken_without_new_units() -> None:
     ridden([job(i, epochs=1 + i % 2) for i in range(12)], 4, tell=told.append)
     joins = [event for event in told if event.kind == "join"]
     assert len(joins) == 12 and len({event.data["unit"] for event in joins}) < 12
+
+
+@pytest.mark.parametrize("kinds", [False, True], ids=["one optimizer", "two"])
+def test_several_leave_and_join_at_once(kinds: bool) -> None:
+    """Five leave together, and five of those who wait join together, in another order of optimizers than they left."""
+    told: list[Event] = []
+    optimizers = [torch.optim.Adam, torch.optim.SGD, torch.optim.SGD, torch.optim.Adam]
+    more = [{"optimizer": optimizers[(i + i // 6) % 4]} if kinds else {} for i in range(18)]
+    jobs = [job(i, epochs=4 if i == 5 else 1 + i // 6, **more[i]) for i in range(18)]
+    for member in ridden(jobs, 6, tell=told.append):
+        assert_as_solo(member)
+    joins = [event.data["unit"] for event in told if event.kind == "join"]
+    assert len(joins) == 18 and len(set(joins)) < 18
+
+
+def test_what_comes_and_goes_in_few_copies_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same members, whether their tensors are copied side by side or one by one."""
+    jobs = [job(i, epochs=3) for i in range(6)]
+    together = ridden(jobs, 3, RoundRobin(slice_seconds=5e-3))
+    monkeypatch.setattr(transfer, "MOST_BYTES", 0)
+    for ours, theirs in zip(together, ridden(jobs, 3, RoundRobin(slice_seconds=5e-3)), strict=True):
+        held = pytree.tree_leaves([dict(ours.model.state_dict()), ours.optimizer_state["state"]])
+        assert not any(value.is_cuda or value.is_pinned() for value in held)
+        assert_as_solo(ours)
+        assert_as_solo(theirs)
 
 
 def test_places_taken_away_and_given_back() -> None:

@@ -41,9 +41,8 @@ class Board:
         self.budget: float = math.inf if budget is None else budget
         self.kitchen = Kitchen()
         self.executor: Executor = Executor()
-        if not self.gpu:
-            memory.keep_heap()
-        else:
+        memory.keep_heap()
+        if self.gpu:
             from shoal.pack.captured.executor import CapturedExecutor
 
             self.executor = CapturedExecutor()
@@ -108,7 +107,7 @@ class Board:
 
     def seconds_left(self, member: Member, batch_seconds: float) -> float:
         """Of the work left, at so many seconds a batch."""
-        return max(0, num_batches(member) - member.batches) * batch_seconds
+        return member.batches_left * batch_seconds
 
     def predicted(self, member: Member) -> dict[str, float]:
         """What is known of a member beforehand."""
@@ -117,15 +116,27 @@ class Board:
 
     # --- units ------------------------------------------------------------------------------------------------------
 
-    def seat(self, ride: Ride, member: Member) -> Recipe | None:
-        """The recipe by which a member may join a ride; None where it may not."""
+    def seats(self, rides: Sequence[Ride], members: Sequence[Member]) -> list[tuple[Ride, Recipe]]:
+        """Which rides these members may join, all of them together; those who may join none are left out."""
+        found: list[tuple[Ride, Recipe]] = []
+        for member in members:
+            for ride in rides:
+                recipe = self.seat(ride, member, [other for own, other in found if own is ride])
+                if recipe is not None:
+                    found.append((ride, recipe))
+                    break
+        return found
+
+    def seat(self, ride: Ride, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+        """The recipe by which a member may join a ride, beside others who are about to; None where it may not."""
         request, recipe, unit = self.request(member), self.recipes.get(member.index), ride.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
-        asked = [request, *(self.request(other) for other in unit.members)]
-        if len(unit.members) >= min((own.most_rows for own in asked if own.most_rows), default=math.inf):
+        others = [*unit.members, *(other.member for other in beside)]
+        asked = [request, *(self.request(other) for other in others)]
+        if len(others) >= min((own.most_rows for own in asked if own.most_rows), default=math.inf):
             return None
-        return recipe if unit.accepts(recipe) else None
+        return recipe if unit.accepts(recipe, beside) else None
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
         """Units of their own for these members, with their parts of the plan."""
@@ -194,9 +205,3 @@ def beginning(member: Member) -> None:
     member.step = member.epoch = member.batches = member.place = member.first_step = 0
     member.history, member.losses, member.logs = [], [], {}
     member.seconds, member.monitor = 0.0, Monitor.of(member.job)
-
-
-def num_batches(member: Member) -> int:
-    """Batches of the whole job."""
-    job = member.job
-    return job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * member.num_batches

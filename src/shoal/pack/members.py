@@ -107,6 +107,13 @@ class Member:
         k, end = self.job.accumulate, self.place + batches
         return end // k - self.place // k + (end == self.num_batches and end % k > 0)
 
+    @property
+    def batches_left(self) -> int:
+        """Batches until the job has had its full length."""
+        job = self.job
+        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
+        return max(0, total - self.batches)
+
     def finished(self) -> bool:
         """Whether the job has had its full length."""
         if self.job.epochs is not None:

@@ -81,8 +81,8 @@ def activation_bytes(graph: Trace) -> int:
 
 
 def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
-    """Working bytes such that the sum goes through what was seen: by its ratio at one point; through more of them by
-    lines, and beyond them by the line through the first and the last."""
+    """Working bytes such that the sum goes through what was seen: by its ratio at one point; what was found besides at
+    several is taken by lines between them, and is the same beyond, since small packs leave the larger holes."""
     if seen is None:
         return working
     pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
@@ -92,12 +92,9 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
         points = [(rows, ratio * (state.at(rows) + own) - state.at(rows)) for rows, own in working.points]
     else:
         rest = [(rows, value - said) for rows, value, said in pairs]
-        (x, a), (y, b) = rest[0], rest[-1]
-        slope = (b - a) / (y - x)
         wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
-        between = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
-        beyond = [slope * (rows - min(max(rows, x), y)) for rows in wide]
-        points = [(rows, working.at(rows) + a + b) for rows, a, b in zip(wide, between.tolist(), beyond, strict=True)]
+        more = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
+        points = [(rows, working.at(rows) + own) for rows, own in zip(wide, more.tolist(), strict=True)]
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
 
 

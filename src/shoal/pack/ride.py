@@ -71,8 +71,11 @@ class Ride:
         orders.deal(self.members)
 
     def look_ahead(self, batches: int) -> None:
-        """Draw the next epoch's orders while the device is busy with the last batches of this one."""
+        """While the device is busy: draw the next epoch's orders, and make ready for those who will be at their end."""
         orders.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
+        ending = [slot for slot, member in enumerate(self.members) if member.batches_left <= batches]
+        if ending:
+            self.unit.expect(ending)
 
     def next_batches(self, seconds: float = math.inf) -> int:
         """How many batches until something has to be settled, or until so much time is over."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.events import Event, Riding, happened
+from shoal.pack import garbage
 from shoal.pack.policy import Fifo, Policy, Ticket
 from shoal.pack.queue import Queue
 from shoal.pack.ride import Host, Ride
@@ -90,6 +91,7 @@ class Run(Host):
                 self._cancel()
                 raise
             finally:
+                garbage.thaw()
                 if self.folder is not None:
                     self.folder.flush()
 
@@ -171,23 +173,23 @@ class Run(Host):
 
     def _seat(self, members: list[Member]) -> None:
         """Give members places: beside others that do the same, or in units of their own."""
-        rest = []
-        for member in members:
-            for ride in self.rides:
-                recipe = self.board.seat(ride, member)
-                if recipe is not None:
-                    ride.join([recipe])
-                    self.board.joined(ride, member)
-                    self._tell_join(ride, member)
-                    break
-            else:
-                rest.append(member)
-        for unit, part in self._units(rest) if rest else []:
+        seated = self.board.seats(self.rides, members)
+        for ride in {ride: None for ride, _ in seated}:
+            ride.join([recipe for own, recipe in seated if own is ride])
+        for ride, recipe in seated:
+            self.board.joined(ride, recipe.member)
+            self._tell_join(ride, recipe.member)
+        found = {recipe.member.index for _, recipe in seated}
+        rest = [member for member in members if member.index not in found]
+        built = self._units(rest) if rest else []
+        for unit, part in built:
             ride = Ride(unit, self, next(self.numbers))
             self.rides.append(ride)
             self.board.boarded(ride, part)
             for member in ride.members:
                 self._tell_join(ride, member)
+        if built and self.board.gpu:
+            garbage.freeze()
 
     def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:
         """Units of these members; none where memory does not hold them all, and then fewer are tried."""

@@ -46,16 +46,19 @@ class Unit(ABC):
     def write_back(self, slots: list[int] | None = None) -> None:
         """All that members have become into the members themselves, as `Member.state` gives it; None: all of them."""
 
+    def expect(self, slots: list[int]) -> None:  # noqa: B027  # most have nothing to make ready
+        """These members will be written back soon: what that takes can be made ready while the device is busy."""
+
     @abstractmethod
     def keep(self, slots: list[int]) -> Unit:
         """The same training with only these members."""
 
-    def accepts(self, recipe: Recipe) -> bool:
-        """Whether a member of this recipe may join as it is."""
+    def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
+        """Whether a member of this recipe may join as it is, together with these, who were accepted before it."""
         return False
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
-        """The same training with these members too, each accepted before."""
+        """The same training with these members too, each accepted `beside` those before it."""
         raise NotImplementedError
 
     @property

@@ -29,7 +29,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shoal.events import Event, Wire, happened
-from shoal.pack.board import Board, num_batches
+from shoal.pack.board import Board
 from shoal.pack.members import Member
 from shoal.pack.planner import Kinds, Part
 from shoal.pack.processes import Line, ending, forget, fork, take
@@ -153,7 +153,7 @@ def _weight(members: Sequence[Member], board: Board) -> float:
 
     A step is taken to cost something by itself and something for each member; those with less to do leave earlier.
     """
-    batches = [max(0, num_batches(member) - member.batches) for member in members]
+    batches = [member.batches_left for member in members]
     timed = [member for member in members if _step_seconds([member], board) is not None]
     if not timed:
         return sum(n * _least_seconds(member) for n, member in zip(batches, members, strict=True))

@@ -158,7 +158,7 @@ class Trials:
         before, _ = held()
         unit = self._build(form)
         found = _timed(unit, form)
-        self._bytes = max(sum(held()), unit.set_up_bytes) - before
+        self._bytes = unit.set_up_bytes - before
         return found, unit
 
     def _remember(self, form: Form) -> None:

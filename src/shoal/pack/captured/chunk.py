@@ -6,7 +6,7 @@ same: what was compiled and captured goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -86,11 +86,16 @@ class Chunk:
 
     # --- seats ------------------------------------------------------------------------------------------------------
 
-    def free_seat(self, recipe: Recipe) -> int | None:
-        """A row that this member can take as it is: same computation, same numbers in it, no term that is not there."""
+    def free_seat(self, recipe: Recipe, taken: Container[int] = ()) -> int | None:
+        """A row that this member can take as it is: same computation, same numbers in it, no term that is not there.
+
+        `taken`: rows that are promised to others.
+        """
         first = self.stack.recipes[0]
+        free = {row for row, member in enumerate(self.seats) if member is None and row not in taken}
         if (
-            self.shared
+            not free
+            or self.shared
             or recipe.key != first.key
             or recipe.member.data.source is not first.member.data.source
             or (recipe.member.job.clip_norm is not None and self.stack.max_norm is None)
@@ -101,29 +106,33 @@ class Chunk:
                 continue
             for row in range(part.span.start, part.span.stop):
                 theirs = self.stack.recipes[row].steps
-                if self.seats[row] is None and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
+                if row in free and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
                     return row
         return None
 
-    def sit(self, row: int, recipe: Recipe) -> None:
-        """Put a member, wherever it is in its training, into a free row."""
-        member = recipe.member
+    def sit(self, seats: Mapping[int, Recipe]) -> None:
+        """Put members, wherever they are in their training, into free rows, all of them at once."""
         self.view.rates_of.settle()
-        self.stack.put(row, Stack([recipe], size=1))
-        member.model.to("cpu")
-        self.inputs.count[row] = member.batches
-        self.inputs.seeds[row] = signed(member.job.seed)
-        self._orders[row] = None
-        self.seats[row] = member
-        last = dict(enumerate(self.view.rates_of.last))
-        del last[row]
+        last = {row: rate for row, rate in enumerate(self.view.rates_of.last) if row not in seats}
+        newcomers = Stack(list(seats.values()), size=len(seats), passing=True)
+        seat = {recipe.member.index: row for row, recipe in seats.items()}
+        rows = [seat[member.index] for member in newcomers.members]  # the stack has them in an order of its own
+        self.stack.put(rows, newcomers)
+        for row, member in zip(rows, newcomers.members, strict=True):
+            member.model.to("cpu")
+            self._orders[row], self.seats[row] = None, member
+        counted = [[m.batches for m in newcomers.members], [signed(m.job.seed) for m in newcomers.members]]
+        index, counts, seeds = torch.tensor([rows, *counted], device=self.stack.device).unbind(0)
+        self.inputs.count.index_copy_(0, index, counts)
+        self.inputs.seeds.index_copy_(0, index, seeds)
         self.view = StackedUnit.around(self.stack, self.kitchen)
         self.view.rates_of.carry(last)
         self._rest()
 
-    def stand(self, row: int) -> None:
-        """Make a row free."""
-        self.seats[row] = None
+    def stand(self, rows: Sequence[int]) -> None:
+        """Make rows free."""
+        for row in rows:
+            self.seats[row] = None
         self._rest()
 
     def _rest(self) -> None:

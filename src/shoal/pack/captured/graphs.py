@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.pack import garbage
 from shoal.pack.unit import out_of_memory
 
 LANES = 16
@@ -139,5 +140,5 @@ def trim() -> None:
 
 def clear() -> None:
     """Give back what nobody holds any more."""
-    gc.collect()
+    garbage.collect()
     torch.cuda.empty_cache()

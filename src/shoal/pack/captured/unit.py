@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shoal.pack.captured.chunk import Cache, Chunk
-from shoal.pack.captured.graphs import LANES, Graph, Recorder, held, scarce
+from shoal.pack.captured.graphs import LANES, SPARE, Graph, Recorder, held, scarce
 from shoal.pack.captured.room import make_sure
 from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked import transfer
 from shoal.pack.times import timed
 from shoal.pack.unit import Findings, Unit, Unlike
 from shoal.pack.unit import stack_outputs as _stack
@@ -47,7 +48,7 @@ class CapturedUnit(Unit):
         self.step_seconds = self.set_up_seconds = 0.0
         """What a step takes, and what it took to make it ready; where that is known."""
         self.set_up_bytes = 0
-        """What the allocator held when steps had been warmed up."""
+        """The most that the allocator held while steps were made ready."""
         self._crowded = False
         self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
         self._short: list[int] = []
@@ -66,10 +67,11 @@ class CapturedUnit(Unit):
             with timed("capture") as spent:
                 self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
                 branches = [chunk.branch(rows) for chunk in self.chunks]
-                self.set_up_bytes = max(self.set_up_bytes, sum(held()))
+                warm = sum(held())
                 self._make_sure()
                 beside = next(iter(self.graphs.values()), None)
                 self.graphs[rows] = recorder.capture(branches, self.lane, beside)
+                self.set_up_bytes = max(self.set_up_bytes, warm, sum(held()))
             self.set_up_seconds += spent.seconds
         return self.graphs[rows]
 
@@ -174,12 +176,13 @@ class CapturedUnit(Unit):
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Inside: steps may be tried. After: nobody has taken one."""
-        held = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
-        before = [tensor.clone() for tensor in held]
+        own = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
+        small = sum(tensor.nbytes for tensor in own) <= SPARE  # else a trial would take more memory than training
+        before = [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in own]
         try:
             yield
         finally:
-            for tensor, value in zip(held, before, strict=True):
+            for tensor, value in zip(own, before, strict=True):
                 tensor.copy_(value)
 
     # --- epochs -----------------------------------------------------------------------------------------------------
@@ -201,29 +204,53 @@ class CapturedUnit(Unit):
     # --- in and out -------------------------------------------------------------------------------------------------
 
     def write_back(self, slots: list[int] | None = None) -> None:
-        wanted = set(range(len(self.members)) if slots is None else slots)
-        for slot, (chunk, row) in enumerate(self._places()):
-            if slot in wanted:
-                chunk.view.write_back([row])
+        for chunk, rows in self._rows(range(len(self.members)) if slots is None else set(slots)):
+            chunk.view.write_back(rows)
+
+    def expect(self, slots: list[int]) -> None:
+        for chunk, rows in self._rows(set(slots)):
+            transfer.expect(chunk.stack.row_bytes * len(rows), chunk.stack.device)
 
     def keep(self, slots: list[int]) -> Unit:
-        for slot, (chunk, row) in enumerate(self._places()):
-            if slot not in slots:
-                chunk.stand(row)
+        for chunk, rows in self._rows(set(range(len(self.members))) - set(slots)):
+            chunk.stand(rows)
         self._seated()
         return self
 
-    def accepts(self, recipe: Recipe) -> bool:
-        """Whether there is a free seat for a member."""
-        return any(chunk.free_seat(recipe) is not None for chunk in self.chunks)
+    def _rows(self, slots: Container[int]) -> Iterator[tuple[Chunk, list[int]]]:
+        """Chunk by chunk, the rows of these slots."""
+        first = 0
+        for chunk in self.chunks:
+            alive = chunk.alive
+            rows = [row for slot, row in enumerate(alive, first) if slot in slots]
+            first += len(alive)
+            if rows:
+                yield chunk, rows
+
+    def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
+        """Whether there is a free seat for a member, after those of others who are about to join."""
+        return self._seats([*beside, recipe]) is not None
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
         """Give each of these members a free seat; nothing is compiled or captured anew."""
-        for recipe in recipes:
-            chunk, row = next((c, r) for c in self.chunks if (r := c.free_seat(recipe)) is not None)
-            chunk.sit(row, recipe)
+        seats = self._seats(recipes)
+        assert seats is not None, "whoever joins was accepted before"
+        for chunk, own in seats:
+            if own:
+                chunk.sit(own)
         self._seated()
         return self
+
+    def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
+        """Who would sit in which row of each chunk; None where somebody finds no seat."""
+        found: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
+        for recipe in recipes:
+            seats = ((own, row) for chunk, own in found if (row := chunk.free_seat(recipe, own)) is not None)
+            seat = next(seats, None)
+            if seat is None:
+                return None
+            seat[0][seat[1]] = recipe
+        return found
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         wanted = list(range(len(self.members))) if slots is None else slots
@@ -262,10 +289,8 @@ def _member(outputs: Any, index: int) -> Any:
 
 def batches_left(member: Member, *, full: bool) -> int:
     """How many full batches, or short ones, a member will still have."""
-    job, each = member.job, member.num_batches
-    total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * each
-    left = max(0, total - member.batches)
-    short = (member.place + left) // each if member.num_rows % job.batch_size else 0
+    left = member.batches_left
+    short = (member.place + left) // member.num_batches if member.num_rows % member.job.batch_size else 0
     return left - short if full else short
 
 

@@ -11,7 +11,13 @@ from shoal.pack.optim.columns import Columns
 from shoal.pack.optim.hparams import RULES, merge_flags, numbers, rule_for, split_hparams, with_defaults
 from shoal.pack.optim.scaler import MemberScaler
 from shoal.pack.optim.schedules import ScheduleRunner, make_scheduler, needs_metric
-from shoal.pack.optim.state import from_torch_state, group_settings, optimizer_state_dict, to_torch_state
+from shoal.pack.optim.state import (
+    from_torch_state,
+    group_settings,
+    optimizer_state_dict,
+    to_torch_state,
+    torch_values,
+)
 
 __all__ = [
     "RULES",
@@ -31,5 +37,6 @@ __all__ = [
     "rule_for",
     "split_hparams",
     "to_torch_state",
+    "torch_values",
     "with_defaults",
 ]

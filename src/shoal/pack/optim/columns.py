@@ -54,8 +54,11 @@ class Columns:
 
     def row(self, slot: int) -> list[dict[str, float]]:
         """One member's numbers, per group (waits for the device)."""
-        values: list[list[float]] = self.packed[:, :, slot].tolist()
-        return [dict(zip(self.names, group, strict=True)) for group in values]
+        return self.named(self.packed[:, :, slot])
+
+    def named(self, values: Tensor) -> list[dict[str, float]]:
+        """One member's numbers [G, names] by their names, per group."""
+        return [dict(zip(self.names, group, strict=True)) for group in values.tolist()]
 
     def keep(self, slots: Sequence[int]) -> Columns:
         """New columns with these members only."""

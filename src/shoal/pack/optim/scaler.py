@@ -81,6 +81,13 @@ class MemberScaler:
             "_growth_tracker": int(self.growth_tracker_M[slot]),
         }
 
+    def cpu(self) -> MemberScaler:
+        """The same on the host, where looking at a member's state waits for nothing."""
+        found = object.__new__(MemberScaler)
+        found.__dict__.update(self.__dict__)
+        found.scale_M, found.growth_tracker_M = self.scale_M.cpu(), self.growth_tracker_M.cpu()
+        return found
+
     def load_state_dict(self, slot: int, state: dict[str, Any]) -> None:
         """One member's state from torch.amp.GradScaler's; the factors must be this scaler's own."""
         for name in ("growth_factor", "backoff_factor", "growth_interval"):

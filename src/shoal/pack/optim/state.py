@@ -33,13 +33,24 @@ def from_torch_state(
 ) -> None:
     """Write torch's entry for one parameter into a member's slot, in place; an empty entry leaves the slot fresh.
 
-    `state` comes from `rule.init` (or `init_all`: then the shared clock is written too). `step`: how many steps the
-    member took, for SGD alone, which does not count them. What torch does not have (momentum 0) becomes zero.
+    `state` comes from `rule.init` (or `init_all`: then the shared clock is written too).
+    """
+    with torch.no_grad():
+        for stacked, value in torch_values(rule, entry, state, step=step):
+            stacked[slot] = value.to(stacked.device)
+
+
+def torch_values(
+    rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], *, step: int | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """What torch's entry for one parameter says: tensors of the stack, and a value in its dtype for a row of each.
+
+    `step`: how many steps the member took, for SGD alone, which does not count them. What torch does not have
+    (momentum 0) becomes zero. A value of one element is meant for the whole row.
     """
     if not entry:
-        if step is not None and "started" in state:
-            state["step"][slot] = float(step)
-        return
+        known = step is not None and "started" in state
+        return [(state["step"], torch.tensor(step, dtype=state["step"].dtype))] if known else []
     found = rule.from_entry(entry)
     if step is not None and "step" not in entry:
         found["step"] = float(step)
@@ -47,12 +58,13 @@ def from_torch_state(
     unknown = sorted(set(found) - set(state))
     if missing or unknown:
         raise ValueError(f"state for {rule!r}: missing {missing}, unknown {unknown}; it has {sorted(state)}")
-    with torch.no_grad():
-        for name, stacked in state.items():
-            value = torch.as_tensor(found.get(name, 0.0))
-            if value.ndim and value.shape != stacked.shape[1:]:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
-            stacked[slot] = value.to(stacked.device, stacked.dtype)
+    values = []
+    for name, stacked in state.items():
+        value = torch.as_tensor(found.get(name, 0.0))
+        if value.ndim and value.shape != stacked.shape[1:]:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
+        values.append((stacked, value.to(stacked.dtype)))
+    return values
 
 
 def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:

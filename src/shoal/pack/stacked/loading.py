@@ -57,7 +57,7 @@ def _optimizer(stack: Stack, slot: int, member: Member, step: int | None) -> Non
         if whose == own:
             part.columns.set_row(row, plan.runner.values())
             _fresh(part, row)
-            part._load(row, plan, member)
+            part._load([row])
 
 
 def _fresh(part: StackedOptimizer, row: int) -> None:

@@ -6,28 +6,29 @@ kind; each part works on views of its own rows, and a member's bits are those it
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.pack.members import Member, make_optimizer, make_schedule
+from shoal.pack.members import Member, make_optimizer
 from shoal.pack.optim import (
     Columns,
     Rule,
-    from_torch_state,
     merge_flags,
     optimizer_state_dict,
     rule_for,
     to_torch_state,
+    torch_values,
 )
 from shoal.pack.optim._hold import is_traced
-from shoal.pack.recipe import OptimizerPlan, Recipe
-from shoal.pack.stacked import flat, fused
+from shoal.pack.recipe import Recipe
+from shoal.pack.stacked import flat, fused, transfer
 from shoal.pack.stacked.flat import FlatUpdate
 from shoal.pack.stacked.fused import FusedAdam
+from shoal.pack.stacked.own import OwnOptimizers
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.stack import Stack
@@ -53,7 +54,7 @@ class Span:
     """Neighbouring rows of a stack, seen as a stack of their own."""
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
-        self.stack, self.start, self.stop = stack, start, stop
+        self._stack, self.start, self.stop = weakref.ref(stack), start, stop  # a GPU's memory waits for no collector
         self.whole = stop - start == len(stack.rows)
         self.leaves = [self.of(leaf.detach()) for leaf in stack.leaves]
         self.device, self.trained = stack.device, stack.trained
@@ -61,6 +62,12 @@ class Span:
     def of(self, value: Tensor) -> Tensor:
         """These rows of a tensor of the stack's."""
         return value if self.whole else value[self.start : self.stop]
+
+    @property
+    def stack(self) -> Stack:
+        stack = self._stack()
+        assert stack is not None, "who has a stack's optimizer has the stack"
+        return stack
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -118,9 +125,15 @@ class Optimizers:
             own = [None if grad is None else part.span.of(grad) for grad in grads]
             part.update(own, None if active is None else part.span.of(active))
 
-    def state_dict(self, slot: int) -> dict[str, Any]:
+    def rows(self, slot: int) -> list[Tensor]:
+        """All that is a member's own, as it lies on the device."""
         part = self.at(slot)
-        return part.state_dict(slot - part.span.start)
+        return part.rows(slot - part.span.start)
+
+    def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """A member's state_dict(), from its `rows` on the host."""
+        part = self.at(slot)
+        return part.state_dict(slot - part.span.start, rows)
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
         part = self.at(slot)
@@ -164,12 +177,14 @@ class Optimizers:
             elif isinstance(mine, OwnOptimizers):
                 mine.take()
 
-    def put(self, row: int, one: Optimizers) -> None:
-        """Make a row what the one of a single member is, in place."""
-        mine, theirs = self.at(row), one.parts[0]
-        assert isinstance(mine, StackedOptimizer) and isinstance(theirs, StackedOptimizer)
-        mine.take(theirs, [row - mine.span.start], [0])
-        mine.plans[row - mine.span.start] = theirs.plans[0]
+    def put(self, rows: Sequence[int], index: Tensor, other: Optimizers) -> None:
+        """Make rows what the other's are, one after the other, in place; `index`: the same rows on the device."""
+        for part in other.parts:
+            own = slice(part.span.start, part.span.stop)
+            mine = self.at(rows[own.start])
+            assert isinstance(mine, StackedOptimizer) and isinstance(part, StackedOptimizer)
+            first = mine.span.start
+            mine.put([row - first for row in rows[own]], index[own] - first, part)
 
 
 def _part(span: Span) -> StackedOptimizer | OwnOptimizers:
@@ -190,8 +205,7 @@ class StackedOptimizer:
         place = {index: i for i, index in enumerate(span.trained)}
         held = [[place[p] for p in positions if p in place] for positions in plans[0].groups]
         self._begin(held)
-        for row, own in enumerate(span.rows):
-            self._load(row, plans[own], span.members[own])
+        self._load(range(len(span.rows)))
         self._set_up()
 
     def _begin(self, held: Sequence[list[int]]) -> None:
@@ -205,16 +219,27 @@ class StackedOptimizer:
             self.groups.append((rule, own))
             self.states.append(rule.init_all([self.span.leaves[i] for i in own], self.columns.groups[g]))
 
-    def _load(self, row: int, plan: OptimizerPlan, member: Member) -> None:
-        """What a member's optimizer has become elsewhere."""
+    def _load(self, rows: Sequence[int]) -> None:
+        """What the optimizers of these rows' members have become elsewhere."""
+        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for row in rows:
+            for stacked, value in self._known(self.span.rows[row]):
+                found[id(stacked), row] = stacked[row], value  # a clock that parameters share is written once
+        transfer.fill(list(found.values()))
+
+    def _known(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """A member's own state, with the tensors it goes to."""
+        plan, member = self.plans[slot], self.span.recipes[slot].member
         known = member.optimizer_state.get("state")
         if not known:
-            return
+            return []
         order = [position for group in plan.groups for position in group]
         entries = {position: known.get(i, {}) for i, position in enumerate(order)}
+        found = []
         for (rule, held), states in zip(self.groups, self.states, strict=True):
             for i, state in zip(held, states, strict=True):
-                from_torch_state(rule, entries[self.span.trained[i]], state, row, step=member.step)
+                found += torch_values(rule, entries[self.span.trained[i]], state, step=member.step)
+        return found
 
     def _set_up(self) -> None:
         """What refers to the stack's tensors, as they are now."""
@@ -254,14 +279,22 @@ class StackedOptimizer:
             else:
                 rule.update_all_(params, wanted, states, numbers, active)
 
-    def state_dict(self, slot: int) -> dict[str, Any]:
+    def rows(self, slot: int) -> list[Tensor]:
+        """A member's row of every state tensor, and its numbers."""
+        return [*(tensor[slot] for tensor in self.tensors()), self.columns.packed[:, :, slot]]
+
+    def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """A member's state_dict(), from its `rows` on the host."""
         plan, member = self.plans[slot], self.span.recipes[slot].member
         assert plan.runner is not None
-        numbers = self.columns.row(slot)
+        *own, last = rows
+        found = {id(tensor): row.unsqueeze(0) for tensor, row in zip(self.tensors(), own, strict=True)}
+        numbers = self.columns.named(last)
         entries: dict[int, dict[str, Tensor]] = {}
         for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
             for i, state in zip(held, states, strict=True):
-                entries[self.span.trained[i]] = to_torch_state(rule, state, slot, numbers[g])
+                there = {name: found[id(tensor)] for name, tensor in state.items()}
+                entries[self.span.trained[i]] = to_torch_state(rule, there, 0, numbers[g])
         order = [position for group in plan.groups for position in group]
         skeleton = make_optimizer(member.job, member.model)
         return optimizer_state_dict(skeleton, [entries.get(p, {}) for p in order], plan.runner.groups())
@@ -300,6 +333,17 @@ class StackedOptimizer:
         for row, place in zip(rows, theirs, strict=True):
             self.columns.packed[:, :, row].copy_(other.columns.packed[:, :, place])
 
+    def put(self, rows: Sequence[int], index: Tensor, other: StackedOptimizer) -> None:
+        """Make rows what the other's are, one after the other; what it has not, is zero."""
+        for mine, value in _alike(self.states, other.states):
+            if value is None:
+                mine.index_fill_(0, index, 0)
+            else:
+                mine.index_copy_(0, index, value.to(mine.dtype))
+        self.columns.packed.index_copy_(2, index, other.columns.packed)
+        for row, plan in zip(rows, other.plans, strict=True):
+            self.plans[row] = plan
+
     def keep(self, span: Span, rows: list[int]) -> StackedOptimizer:
         """For these rows, which are those of a span now."""
         kept = object.__new__(StackedOptimizer)
@@ -330,78 +374,3 @@ def _alike(first: list[list[dict[str, Tensor]]], *others: list[list[dict[str, Te
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield value, *(own.get(name) for own in more)
-
-
-class OwnOptimizers:
-    """Classes without a rule: the real object of each member, on a twin of its model with its slices as weights."""
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        members = span.members
-        self.twins = [copy.deepcopy(member.model) for member in members]
-        self._point()
-        self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
-        self.schedules = [make_schedule(m.job, opt) for m, opt in zip(members, self.optimizers, strict=True)]
-        for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
-            if member.optimizer_state:
-                optimizer.load_state_dict(member.optimizer_state)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
-            if schedule is not None and member.schedule_state is not None:
-                schedule.load_state_dict(copy.deepcopy(member.schedule_state))
-
-    def _point(self) -> None:
-        """Make the twins' parameters views of the stack."""
-        self._params = []
-        stack = self.span.stack
-        for row, twin in enumerate(self.twins, self.span.start):
-            params = dict(twin.named_parameters())
-            for stacked, name in zip(stack.params, stack.param_names, strict=True):
-                params[name].data = stacked.detach()[row]
-            self._params.append([params[stack.param_names[i]] for i in stack.trained])
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def update(self, grads: Grads, active: Tensor | None) -> None:
-        moving = [True] * len(self.optimizers) if active is None else active.tolist()
-        for slot, optimizer in enumerate(self.optimizers):
-            if not moving[slot]:
-                continue
-            for param, grad in zip(self._params[slot], grads, strict=True):
-                param.grad = None if grad is None else grad[slot]
-            optimizer.step()
-            for param in self._params[slot]:
-                param.grad = None
-
-    def state_dict(self, slot: int) -> dict[str, Any]:
-        return copy.deepcopy(self.optimizers[slot].state_dict())
-
-    def schedule_state(self, slot: int) -> dict[str, Any] | None:
-        schedule = self.schedules[slot]
-        return None if schedule is None else copy.deepcopy(schedule.state_dict())
-
-    def merged(self, span: Span, other: StackedOptimizer | OwnOptimizers) -> OwnOptimizers:
-        """For rows of both's members: the optimizer and scheduler objects themselves."""
-        assert isinstance(other, OwnOptimizers)
-        new = object.__new__(OwnOptimizers)
-        new.span = span
-        new.twins = [*self.twins, *other.twins]
-        new.optimizers = [*self.optimizers, *other.optimizers]
-        new.schedules = [*self.schedules, *other.schedules]
-        new._point()
-        return new
-
-    def take(self) -> None:
-        """After some of the objects were at work elsewhere: their parameters have to be this stack's again."""
-        self._point()
-
-    def keep(self, span: Span, rows: list[int]) -> OwnOptimizers:
-        """The same optimizer objects, on the members' new slices."""
-        kept = object.__new__(OwnOptimizers)
-        slots = rows[: len(span.recipes)]
-        kept.span = span
-        kept.twins = [self.twins[slot] for slot in slots]
-        kept.optimizers = [self.optimizers[slot] for slot in slots]
-        kept.schedules = [self.schedules[slot] for slot in slots]
-        kept._point()
-        return kept

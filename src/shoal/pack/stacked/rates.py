@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.pack.optim import ScheduleRunner
-from shoal.pack.stacked.optimizers import OwnOptimizers, StackedOptimizer
+from shoal.pack.stacked.optimizers import StackedOptimizer
+from shoal.pack.stacked.own import OwnOptimizers
 from shoal.pack.stacked.stack import Stack
 
 FEW = 4

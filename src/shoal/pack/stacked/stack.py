@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.pack.members import Member
 from shoal.pack.optim import MemberScaler, clip_
 from shoal.pack.recipe import Recipe
-from shoal.pack.stacked import flat
+from shoal.pack.stacked import flat, transfer
 from shoal.pack.stacked.optimizers import Grads, Optimizers, ordered
 from shoal.pack.used import used_params
 
@@ -23,8 +23,11 @@ from shoal.pack.used import used_params
 class Stack:
     """Members' training state with a member axis, and what one optimizer step does to it."""
 
-    def __init__(self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False) -> None:
-        """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them."""
+    def __init__(
+        self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False, passing: bool = False
+    ) -> None:
+        """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them. `passing`: it will
+        be part of another at once, and its tensors need not be apart from each other."""
         self.recipes = recipes = [recipes[place] for place in ordered(recipes)]
         self._channels_last = channels_last and size == 1
         first = recipes[0]
@@ -35,8 +38,10 @@ class Stack:
         named = [dict(model.named_parameters()) for model in models]
         buffered = [dict(model.named_buffers()) for model in models]
         self.param_names, self.buffer_names = graph.params, graph.buffers
-        self.params = [self._stacked([named[r][name] for r in self.rows]) for name in self.param_names]
-        self.buffers = [self._stacked([buffered[r][name] for r in self.rows]) for name in self.buffer_names]
+        columns: list[list[Tensor]] = [[named[r][name] for r in self.rows] for name in self.param_names]
+        columns += [[buffered[r][name] for r in self.rows] for name in self.buffer_names]
+        state = transfer.stacked(columns, self.device) if passing else [self._stacked(column) for column in columns]
+        self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
         trained = [named[0][name].requires_grad for name in self.param_names]
         used = used_params(graph)
         self.trained = [i for i, (wanted, touched) in enumerate(zip(trained, used, strict=True)) if wanted and touched]
@@ -73,6 +78,11 @@ class Stack:
         return [*self.params, *self.buffers]
 
     @property
+    def row_bytes(self) -> int:
+        """What a member has in the stack."""
+        return sum(tensor.nbytes for tensor in (*self.state, *self.optimizer.tensors())) // len(self.rows)
+
+    @property
     def leaves(self) -> list[Tensor]:
         """The parameters that are trained."""
         return [self.params[index] for index in self.trained]
@@ -107,17 +117,24 @@ class Stack:
                 own.copy_(value.detach())
 
     @torch.no_grad()
-    def write_back(self, slot: int) -> None:
-        """One member's weights, buffers and optimizer state, as its own."""
-        member = self.members[slot]
-        params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
-        for stacked, name in zip(self.params, self.param_names, strict=True):
-            params[name].copy_(stacked[slot])
-        for stacked, name in zip(self.buffers, self.buffer_names, strict=True):
-            buffers[name].copy_(stacked[slot])
-        member.optimizer_state = self.optimizer.state_dict(slot)
-        member.schedule_state = self.optimizer.schedule_state(slot)
-        member.scaler_state = None if self.scaler is None else self.scaler.state_dict(slot)
+    def write_back(self, slots: Sequence[int]) -> None:
+        """Members' weights, buffers and optimizer state, as their own; from a GPU all in one go."""
+        for start, stop in transfer.portions([self.row_bytes] * len(slots)):
+            self._write_back(slots[start:stop])
+
+    def _write_back(self, slots: Sequence[int]) -> None:
+        there = [[*(tensor.detach()[s] for tensor in self.state), *self.optimizer.rows(s)] for s in slots]
+        here = iter(transfer.moved([row for rows in there for row in rows], transfer.CPU))
+        scaler = None if self.scaler is None else self.scaler.cpu()
+        for slot, far in zip(slots, there, strict=True):
+            member, near = self.recipes[slot].member, [next(here) for _ in far]
+            params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
+            places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
+            for place, row, own in zip(places, near, far, strict=False):
+                place.copy_(row if place.device == row.device else own)
+            member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
+            member.schedule_state = self.optimizer.schedule_state(slot)
+            member.scaler_state = None if scaler is None else scaler.state_dict(slot)
 
     @torch.no_grad()
     def merged(self, other: Stack, size: int) -> Stack:
@@ -158,19 +175,20 @@ class Stack:
         return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
-    def put(self, row: int, one: Stack) -> None:
-        """Make a row what a stack of one is, in place: its member sits there now."""
-        self.recipes[row] = one.recipes[0]
-        pairs = [*zip(self.params, one.params, strict=True), *zip(self.buffers, one.buffers, strict=True)]
-        pairs.append((self.active, one.active))
-        if self.scaler is not None and one.scaler is not None:
-            pairs.append((self.scaler.scale_M, one.scaler.scale_M))
-            pairs.append((self.scaler.growth_tracker_M, one.scaler.growth_tracker_M))
+    def put(self, rows: Sequence[int], other: Stack) -> None:
+        """Make rows what another stack's are, one after the other, in place: its members sit there now."""
+        for row, recipe in zip(rows, other.recipes, strict=True):
+            self.recipes[row] = recipe
+        pairs = [*zip(self.state, other.state, strict=True), (self.active, other.active)]
+        if self.scaler is not None and other.scaler is not None:
+            pairs.append((self.scaler.scale_M, other.scaler.scale_M))
+            pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
         if self.max_norm is not None:
-            pairs.append((self.max_norm, one._limits()))
+            pairs.append((self.max_norm, other._limits()))
+        index = torch.tensor(rows, device=self.device)
         for ours, value in pairs:
-            ours.detach()[row].copy_(value.detach()[0])
-        self.optimizer.put(row, one.optimizer)
+            ours.detach().index_copy_(0, index, value.detach())
+        self.optimizer.put(rows, index, other.optimizer)
 
     @torch.no_grad()
     def take(self, slots: Sequence[int], part: Stack) -> None:

@@ -262,7 +262,7 @@ class StackedUnit(Unit):
         if context_lost(error) or out_of_memory(error):
             return error
         for slot, member in enumerate(self.members):
-            self.stack.write_back(slot)
+            self.stack.write_back([slot])
             assert member.order is not None
             size, job = member.job.batch_size, member.job
             start = (member.place + done) * size
@@ -280,8 +280,7 @@ class StackedUnit(Unit):
 
     def write_back(self, slots: list[int] | None = None) -> None:
         self.rates_of.settle()
-        for slot in range(len(self.members)) if slots is None else slots:
-            self.stack.write_back(slot)
+        self.stack.write_back(range(len(self.members)) if slots is None else slots)
 
     def keep(self, slots: list[int]) -> Unit:
         self.rates_of.settle()
@@ -293,7 +292,7 @@ class StackedUnit(Unit):
         kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
         return kept
 
-    def accepts(self, recipe: Recipe) -> bool:
+    def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
         """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
 
         What is not captured on a GPU is slow there: it takes in members of its own kind only.
@@ -312,7 +311,7 @@ class StackedUnit(Unit):
         """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
         self.rates_of.settle()
         count = len(self.members) + len(recipes)
-        newcomers = Stack(recipes, size=len(recipes))
+        newcomers = Stack(recipes, size=len(recipes), passing=True)
         grown = self._changed(self.stack.merged(newcomers, max(count, LEAST)))
         last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
         grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})

@@ -1,0 +1,154 @@
+"""What the garbage collector sees during a run on a GPU, and afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.pack.test_captured import job
+from tests.pack.test_captured_on_cpu import CPU, OnCpu, Seats
+
+from shoal.checks import prepare
+from shoal.pack import garbage
+from shoal.pack.captured.executor import CapturedExecutor
+from shoal.pack.captured.unit import CapturedUnit
+from shoal.pack.recipe import Kitchen
+from shoal.pack.ride import Ride
+from shoal.pack.run import Run
+from shoal.pack.turns import run
+from shoal.pack.unit import Outcome
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    garbage.thaw()
+    gc.unfreeze()
+
+
+class Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_is_frozen_is_looked_at_by_our_own_collections_alone() -> None:
+    ring = Ring()
+    seen = weakref.ref(ring)
+    garbage.freeze()
+    assert gc.get_freeze_count()
+    del ring
+    gc.collect()
+    assert seen() is not None
+    garbage.collect()
+    assert seen() is None and gc.get_freeze_count(), "and the rest is frozen again"
+    garbage.thaw()
+    assert not gc.get_freeze_count()
+    garbage.collect()
+    assert not gc.get_freeze_count()
+
+
+def test_what_has_just_become_garbage_is_not_frozen() -> None:
+    seen = weakref.ref(Ring())
+    garbage.freeze()
+    assert seen() is None
+
+
+def test_what_somebody_else_froze_is_left_alone() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    garbage.freeze()
+    garbage.collect()
+    garbage.thaw()
+    assert 0 < gc.get_freeze_count() <= before
+
+
+class OnGpu(Seats):
+    """Says that it is on a GPU."""
+
+    def noted(self, ride: Ride, seconds: float, batches: int) -> int | None:
+        return None
+
+
+def runs(full_at: int = 0) -> tuple[Run, list[int], list[int]]:
+    """A run of two units one after the other; frozen objects after each round, and at each call of `forget`."""
+    jobs = [job(i, val=None, batch_size=8 + 8 * (i // 2), epochs=1) for i in range(4)]
+    members = prepare(jobs, CPU)
+    board = OnGpu(members, timed=False)
+    board.budget, board.gpu, board.executor = 2, True, CapturedExecutor(OnCpu())
+    frozen, forgotten, turns = list[int](), list[int](), list[int]()
+    real, forget = board.executor.run, board.executor.forget
+
+    def turn(work: Any, meanwhile: Any = None) -> list[Outcome]:
+        turns.append(len(work))
+        if len(turns) == full_at:
+            return [Outcome(0.0, full="no room") for _ in work]
+        return real(work, meanwhile)
+
+    def forgetting() -> None:
+        seen = weakref.ref(old.pop()) if old else None
+        forget()
+        assert seen is None or seen() is None, "memory that is full is looked through, the frozen part too"
+        forgotten.append(gc.get_freeze_count())
+
+    old = [Ring()]
+    board.executor.run, board.executor.forget = turn, forgetting  # type: ignore[method-assign]
+    found = Run(members, board)
+    found.between = lambda: frozen.append(gc.get_freeze_count())
+    return found, frozen, forgotten
+
+
+def test_units_are_frozen_while_they_ride() -> None:
+    own, frozen, forgotten = runs()
+    own.go()
+    assert frozen and all(frozen) and not forgotten
+    assert not gc.get_freeze_count()
+    assert [member.status for member in own.members.values()] == ["done"] * 4
+
+
+def test_full_memory_is_looked_through() -> None:
+    own, frozen, forgotten = runs(full_at=2)
+    own.go()
+    assert forgotten and all(frozen) and not gc.get_freeze_count()
+    assert [member.status for member in own.members.values()] == ["done"] * 4
+
+
+def test_an_interrupted_run_thaws() -> None:
+    own, _, _ = runs()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    own.between = stop
+    with pytest.raises(KeyboardInterrupt):
+        own.go()
+    assert not gc.get_freeze_count()
+
+
+def test_a_run_on_a_cpu_freezes_nothing() -> None:
+    own, frozen, _ = runs()
+    own.board.gpu = False
+    own.go()
+    assert not any(frozen)
+
+
+def test_a_unit_that_has_ended_is_gone_without_the_collector() -> None:
+    """Its memory is the device's, and frozen objects are not looked at."""
+    members, kitchen = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), Kitchen()
+    recipes = [kitchen.recipe(member) for member in members]
+    gc.collect()
+    gc.disable()
+    try:
+        unit = CapturedUnit(recipes, kitchen, {}, chunk=3, compiled=False)
+        stacks = [weakref.ref(unit.chunks[0].stack)]
+        run([unit], CapturedExecutor(OnCpu()))
+        stacks.append(weakref.ref(unit.chunks[0].stack))
+        del unit
+        assert [stack() for stack in stacks] == [None, None]
+    finally:
+        gc.enable()
