@@ -188,12 +188,14 @@ def test_a_seat_that_stays_free(chunk: int) -> None:
 def test_those_at_their_end_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     members, kitchen = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), Kitchen()
     unit = CapturedUnit([kitchen.recipe(member) for member in members], kitchen, {}, chunk=3, compiled=False)
-    expected: list[str] = []
-    monkeypatch.setattr(
-        CapturedUnit, "expect", lambda self, slots: expected.extend(self.members[s].name for s in slots)
-    )
-    run([unit], Ahead())
-    assert expected == [member.name for member in members]
+    expected: set[tuple[str, int]] = set()
+
+    def expect(self: CapturedUnit, slots: list[int]) -> None:
+        expected.update((self.members[slot].name, self.members[slot].epoch) for slot in slots)
+
+    monkeypatch.setattr(CapturedUnit, "expect", expect)
+    run([unit], CapturedExecutor(OnCpu()))
+    assert expected == {(member.name, member.epoch - 1) for member in members}, "each in its last epoch"
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

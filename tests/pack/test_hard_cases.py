@@ -169,6 +169,17 @@ class Tied(nn.Module):
         return self.out(h + F.linear(F.linear(h, self.inward.weight.T), self.inward.weight))
 
 
+class Added(Net):
+    """Parameters that are added to each other, and get one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x) + (self.one + self.other)))
+
+
 class Branching(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -307,6 +318,7 @@ def weighted(model: nn.Module, batch: Any) -> Tensor:
 
 
 READS = (("data", (TOKENS, Y)),)
+CLIPPED = (("clip_norm", 0.05), ("optimizer", torch.optim.SGD))
 CASES: dict[str, Case] = {
     # The twelve that the mechanism was chosen by.
     "functional dropout with a rate of its own": Case([lambda: FunctionalDropout(0.1), lambda: FunctionalDropout(0.5)]),
@@ -322,6 +334,8 @@ CASES: dict[str, Case] = {
     "buffers changed in forward": Case([Counting] * 2),
     "in-place operators": Case([InPlace] * 2),
     "a weighted loss": Case([Net] * 2, changes=(("loss", None), ("step", weighted))),
+    "parameters that are added, clipped": Case([Added] * 2, changes=CLIPPED),
+    "LSTM, clipped": Case([Recurrent] * 2, changes=(*READS, *CLIPPED)),
     "a short last batch": Case([Net] * 2, changes=(("batch_size", 13),)),
     # Bar 9.
     "frozen parameters": Case([frozen] * 2),

@@ -47,6 +47,15 @@ class OptimizerPlan:
     """Structural settings per group; None: no rule, the real class runs a member at a time."""
     runner: ScheduleRunner | None = None
 
+    def skeleton(self) -> list[dict[str, Any]]:
+        """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
+        first = 0
+        found = []
+        for group, settings in zip(self.groups, self.settings, strict=True):
+            found.append({**settings, "params": list(range(first, first + len(group)))})
+            first += len(group)
+        return found
+
     @property
     def key(self) -> Hashable:
         structure = None if self.flags is None else tuple(tuple(sorted(f.items())) for f in self._structural())

@@ -143,10 +143,12 @@ def test_a_whole_state_dict_with_groups_and_a_schedule() -> None:
     params = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     optimizer = torch.optim.SGD([{"params": [params[0]]}, {"params": [params[1]], "momentum": 0.5}], lr=1, momentum=0)
     settings = [{"lr": 1.0, "initial_lr": 1.0}, {"lr": 0.25, "initial_lr": 1.0, "momentum": 0.5}]
-    state = optimizer_state_dict(optimizer, [{}, {"momentum_buffer": torch.ones(3)}], settings)
+    state = optimizer_state_dict(
+        optimizer.state_dict()["param_groups"], [{}, {"momentum_buffer": torch.ones(3)}], settings
+    )
     assert list(state["state"]) == [1]
     assert [group["params"] for group in state["param_groups"]] == [[0], [1]]
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[1]["lr"] == 0.25 and optimizer.param_groups[0]["initial_lr"] == 1.0
     with pytest.raises(ValueError, match="1 states in 2 groups for 2 parameters"):
-        optimizer_state_dict(optimizer, [{}], settings)
+        optimizer_state_dict(optimizer.state_dict()["param_groups"], [{}], settings)

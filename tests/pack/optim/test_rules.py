@@ -109,7 +109,9 @@ def test_state_goes_to_torch_and_back(case: str) -> None:
         entries = [to_torch_state(stacked.rule, state, slot, numbers[0]) for state in stacked.states]
         for param, stack in zip(member.params, stacked.params, strict=True):
             param.data.copy_(stack[slot])
-        state = optimizer_state_dict(member.optimizer, entries, [group_settings(numbers[0])])
+        state = optimizer_state_dict(
+            member.optimizer.state_dict()["param_groups"], entries, [group_settings(numbers[0])]
+        )
         assert set(state["param_groups"][0]) == set(member.optimizer.state_dict()["param_groups"][0])
         member.optimizer.load_state_dict(state)
         member.step_count = 20

@@ -18,6 +18,7 @@ from shoal.pack.captured.step import Inputs, Step, stack_tensors
 from shoal.pack.members import Member
 from shoal.pack.optim import merge_flags
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.stacked import transfer
 from shoal.pack.stacked.optimizers import StackedOptimizer, kind
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack
@@ -71,8 +72,9 @@ class Chunk:
     ) -> Chunk:
         """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
+        transfer.prime(stack.device)
         for recipe in recipes:
-            recipe.member.model.to("cpu")
+            _to_host(recipe.member)
         return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled)
 
     @property
@@ -119,7 +121,7 @@ class Chunk:
         rows = [seat[member.index] for member in newcomers.members]  # the stack has them in an order of its own
         self.stack.put(rows, newcomers)
         for row, member in zip(rows, newcomers.members, strict=True):
-            member.model.to("cpu")
+            _to_host(member)
             self._orders[row], self.seats[row] = None, member
         counted = [[m.batches for m in newcomers.members], [signed(m.job.seed) for m in newcomers.members]]
         index, counts, seeds = torch.tensor([rows, *counted], device=self.stack.device).unbind(0)
@@ -265,6 +267,12 @@ class Chunk:
                 member.batches += batches
         self._places = [0 if member is None else member.place for member in self.seats]
         self.view.rates_of.skip(batches)
+
+
+def _to_host(member: Member) -> None:
+    """A stack has its weights now. Asking a model that is there already takes as long as moving it."""
+    if any(tensor.device.type != "cpu" for tensor in (*member.model.parameters(), *member.model.buffers())):
+        member.model.to("cpu")
 
 
 def _table(part: StackedOptimizer, batches: int) -> Tensor | None:

@@ -16,6 +16,7 @@ from shoal.pack.optim.state import (
     group_settings,
     optimizer_state_dict,
     to_torch_state,
+    torch_entry,
     torch_values,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "rule_for",
     "split_hparams",
     "to_torch_state",
+    "torch_entry",
     "torch_values",
     "with_defaults",
 ]

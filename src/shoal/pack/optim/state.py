@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoal.pack.optim._rule import Rule, State, scalar_dtype
 from shoal.pack.optim.hparams import PAIRS
@@ -20,9 +19,14 @@ def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mappin
     `h` is the member's numbers for the parameter's group (`Columns.row(slot)[group]`). Every tensor is a copy: a view
     would be saved with the whole stack behind it. It is the host's: a full GPU has no room for those who are sent away.
     """
-    if float(state["step"][slot]) == 0 and "sum" not in state:
+    return torch_entry(rule, {name: value[slot].detach().to("cpu", copy=True) for name, value in state.items()}, h)
+
+
+def torch_entry(rule: Rule, own: State, h: Mapping[str, float]) -> State:
+    """The same from a member's own state on the host, which becomes part of it."""
+    if float(own["step"]) == 0 and "sum" not in own:
         return {}  # torch makes its state at the first step (Adagrad: when it is built)
-    entry = rule.torch_entry({name: value[slot].detach().to("cpu", copy=True) for name, value in state.items()}, h)
+    entry = rule.torch_entry(own, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
     return entry
@@ -81,23 +85,20 @@ def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:
 
 
 def optimizer_state_dict(
-    optimizer: Optimizer, entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
+    skeleton: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """A whole `state_dict()` for a member that trained in a stack.
 
-    `optimizer` is the real class built on the member's own parameters, for the skeleton: the keys of its param groups
-    and the order of its parameters. `entries` has one state per parameter in that order; `groups` the current
-    settings, from `group_settings(Columns.row(...))` or `ScheduleRunner.groups()` (which knows `initial_lr` too).
+    `skeleton` is the param groups as the real optimizer's `state_dict()` has them: their keys, and the order of the
+    parameters. `entries` has one state per parameter in that order; `groups` the current settings, from
+    `group_settings(Columns.row(...))` or `ScheduleRunner.groups()` (which knows `initial_lr` too).
     """
-    skeleton: dict[str, Any] = optimizer.state_dict()
-    count = sum(len(group["params"]) for group in skeleton["param_groups"])
-    if len(entries) != count or len(groups) != len(skeleton["param_groups"]):
-        raise ValueError(
-            f"{len(entries)} states in {len(groups)} groups for {count} parameters in {len(skeleton['param_groups'])}"
-        )
+    count = sum(len(group["params"]) for group in skeleton)
+    if len(entries) != count or len(groups) != len(skeleton):
+        raise ValueError(f"{len(entries)} states in {len(groups)} groups for {count} parameters in {len(skeleton)}")
     kept = [
         {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
-        for group, settings in zip(skeleton["param_groups"], groups, strict=True)
+        for group, settings in zip(skeleton, groups, strict=True)
     ]
     return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": kept}
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.pack.members import Member, make_optimizer
+from shoal.pack.members import Member
 from shoal.pack.optim import (
     Columns,
     Rule,
     merge_flags,
     optimizer_state_dict,
     rule_for,
-    to_torch_state,
+    torch_entry,
     torch_values,
 )
 from shoal.pack.optim._hold import is_traced
@@ -285,19 +285,18 @@ class StackedOptimizer:
 
     def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
         """A member's state_dict(), from its `rows` on the host."""
-        plan, member = self.plans[slot], self.span.recipes[slot].member
+        plan = self.plans[slot]
         assert plan.runner is not None
         *own, last = rows
-        found = {id(tensor): row.unsqueeze(0) for tensor, row in zip(self.tensors(), own, strict=True)}
+        found = dict(zip(map(id, self.tensors()), own, strict=True))
         numbers = self.columns.named(last)
         entries: dict[int, dict[str, Tensor]] = {}
         for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
             for i, state in zip(held, states, strict=True):
-                there = {name: found[id(tensor)] for name, tensor in state.items()}
-                entries[self.span.trained[i]] = to_torch_state(rule, there, 0, numbers[g])
+                copies = {name: found[id(tensor)].clone() for name, tensor in state.items()}
+                entries[self.span.trained[i]] = torch_entry(rule, copies, numbers[g])
         order = [position for group in plan.groups for position in group]
-        skeleton = make_optimizer(member.job, member.model)
-        return optimizer_state_dict(skeleton, [entries.get(p, {}) for p in order], plan.runner.groups())
+        return optimizer_state_dict(plan.skeleton(), [entries.get(p, {}) for p in order], plan.runner.groups())
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
         runner = self.plans[slot].runner

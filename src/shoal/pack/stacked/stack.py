@@ -96,6 +96,8 @@ class Stack:
     @torch.no_grad()
     def apply(self, grads: Grads, active: Tensor | None) -> None:
         """One optimizer step from these gradients (one per trained parameter); members outside `active` sit out."""
+        if self.scaler is not None or self.max_norm is not None:
+            grads = _apart(grads)
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
         if self.max_norm is not None:
@@ -223,6 +225,17 @@ class Stack:
         kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
         kept.optimizer = self.optimizer.keep(kept, rows)
         return kept
+
+
+def _apart(grads: Grads) -> Grads:
+    """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor."""
+    seen: set[int] = set()
+    found: list[Tensor | None] = []
+    for grad in grads:
+        memory = 0 if grad is None else grad.untyped_storage()._cdata
+        found.append(grad.clone() if grad is not None and memory in seen else grad)
+        seen.add(memory)
+    return found
 
 
 def _padded(rows: Sequence[int], size: int) -> list[int]:
