@@ -23,6 +23,7 @@ from shoal.checks import prepare
 from shoal.pack import run as loop
 from shoal.pack.board import Board
 from shoal.pack.members import Member
+from shoal.pack.ride import Ride
 
 
 class Seats(Board):
@@ -32,12 +33,28 @@ class Seats(Board):
         return float(len(members))
 
 
+LEAVES: list[tuple[int, float]] = []
+"""How many left at once, and the milliseconds that it took."""
+_leave = Ride.leave
+
+
+def leave(self: Ride, ends: dict[int, str]) -> None:
+    """As it is, timed."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    _leave(self, ends)
+    torch.cuda.synchronize()
+    if ends:
+        LEAVES.append((len(ends), 1e3 * (time.perf_counter() - start)))
+
+
 class Timed(loop.Run):
     """A run that notes how long its parts take."""
 
     def __init__(self, members: Sequence[Member], board: Board) -> None:
         super().__init__(members, board)
         self.joins: list[float] = []
+        self.joined: list[int] = []
         self.settling: list[float] = []
         self.steps: list[float] = []
 
@@ -47,6 +64,7 @@ class Timed(loop.Run):
         torch.cuda.synchronize()
         if not first:
             self.joins.append(1e3 * (time.perf_counter() - start))
+            self.joined.append(len(members))
 
     def _turn(self) -> None:
         start = time.perf_counter()
@@ -79,12 +97,16 @@ def main() -> None:
     board = Seats(members, compile=False)
     board.budget = args.seats
     run = Timed(members, board)
+    Ride.leave = leave  # type: ignore[method-assign]
     run.go()
     step = statistics.median(run.steps)
     found: dict[str, Any] = {
         "network": args.network, "seats": args.seats, "joins": len(run.joins), "units": len(board.plan.parts),
         "step_ms": step, "join_ms": statistics.median(run.joins), "join_ms_most": max(run.joins),
-        "join_steps": statistics.median(run.joins) / step, "settle_ms": statistics.median(run.settling),
+        "join_steps": statistics.median(run.joins) / step, "join_steps_most": max(run.joins) / step,
+        "joined_at_once_most": max(run.joined), "leave_ms": statistics.median(ms for _, ms in LEAVES),
+        "leave_ms_most": max(ms for _, ms in LEAVES), "leave_steps_most": max(ms for _, ms in LEAVES) / step,
+        "left_at_once_most": max(count for count, _ in LEAVES), "settle_ms": statistics.median(run.settling),
         "settle_ms_most": max(run.settling), "statuses": sorted({member.status for member in members}),
     }  # fmt: skip
     print(json.dumps(found, indent=1))

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 CPU = torch.device("cpu")
 MOST_BYTES = 1 << 26
 """What is laid side by side at a time."""
+BLOCK = 1 << 24
+"""Of pinned memory."""
 _primed: set[torch.device] = set()
 PIECE, MOST_HEAP = 1 << 20, 48 << 20
 """Memory of the host is made ready in pieces, and no more of it than the C library keeps."""
@@ -73,6 +75,8 @@ def prime(device: torch.device) -> None:
     """Have a GPU load what moving takes, which the first time is longer than many moves: whole rows and odd ones."""
     if device.type == "cuda" and device not in _primed:
         _primed.add(device)
+        pair = [_on_host(1, torch.uint8, pinned=True) for _ in range(2)]  # one may still be on its way
+        del pair
         row = torch.zeros(32, device=device)
         across(across([row[:8], row[8:16]], CPU), device)
         across(across([row[1:6], row[7:9]], CPU), device)
@@ -81,17 +85,20 @@ def prime(device: torch.device) -> None:
 def expect(nbytes: int, device: torch.device) -> None:
     """So much is about to come from a device, and to be kept on the host: the first use of memory is what takes time.
 
-    What is taken here is freed at once, and both allocators keep it for those who come next.
+    What is taken here is freed at once, and the C library keeps it for those who come next.
     """
     if device.type != "cpu" and nbytes <= MOST_BYTES:
-        _on_host(nbytes, torch.uint8, pinned=device.type == "cuda")
         pieces = range(0, min(nbytes, MOST_HEAP), PIECE)
         held = [torch.zeros(PIECE, dtype=torch.uint8).fill_(1) for _ in pieces]
         del held
 
 
 def _on_host(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    return torch.empty(count, dtype=dtype, pin_memory=pinned)
+    """Room on the host. Pinned memory is taken in blocks of one size, since a new block takes milliseconds."""
+    if not pinned:
+        return torch.empty(count, dtype=dtype)
+    size = count * dtype.itemsize
+    return torch.empty(max(size, BLOCK), dtype=torch.uint8, pin_memory=True)[:size].view(dtype)
 
 
 def stacked(columns: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
