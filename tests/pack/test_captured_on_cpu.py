@@ -190,10 +190,10 @@ def test_those_at_their_end_are_expected(monkeypatch: pytest.MonkeyPatch) -> Non
     unit = CapturedUnit([kitchen.recipe(member) for member in members], kitchen, {}, chunk=3, compiled=False)
     expected: set[tuple[str, int]] = set()
 
-    def expect(self: CapturedUnit, slots: list[int]) -> None:
-        expected.update((self.members[slot].name, self.members[slot].epoch) for slot in slots)
+    def look_ahead(self: CapturedUnit, ending: list[int]) -> None:
+        expected.update((self.members[slot].name, self.members[slot].epoch) for slot in ending)
 
-    monkeypatch.setattr(CapturedUnit, "expect", expect)
+    monkeypatch.setattr(CapturedUnit, "look_ahead", look_ahead)
     run([unit], CapturedExecutor(OnCpu()))
     assert expected == {(member.name, member.epoch - 1) for member in members}, "each in its last epoch"
 

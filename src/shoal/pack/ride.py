@@ -7,9 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import MemberError, describe
@@ -74,8 +72,7 @@ class Ride:
         """While the device is busy: draw the next epoch's orders, and make ready for those who will be at their end."""
         orders.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
         ending = [slot for slot, member in enumerate(self.members) if member.batches_left <= batches]
-        if ending:
-            self.unit.expect(ending)
+        self.unit.look_ahead(ending)
 
     def next_batches(self, seconds: float = math.inf) -> int:
         """How many batches until something has to be settled, or until so much time is over."""
@@ -229,25 +226,20 @@ def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
     return {slot: "diverged"}
 
 
-def batch_rows(member: Member, batches: int) -> NDArray[np.float64]:
-    """Rows in each of the first batches of an epoch."""
-    size = member.job.batch_size
-    rows = np.full(batches, size, dtype=np.float64)
-    if batches == member.num_batches:
-        rows[-1] = member.num_rows - size * (batches - 1)
-    return rows
-
-
 def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
     """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
 
     Sums are exact, so that they do not depend on how many members are summed at once.
     """
-    rows = batch_rows(member, member.place)
-    total = math.fsum(rows.tolist())
+    size = member.job.batch_size
+    before = size * (member.place - 1)
+    last = member.num_rows - before if member.place == member.num_batches else size
+    even = last == size and size & (size - 1) == 0  # then products are exact, and so is that of their sum
 
     def mean(values: list[float]) -> float:
-        return math.fsum((np.array(values) * rows).tolist()) / total
+        if even:
+            return math.fsum(values) * size / (before + last)
+        return math.fsum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
 
     row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
     row |= {name: mean(values) for name, values in sorted(member.logs.items())}

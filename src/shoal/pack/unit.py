@@ -46,8 +46,8 @@ class Unit(ABC):
     def write_back(self, slots: list[int] | None = None) -> None:
         """All that members have become into the members themselves, as `Member.state` gives it; None: all of them."""
 
-    def expect(self, slots: list[int]) -> None:  # noqa: B027  # most have nothing to make ready
-        """These members will be written back soon: what that takes can be made ready while the device is busy."""
+    def look_ahead(self, ending: list[int]) -> None:  # noqa: B027  # most have nothing to make ready
+        """While the device is busy: make ready for what comes next, the next epoch's rows and the end of some."""
 
     @abstractmethod
     def keep(self, slots: list[int]) -> Unit:

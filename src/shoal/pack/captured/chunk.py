@@ -18,7 +18,6 @@ from shoal.pack.captured.step import Inputs, Step, stack_tensors
 from shoal.pack.members import Member
 from shoal.pack.optim import merge_flags
 from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.stacked import transfer
 from shoal.pack.stacked.optimizers import StackedOptimizer, kind
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.stack import Stack
@@ -61,6 +60,10 @@ class Chunk:
         self._places = [0] * size
         self._moving = [True] * size
         self._staged = torch.empty(0, dtype=torch.int64)
+        self._laid: list[Tensor] = []
+        """What is laid side by side there."""
+        self._sent: torch.cuda.Event | None = None
+        """When it was copied to the device."""
         self.view = StackedUnit.around(stack, kitchen)
         """For what is not a training step: validation, schedules, writing back."""
         self._steps: dict[int, Step] = {}
@@ -72,7 +75,7 @@ class Chunk:
     ) -> Chunk:
         """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
-        transfer.prime(stack.device)
+        stack.rehearse()
         for recipe in recipes:
             _to_host(recipe.member)
         return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled)
@@ -196,6 +199,8 @@ class Chunk:
         if len(fresh) == len(orders):
             self._stage([order for order in orders if order is not None])
             held.copy_(self._staged, non_blocking=True)
+            if self._sent is not None:
+                self._sent.record()
         else:
             for row in fresh:
                 order = orders[row]
@@ -203,12 +208,24 @@ class Chunk:
                 held[row].copy_(order)
         self._orders = orders
 
+    def look_ahead(self) -> None:
+        """Lay the next epoch's rows side by side, where all begin it together."""
+        ahead = [seat.ahead[0] for seat in self.seats if seat is not None and seat.ahead is not None]
+        if not self.shared and len(ahead) == len(self.seats):
+            self._stage(ahead)
+
     def _stage(self, orders: list[Tensor]) -> None:
         """All rows' orders in memory that the device reads by itself."""
+        if len(orders) == len(self._laid) and all(a is b for a, b in zip(orders, self._laid, strict=True)):
+            return
         if not self._staged.numel():
-            shape = len(orders), len(orders[0])
-            self._staged = torch.empty(shape, dtype=torch.int64, pin_memory=self.stack.device.type == "cuda")
+            shape, cuda = (len(orders), len(orders[0])), self.stack.device.type == "cuda"
+            self._staged = torch.empty(shape, dtype=torch.int64, pin_memory=cuda)
+            self._sent = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+        if self._sent is not None:
+            self._sent.synchronize()  # what is there may still be on its way
         torch.stack(orders, out=self._staged)
+        self._laid = orders
 
     def step(self, rows: int) -> Step:
         """The step on batches of so many rows."""

@@ -6,7 +6,8 @@ import importlib
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ Compiled = Callable[[list[Tensor]], None]
 _LOCK = threading.Lock()
 FEW_NODES = 600
 """A graph below this is many kernels of a few microseconds: those that do not wait for each other become one."""
+LARGE = 500_000
+"""Elements from which a kernel stays by itself: with others it would be slower than both."""
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ def _inductor(graph: GraphModule) -> Compiled:
     with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
-        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES):
+        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart():
             compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
@@ -87,6 +90,19 @@ def _inductor(graph: GraphModule) -> Compiled:
             compiled(list(tensors))  # emptied by the call
 
     return run
+
+
+@contextmanager
+def _large_apart() -> Iterator[None]:
+    """Inside: only small kernels become one. Inductor's own limit is a hundred times ours."""
+    from torch._inductor.codegen import triton_combo_kernel as combos
+
+    before = combos.LARGE_NUMELS
+    combos.LARGE_NUMELS = min(before, LARGE)
+    try:
+        yield
+    finally:
+        combos.LARGE_NUMELS = before
 
 
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:

@@ -207,8 +207,10 @@ class CapturedUnit(Unit):
         for chunk, rows in self._rows(range(len(self.members)) if slots is None else set(slots)):
             chunk.view.write_back(rows)
 
-    def expect(self, slots: list[int]) -> None:
-        for chunk, rows in self._rows(set(slots)):
+    def look_ahead(self, ending: list[int]) -> None:
+        for chunk in self.chunks:
+            chunk.look_ahead()
+        for chunk, rows in self._rows(set(ending)):
             transfer.expect(chunk.stack.row_bytes * len(rows), chunk.stack.device)
 
     def keep(self, slots: list[int]) -> Unit:

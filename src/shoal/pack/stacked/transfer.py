@@ -19,7 +19,6 @@ MOST_BYTES = 1 << 26
 """What is laid side by side at a time."""
 BLOCK = 1 << 24
 """Of pinned memory."""
-_primed: set[torch.device] = set()
 PIECE, MOST_HEAP = 1 << 20, 48 << 20
 """Memory of the host is made ready in pieces, and no more of it than the C library keeps."""
 
@@ -69,17 +68,6 @@ def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
         return flat.to(device, non_blocking=True)  # the host's memory is not used again before the copy is done
     flat = torch.cat(parts)
     return _on_host(len(flat), flat.dtype, pinned=flat.is_cuda).copy_(flat) if device.type == "cpu" else flat.to(device)
-
-
-def prime(device: torch.device) -> None:
-    """Have a GPU load what moving takes, which the first time is longer than many moves: whole rows and odd ones."""
-    if device.type == "cuda" and device not in _primed:
-        _primed.add(device)
-        pair = [_on_host(1, torch.uint8, pinned=True) for _ in range(2)]  # one may still be on its way
-        del pair
-        row = torch.zeros(32, device=device)
-        across(across([row[:8], row[8:16]], CPU), device)
-        across(across([row[1:6], row[7:9]], CPU), device)
 
 
 def expect(nbytes: int, device: torch.device) -> None:
