@@ -125,9 +125,11 @@ class Stack:
             self._write_back(slots[start:stop])
 
     def rehearse(self) -> None:
-        """Move a member as when it leaves: a GPU loads what that takes the first time, which is many times as long."""
+        """Move members as when they leave: a GPU loads what that takes the first time, which is many times as long, and
+        other code for rows that lie at odd places."""
         if self.device.type != "cpu" and self.row_bytes <= transfer.MOST_BYTES:
-            transfer.moved(self._row(0), transfer.CPU)
+            for slot in range(min(2, len(self.recipes))):
+                transfer.moved(self._row(slot), transfer.CPU)
 
     def _row(self, slot: int) -> list[Tensor]:
         """All that a member has in the stack."""
