@@ -1,14 +1,15 @@
 """What was learned about recipes, kept on disk: verdicts, seconds of a step and peak bytes by the number of rows.
 
 One JSON file in $SHOAL_CACHE (or ~/.cache/shoal), an entry for each (network, batch, precision, optimizer, device,
-torch). It is
-written whole or not at all; a missing or damaged file, or part of it, is nothing learned. Nothing here changes what a
-job computes, except the verdict, which says on which tier it runs.
+torch, Shoal): another version may be faster or slower. It is written whole or not at all; a missing or damaged file, or
+part of it, is nothing learned. Nothing here changes what a job computes, except the verdict, which says on which tier
+it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ import torch
 from shoal.pack.planner import Curve
 from shoal.pack.recipe import Recipe
 
-FORMAT = 3
+FORMAT = 4
 MOST_ENTRIES = 4000
 """The oldest entries are dropped beyond these."""
 
@@ -80,9 +81,16 @@ def _digest(recipe: Recipe, about: Hashable) -> str:
     device = torch.cuda.get_device_name(member.device) if member.device.type == "cuda" else "cpu"
     key = (about, device, torch.get_num_threads())
     if key not in _digests:
-        text = repr((FORMAT, about, device, torch.__version__, torch.get_num_threads()))
+        text = repr((FORMAT, about, device, _version(), torch.__version__, torch.get_num_threads()))
         _digests[key] = hashlib.sha256(text.encode()).hexdigest()[:32]
     return _digests[key]
+
+
+@functools.cache
+def _version() -> str:
+    import shoal
+
+    return str(shoal.__version__)
 
 
 def cache_file() -> Path:
