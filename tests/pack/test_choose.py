@@ -38,8 +38,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(choose, "_timed", timed)
     monkeypatch.setattr(choose, "held", lambda: (next(grown), 7))
     monkeypatch.setattr(choose, "clear", lambda: None)
-    monkeypatch.setattr(choose, "_here", {})
+    another_process(monkeypatch)
     return found
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_here", {})
+    monkeypatch.setattr(choose, "_made_here", set())
 
 
 def conv() -> nn.Module:
@@ -75,10 +80,25 @@ def test_what_was_tried_is_not_tried_again(tried: list[str], monkeypatch: pytest
     first = chosen(4, 10**9, compile=True)
     count = len(tried)
     assert first.name == "stacked compiled" and sorted(tried) == sorted(SECONDS.keys() - {"streams"})
-    monkeypatch.setattr(choose, "_here", {})  # another process
+    another_process(monkeypatch)
     again = chosen(4, 10**9, compile=True)
-    assert again == first and len(tried) == count
-    assert chosen(5, 10**9, compile=True).chunk == 5 and len(tried) == 2 * count, "another number of members is another"
+    assert again == first and tried[count:] == ["stacked compiled"], "what has to be compiled here is tried here"
+    assert chosen(4, 10**9, compile=False).name == "stacked" and tried[count + 1 :] == ["streams"]
+    assert chosen(5, 10**9, compile=True).chunk == 5 and len(tried) == 2 * count + 2, "another number is another"
+
+
+def test_what_cannot_be_compiled_here_is_not(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(4, 10**9, compile=True).compiled
+    another_process(monkeypatch)  # without a compiler
+    before = choose._timed
+
+    def timed(unit: CapturedUnit, form: Form) -> Form:
+        if form.compiled:
+            raise RuntimeError("no compiler")
+        return before(unit, form)
+
+    monkeypatch.setattr(choose, "_timed", timed)
+    assert chosen(4, 10**9, compile=True).name == "stacked"
 
 
 def test_another_optimizer_is_another_trial(tried: list[str]) -> None:

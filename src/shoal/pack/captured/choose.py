@@ -88,11 +88,15 @@ def choose(
     trials = Trials(recipes, kitchen, cache)
     with timed("trials"):
         form = _choose(trials, compile, stackable)
+        if form is not None and form.compiled and trials.confirmed(form) is None:
+            form = _choose(trials, False, stackable)
     return None if form is None else (form, trials.unit(form))
 
 
 _here: dict[tuple[str, int, str], tuple[Form, float]] = {}
 """Trials of this process: should what they found not be kept on disk, they are not made twice."""
+_made_here: set[tuple[str, int, str]] = set()
+"""Those of them that were made here, and not by an earlier process."""
 
 
 class Trials:
@@ -136,6 +140,14 @@ class Trials:
         if known is not None:
             found, self.spent = known
             return found
+        return self._try(form)
+
+    def confirmed(self, form: Form) -> Form | None:
+        """A compiled form that was tried elsewhere is tried here too, since it has to be compiled here; None where that
+        fails."""
+        return form if (self._key, len(self.recipes), form.name) in _made_here else self._try(form)
+
+    def _try(self, form: Form) -> Form | None:
         if self._last is not None:
             self._last = None
             clear()
@@ -162,7 +174,9 @@ class Trials:
         return found, unit
 
     def _remember(self, form: Form) -> None:
-        _here[self._key, len(self.recipes), form.name] = (form, self.spent)
+        place = (self._key, len(self.recipes), form.name)
+        _here[place] = (form, self.spent)
+        _made_here.add(place)
         learned.note(
             self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
             compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,
