@@ -15,7 +15,7 @@ from shoal.data.source import TensorSource
 from shoal.job import Job
 from shoal.pack import measure as trials
 from shoal.pack import memory as bytes_of
-from shoal.pack.group import group
+from shoal.pack.group import Group, group
 from shoal.pack.liveness import nbytes, optimizer_bytes
 from shoal.pack.members import Member
 from shoal.pack.plan import Part, Plan, arrange, requests, room, try_out
@@ -156,7 +156,7 @@ def explain(
         return Explanation(made, steps, bytes_of.data_bytes(members), True, fixed)
     kitchen = Kitchen()
     groups = group(members, kitchen)
-    recipes = {recipe.member.index: recipe for found in groups for recipe in found.recipes}
+    recipes = _by_index(groups)
     timed = measure and not on_gpu
     asked = requests(groups, try_out(groups, kitchen) if timed else {})
     place = str(members[0].device)
@@ -169,12 +169,14 @@ def explain(
 
 def _rehearsed(members: list[Member], budget: int, compile: bool | Literal["auto"]) -> Plan:
     """The plan on a GPU, with what trials of these very packs showed; nothing of them is kept but that."""
+    recipes = _by_index(group(members, Kitchen()))
     made, units, executor = arrange(members, compile=compile, budget=budget)
     del units
     executor.forget()
     by_index = {member.index: member for member in members}
     for part in made.parts:
         predicted = part.predicted
+        _tell_apart(part, by_index, recipes)
         try:
             alone = trials.plain_seconds(by_index[part.members[0]])
         except Exception:  # whatever it is will show in training, where it ends its own member
@@ -186,15 +188,16 @@ def _rehearsed(members: list[Member], budget: int, compile: bool | Literal["auto
     return made
 
 
+def _by_index(groups: list[Group]) -> dict[int, Recipe]:
+    return {recipe.member.index: recipe for found in groups for recipe in found.recipes}
+
+
 def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe], kitchen: Kitchen, timed: bool) -> None:
     """What the parts of the memory are, and the times of this very pack."""
     first, count = members[part.members[0]], len(part.members)
     recipe = recipes.get(first.index)
     rows = max(count, LEAST) if part.tier == "stacked" else count
-    kinds = _kinds(part, members, recipes)
-    for name in memory(first, recipe):
-        own = [memory(member, recipes.get(member.index))[name] * share for member, share in kinds]
-        part.predicted[f"{name}_bytes"] = rows * sum(own)
+    kinds = _tell_apart(part, members, recipes)
     if not timed or recipe is None or not isinstance(first.data.source, TensorSource):
         return
     try:
@@ -210,6 +213,16 @@ def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe],
     part.predicted["gain"] = gain
     if part.tier == "stacked" and count > 1 and gain < trials.LOSES:
         part.reason += f"; stacking loses here ({gain:.2f}x): do not pack, if it matters; the jobs are short"
+
+
+def _tell_apart(part: Part, members: dict[int, Member], recipes: dict[int, Recipe]) -> list[tuple[Member, float]]:
+    """What the parts of the memory are, for the members' kinds, which are given back."""
+    kinds, count = _kinds(part, members, recipes), len(part.members)
+    rows = max(count, LEAST) if part.tier == "stacked" else count
+    each = [(memory(member, recipes.get(member.index)), share) for member, share in kinds]
+    for name in each[0][0]:
+        part.predicted[f"{name}_bytes"] = rows * sum(own[name] * share for own, share in each)
+    return kinds
 
 
 def _kinds(part: Part, members: dict[int, Member], recipes: dict[int, Recipe]) -> list[tuple[Member, float]]:
