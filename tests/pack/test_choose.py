@@ -82,7 +82,8 @@ def test_what_was_tried_is_not_tried_again(tried: list[str], monkeypatch: pytest
     assert first.name == "stacked compiled" and sorted(tried) == sorted(SECONDS.keys() - {"streams"})
     another_process(monkeypatch)
     again = chosen(4, 10**9, compile=True)
-    assert again == first and tried[count:] == ["stacked compiled"], "what has to be compiled here is tried here"
+    assert again == first and tried[count:] == ["stacked compiled"], "what has to be compiled here is tried here, once"
+    assert chosen(4, 10**9, compile=True) == first and len(tried) == count + 1
     assert chosen(4, 10**9, compile=False).name == "stacked" and tried[count + 1 :] == ["streams"]
     assert chosen(5, 10**9, compile=True).chunk == 5 and len(tried) == 2 * count + 2, "another number is another"
 
@@ -98,7 +99,17 @@ def test_what_cannot_be_compiled_here_is_not(tried: list[str], monkeypatch: pyte
         return before(unit, form)
 
     monkeypatch.setattr(choose, "_timed", timed)
-    assert chosen(4, 10**9, compile=True).name == "stacked"
+    for _ in range(2):
+        del tried[:]
+        assert chosen(4, 10**9, compile=True).name == "stacked"
+    assert not tried, "what failed here is not tried again"
+
+
+def test_what_is_slower_here_is_not_taken(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(4, 10**9, compile=True).name == "stacked compiled"
+    another_process(monkeypatch)
+    monkeypatch.setitem(SECONDS, "stacked compiled", 1.0)
+    assert chosen(4, 10**9, compile=True).name != "stacked compiled"
 
 
 def test_another_optimizer_is_another_trial(tried: list[str]) -> None:

@@ -180,6 +180,12 @@ class Added(Net):
         return self.b(torch.tanh(self.a(x) + (self.one + self.other)))
 
 
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    """A parameter whose gradient is one number for all its elements."""
+    x, y = batch
+    return F.cross_entropy(model(x), y) + 0.1 * model.b.bias.sum() + 0.1 * model.a.weight.mean()  # type: ignore[union-attr, operator]
+
+
 class Branching(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -335,6 +341,7 @@ CASES: dict[str, Case] = {
     "in-place operators": Case([InPlace] * 2),
     "a weighted loss": Case([Net] * 2, changes=(("loss", None), ("step", weighted))),
     "parameters that are added, clipped": Case([Added] * 2, changes=CLIPPED),
+    "parameters that are summed up, clipped": Case([Net] * 2, changes=(*CLIPPED, ("loss", None), ("step", summed))),
     "LSTM, clipped": Case([Recurrent] * 2, changes=(*READS, *CLIPPED)),
     "a short last batch": Case([Net] * 2, changes=(("batch_size", 13),)),
     # Bar 9.

@@ -88,6 +88,13 @@ def test_predictions_follow_what_was_measured() -> None:
     assert memory.predict_bytes(own, 32) == pytest.approx(cold[32] + cold[8], rel=0.01), "and beyond"
 
 
+def test_what_was_seen_of_a_large_pack_is_what_is_said_of_it() -> None:
+    state, working = Curve.line(0.0, 10.0), Curve(((1, 6.0), (8, 13.0), (64, 69.0)))
+    found = memory.corrected(state, working, Curve(((2, 100.0), (8, 120.0))))
+    assert state.at(8) + found.at(8) == pytest.approx(120.0)
+    assert memory.corrected(state, working, Curve(((0, 5.0),))) is working
+
+
 def test_two_points_carry_what_is_fixed() -> None:
     state, working = Curve.line(0.0, 10.0), Curve.line(0.0, 5.0)
     found = memory.corrected(state, working, Curve(((4, 4 * 15 + 700.0), (8, 8 * 15 + 700.0))))

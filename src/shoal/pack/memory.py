@@ -86,6 +86,8 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
     if seen is None:
         return working
     pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
+    if not pairs:
+        return working
     if len(pairs) == 1:
         _, value, said = pairs[0]
         ratio = value / said if said else 1.0
@@ -94,7 +96,9 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
         rest = [(rows, value - said) for rows, value, said in pairs]
         wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
         more = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
-        points = [(rows, working.at(rows) + own) for rows, own in zip(wide, more.tolist(), strict=True)]
+        sums = [working.at(rows) + own for rows, own in zip(wide, more.tolist(), strict=True)]
+        rising = np.minimum.accumulate(sums[::-1])[::-1]  # a curve never falls: the larger packs are right then
+        points = list(zip(wide, rising.tolist(), strict=True))
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
 
 

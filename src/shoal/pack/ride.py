@@ -226,6 +226,14 @@ def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
     return {slot: "diverged"}
 
 
+def exact_sum(values: list[float]) -> float:
+    """The same in any order; of logs that are not finite it is what adding them gives."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
+
+
 def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
     """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
 
@@ -238,8 +246,8 @@ def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str,
 
     def mean(values: list[float]) -> float:
         if even:
-            return math.fsum(values) * size / (before + last)
-        return math.fsum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
+            return exact_sum(values) * size / (before + last)
+        return exact_sum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
 
     row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
     row |= {name: mean(values) for name, values in sorted(member.logs.items())}

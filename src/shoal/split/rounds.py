@@ -21,6 +21,7 @@ from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.members import Member, make_optimizer, open_data
 from shoal.pack.memory import free_bytes
+from shoal.pack.ride import exact_sum
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
 from shoal.split.averaging import check_count
@@ -244,9 +245,9 @@ class _Run:
             "epoch": self.step / self._steps_per_epoch(),
             "round": self.round,
             "step": self.step,
-            "loss": math.fsum(self.losses) / len(self.losses) if self.losses else math.nan,
+            "loss": exact_sum(self.losses) / len(self.losses) if self.losses else math.nan,
         }
-        row |= {name: math.fsum(values) / len(values) for name, values in self.logs.items()}
+        row |= {name: exact_sum(values) / len(values) for name, values in self.logs.items()}
         self.losses, self.logs = [], {}
         if self.val is not None:
             row |= evaluate(self.job, self.settled(), self.val, self.device)

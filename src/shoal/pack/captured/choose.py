@@ -88,15 +88,19 @@ def choose(
     trials = Trials(recipes, kitchen, cache)
     with timed("trials"):
         form = _choose(trials, compile, stackable)
-        if form is not None and form.compiled and trials.confirmed(form) is None:
-            form = _choose(trials, False, stackable)
+        while form is not None and form.compiled and not trials.made_here(form):
+            trials.confirm(form)
+            form = _choose(trials, compile, stackable)
     return None if form is None else (form, trials.unit(form))
 
 
-_here: dict[tuple[str, int, str], tuple[Form, float]] = {}
-"""Trials of this process: should what they found not be kept on disk, they are not made twice."""
-_made_here: set[tuple[str, int, str]] = set()
-"""Those of them that were made here, and not by an earlier process."""
+_Place = tuple[str, int, str]
+"""A trial: of which recipes, how many members, which form."""
+_here: dict[_Place, tuple[Form, float] | None] = {}
+"""What is known in this process, and what the trial took: should it not be kept on disk, none is made twice. None: it
+failed here."""
+_made_here: set[_Place] = set()
+"""Trials that were made by this process, and not by an earlier one."""
 
 
 class Trials:
@@ -111,9 +115,16 @@ class Trials:
         self._key = learned.digest_of(recipes)
         self._learned = learned.lookup(self._key)
 
+    def _place(self, form: Form) -> _Place:
+        return self._key, len(self.recipes), form.name
+
+    def made_here(self, form: Form) -> bool:
+        """Whether this process has tried a form."""
+        return self._place(form) in _made_here
+
     def known(self, form: Form) -> tuple[Form, float] | None:
         """A form with what an earlier trial of as many members found, and what that trial took."""
-        place, entry = (self._key, len(self.recipes), form.name), self._learned
+        place, entry = self._place(form), self._learned
         seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
         if place not in _here and seconds is not None:
             found = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
@@ -140,14 +151,11 @@ class Trials:
         if known is not None:
             found, self.spent = known
             return found
-        return self._try(form)
+        return None if self.made_here(form) else self.confirm(form)
 
-    def confirmed(self, form: Form) -> Form | None:
-        """A compiled form that was tried elsewhere is tried here too, since it has to be compiled here; None where that
-        fails."""
-        return form if (self._key, len(self.recipes), form.name) in _made_here else self._try(form)
-
-    def _try(self, form: Form) -> Form | None:
+    def confirm(self, form: Form) -> Form | None:
+        """Try a form here, whatever was found elsewhere: what is compiled has to be compiled here, which may fail."""
+        _made_here.add(self._place(form))
         if self._last is not None:
             self._last = None
             clear()
@@ -158,6 +166,7 @@ class Trials:
             if context_lost(error):
                 raise
         if self._last is None:
+            _here[self._place(form)] = None
             clear()
             return None
         found = self._last[0]
@@ -174,9 +183,7 @@ class Trials:
         return found, unit
 
     def _remember(self, form: Form) -> None:
-        place = (self._key, len(self.recipes), form.name)
-        _here[place] = (form, self.spent)
-        _made_here.add(place)
+        _here[self._place(form)] = (form, self.spent)
         learned.note(
             self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
             compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,

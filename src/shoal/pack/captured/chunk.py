@@ -200,7 +200,7 @@ class Chunk:
             self._stage([order for order in orders if order is not None])
             held.copy_(self._staged, non_blocking=True)
             if self._sent is not None:
-                self._sent.record()
+                self._sent.record(torch.cuda.current_stream(self.stack.device))
         else:
             for row in fresh:
                 order = orders[row]

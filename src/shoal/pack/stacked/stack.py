@@ -239,14 +239,22 @@ class Stack:
 
 
 def _apart(grads: Grads) -> Grads:
-    """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor."""
+    """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor, and
+    one that is summed up gets a single number for all its elements."""
     seen: set[int] = set()
     found: list[Tensor | None] = []
     for grad in grads:
         memory = 0 if grad is None else grad.untyped_storage()._cdata
-        found.append(grad.clone() if grad is not None and memory in seen else grad)
+        if grad is not None and (memory in seen or _overlaps(grad)):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        found.append(grad)
         seen.add(memory)
     return found
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _padded(rows: Sequence[int], size: int) -> list[int]:
