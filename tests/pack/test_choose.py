@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,27 @@ def test_what_cannot_be_compiled_here_is_not(tried: list[str], monkeypatch: pyte
         del tried[:]
         assert chosen(4, 10**9, compile=True).name == "stacked"
     assert not tried, "what failed here is not tried again"
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_full_memory_is_not_held_against_a_form(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch, compile: bool
+) -> None:
+    chosen(4, 10**9, compile=compile)
+    another_process(monkeypatch)
+    if not compile:  # what need not be compiled is only tried where it is not remembered
+        monkeypatch.setenv("SHOAL_CACHE", str(Path(os.environ["SHOAL_CACHE"]) / "empty"))
+    before, name = choose._timed, "stacked compiled" if compile else "stacked"
+
+    def full(unit: CapturedUnit, form: Form) -> Form:
+        if form.name == name:
+            raise torch.OutOfMemoryError("no room")
+        return before(unit, form)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(choose, "_timed", full)
+        assert chosen(4, 10**9, compile=compile).name != name
+    assert chosen(4, 10**9, compile=compile).name == name, "the next group has room"
 
 
 def test_what_is_slower_here_is_not_taken(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

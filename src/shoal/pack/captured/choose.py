@@ -24,7 +24,7 @@ from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.times import timed
 from shoal.pack.trace import Trace
-from shoal.pack.unit import context_lost
+from shoal.pack.unit import context_lost, out_of_memory
 
 COMPILED_GAIN = 0.5
 """The share of an uncompiled step that compiling is taken to save, until it has been measured."""
@@ -112,6 +112,8 @@ class Trials:
         """What the last trial took, compiling aside."""
         self._last: tuple[Form, CapturedUnit] | None = None
         self._bytes = 0
+        self._failed: set[str] = set()
+        """Forms that this group cannot have: with more memory, say, another one may."""
         self._key = learned.digest_of(recipes)
         self._learned = learned.lookup(self._key)
 
@@ -120,10 +122,12 @@ class Trials:
 
     def made_here(self, form: Form) -> bool:
         """Whether this process has tried a form."""
-        return self._place(form) in _made_here
+        return form.name in self._failed or self._place(form) in _made_here
 
     def known(self, form: Form) -> tuple[Form, float] | None:
         """A form with what an earlier trial of as many members found, and what that trial took."""
+        if form.name in self._failed:
+            return None
         place, entry = self._place(form), self._learned
         seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
         if place not in _here and seconds is not None:
@@ -155,7 +159,6 @@ class Trials:
 
     def confirm(self, form: Form) -> Form | None:
         """Try a form here, whatever was found elsewhere: what is compiled has to be compiled here, which may fail."""
-        _made_here.add(self._place(form))
         if self._last is not None:
             self._last = None
             clear()
@@ -165,8 +168,11 @@ class Trials:
         except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
             if context_lost(error):
                 raise
+            self._failed.add(form.name)
+            if not out_of_memory(error):
+                _here[self._place(form)] = None
+                _made_here.add(self._place(form))
         if self._last is None:
-            _here[self._place(form)] = None
             clear()
             return None
         found = self._last[0]
@@ -184,6 +190,7 @@ class Trials:
 
     def _remember(self, form: Form) -> None:
         _here[self._place(form)] = (form, self.spent)
+        _made_here.add(self._place(form))
         learned.note(
             self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
             compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,

@@ -77,7 +77,7 @@ def expect(nbytes: int, device: torch.device) -> None:
     """
     if device.type != "cpu" and nbytes <= MOST_BYTES:
         pieces = range(0, min(nbytes, MOST_HEAP), PIECE)
-        held = [torch.zeros(PIECE, dtype=torch.uint8).fill_(1) for _ in pieces]
+        held = [torch.ones(PIECE, dtype=torch.uint8) for _ in pieces]
         del held
 
 
