@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from shoal.counted import CounterMode, OpenRecurrent
 from shoal.data import Pool, View
 from shoal.errors import JobError, describe
 from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.trace import PRECISIONS
-from shoal.randomness import CounterMode, OpenRecurrent
 
 
 @dataclass(slots=True, eq=False)
