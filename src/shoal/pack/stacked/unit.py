@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.errors import MemberError
-from shoal.pack.members import Member, draws, run_step
+from shoal.pack.members import Member
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.serial import serial_unit
+from shoal.pack.stacked.blame import check_shapes, culprits
+from shoal.pack.stacked.columns import added, as_column, row_of
 from shoal.pack.stacked.feed import Feed
 from shoal.pack.stacked.optimizers import kind
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
+from shoal.pack.stacked.stack import LEAST as LEAST
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
 from shoal.pack.trace import Trace, Untraceable, autocast
-from shoal.pack.unit import Findings, Unit, context_lost, out_of_memory
+from shoal.pack.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.randomness import Draw, counter_draw, draw_members, generator_at, signed, site_numbers
-
-LEAST = 2
-"""Rows of the smallest stack; see `stack`."""
 
 
 class StackedUnit(Unit):
@@ -57,6 +57,10 @@ class StackedUnit(Unit):
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
+        self._undone: dict[int, Exception] = {}
+        """Whose optimizer raised in the last step, which is not counted for them."""
+        self._failed: dict[int, Exception] = {}
+        """What parts of this unit, which ran apart, have for `failures`."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
         self._forwards: dict[Any, Program | None] = {}
@@ -82,14 +86,27 @@ class StackedUnit(Unit):
         try:
             for index in range(batches):
                 self._batch(feed, index)
+                if self._undone or self.rates_of.failed:
+                    break
         except Exception as error:
-            if out_of_memory(error):
-                self._undraw(before)
+            self._undraw(before)
+            self._stop()
+            if context_lost(error) or out_of_memory(error):
+                raise
+            raise Alone(culprits(self, error)) from error
+        except BaseException:
+            self._stop()
             raise
-        finally:
-            self.rates_of.settle_rates()
-            self._note()
+        self._stop()
         feed.used()
+
+    def _stop(self) -> None:
+        """The turn is over: what it gave, to the members."""
+        self.rates_of.settle_rates()
+        self._note()
+
+    def failures(self) -> dict[int, Exception]:
+        return {**self.rates_of.failures(), **self._undone, **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
@@ -100,17 +117,19 @@ class StackedUnit(Unit):
 
     def _run_apart(self, alike: list[list[int]], batches: int) -> None:
         """Members whose batches have the same shape go together, the others after them."""
-        caught: MemberError | None = None
+        alone: dict[int, str] = {}
         for slots in alike:
             part = self.keep(slots)
             assert isinstance(part, StackedUnit)
             try:
                 part.run(batches)
-            except MemberError as error:  # a second one raises again when its batch is tried again
-                caught = caught or MemberError(slots[error.slot], error.cause)
+            except Alone as caught:
+                alone |= {slots[slot]: reason for slot, reason in caught.reasons.items()}
+            failed = part.failures()
             self._take(slots, part)
-        if caught is not None:
-            raise caught from caught.cause
+            self._failed |= {slots[slot]: error for slot, error in failed.items()}
+        if alone:
+            raise Alone(alone)
 
     def _take(self, slots: list[int], part: StackedUnit) -> None:
         """Be, for these slots, where a part of this unit is."""
@@ -128,14 +147,16 @@ class StackedUnit(Unit):
         names = sorted({name for row in self._logs for name in row})
         nan = torch.full((rows,), float("nan"))
         logs = {
-            name: torch.stack([_as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
+            name: torch.stack([as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
             for name in names
         }
         for slot, member in enumerate(self.members):
-            member.losses += losses[slot]
-            member.place += done
+            own = done - (slot in self._undone)
+            member.batches -= done - own
+            member.losses += losses[slot][:own]
+            member.place += own
             if names or member.logs:
-                member.log(done, {name: values[slot] for name, values in logs.items()})
+                member.log(own, {name: values[slot][:own] for name, values in logs.items()})
         self._losses, self._logs = [], []
 
     @property
@@ -161,15 +182,14 @@ class StackedUnit(Unit):
         place, k = member.place + done, member.job.accumulate
         first = place - place % k
         group = min(k, member.num_batches - first)
-        try:
-            batch = feed.batch(index)
-            size = batch[0].shape[0 if feed.shared else 1]
-            program = self.program(size, [not feed.shared] * len(batch))
-            if self._noise is None:
-                self._drawn.append(program.draws)
-            self.advance(program, batch, group, first == place, place + 1 == first + group)
-        except Exception as error:
-            raise self._blame(done, error) from error
+        batch = feed.batch(index)
+        size = batch[0].shape[0 if feed.shared else 1]
+        if not feed.in_memory:
+            check_shapes(self.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+        program = self.program(size, [not feed.shared] * len(batch))
+        if self._noise is None:
+            self._drawn.append(program.draws)
+        self.advance(program, batch, group, first == place, place + 1 == first + group)
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -205,14 +225,28 @@ class StackedUnit(Unit):
         if last:
             stack.apply(self._grads, ok)
             self._grads = []
+            self._undo(stack.optimizer.failures(), before)
             self.rates_of.step()
 
-    def _draw(self, program: Program) -> list[Tensor]:
+    def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
+        """Members whose optimizer raised have their buffers from before the batch."""
+        self._undone = failed
+        rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
+        for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
+            now[rows] = before[rows]
+
+    def drawn(self, program: Program, rows: Sequence[int]) -> list[Tensor]:
+        """The draws that these rows would have for their next batch; nobody has drawn afterwards."""
+        return self._draw(program, [generator_at(self._generators[row].get_state()) for row in rows], rows)
+
+    def _draw(
+        self, program: Program, generators: Sequence[torch.Generator] | None = None, rows: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
         draws, device = program.draws, self.stack.device
         if device.type == "cpu" or not draws:
-            return draw_members(draws, self._generators, device)
-        members = [self.members[row] for row in self.stack.rows]
+            return draw_members(draws, self._generators if generators is None else generators, device)
+        members = [self.members[own] for own in (self.stack.rows if rows is None else rows)]
         seeds = torch.tensor([signed(m.job.seed) for m in members], device=device)
         counts = torch.tensor([m.batches for m in members], device=device)
         sites = torch.tensor(site_numbers(draws, len(members)), device=device)
@@ -255,26 +289,7 @@ class StackedUnit(Unit):
         if group > 1 or self.stack.scaler is not None:
             total = losses.sum()
         grads: list[Tensor | None] = list(torch.autograd.grad(total, self.stack.leaves, allow_unused=True))
-        return grads if first else [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
-
-    def _blame(self, done: int, error: Exception) -> Exception:
-        """Find the member whose own step raises on this batch; the others lose nothing."""
-        if context_lost(error) or out_of_memory(error):
-            return error
-        for slot, member in enumerate(self.members):
-            self.stack.write_back([slot])
-            assert member.order is not None
-            size, job = member.job.batch_size, member.job
-            start = (member.place + done) * size
-            model = member.model.to(member.device)
-            try:
-                rows = member.order[start : start + size]
-                batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
-                with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
-                    run_step(job, model, batch)
-            except Exception as own:
-                return MemberError(slot, own)
-        return error
+        return grads if first else [added(a, b) for a, b in zip(self._grads, grads, strict=True)]
 
     # --- in and out -------------------------------------------------------------------------------------------------
 
@@ -291,6 +306,11 @@ class StackedUnit(Unit):
         last = self.rates_of.last
         kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
         return kept
+
+    def alone(self, slots: list[int]) -> list[Unit]:
+        self.write_back(slots)
+        grads = {self.stack.param_names[i]: g for i, g in zip(self.stack.trained, self._grads, strict=False)}
+        return [serial_unit(self.members[slot], {name: row_of(g, slot) for name, g in grads.items()}) for slot in slots]
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
         """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
@@ -337,7 +357,7 @@ class StackedUnit(Unit):
             return None
         (losses, logs), outputs = self._evaluate(program, batch)
         chosen, rows = self._chosen(slots), len(self.stack.rows)
-        columns = {name: chosen(_as_column(value, rows)) for name, value in logs.items()}
+        columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
         return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
 
     def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
@@ -371,16 +391,3 @@ class StackedUnit(Unit):
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
-
-
-def _as_column(value: Any, rows: int) -> Tensor:
-    """A step's log as one number per row of the stack."""
-    if isinstance(value, Tensor) and value.dim():
-        return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
-    return torch.full((rows,), float(value), dtype=torch.float64)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a + b
