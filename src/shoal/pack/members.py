@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from shoal.job import Job
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.trace import PRECISIONS
+from shoal.randomness import generator_at
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +169,19 @@ class Member:
         self.order = self.order_state = self.ahead = None
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+
+
+def scratch_copy(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        optimizer_state={},
+        best=None,
+    )
 
 
 _PLAIN = (

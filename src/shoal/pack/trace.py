@@ -58,6 +58,8 @@ class Trace:
     """What `used_params` found."""
     skeleton: Hashable | None = None
     """What `signature.skeleton` found."""
+    kind: int = -1
+    """Equal for graphs of code that differs in floating-point numbers alone; see `Kitchen.graph`."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
 
@@ -110,14 +112,14 @@ def trace(
         raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
     before = fingerprint(twin, tensors=False)
     with kept(twin, reached, skip=twin) as state:
-        first = _record(twin, call, batch, precision)
+        first = _record(twin, call, batch, precision, not evaluating)
         if fingerprint(twin, tensors=False) != before:
             raise Untraceable("its forward changes python attributes of the model")
         if state.changed:
             raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
         if state.written:
             raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
-        again = _record(twin, call, batch, precision) if twice else first
+        again = _record(twin, call, batch, precision, not evaluating) if twice else first
     if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
@@ -138,7 +140,7 @@ class _Recorded(nn.Module):
         return out, dict(self.model.named_buffers(remove_duplicate=False))
 
 
-def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> Trace:
+def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> Trace:
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     leaves, batch_spec = pytree.tree_flatten(batch)
@@ -158,7 +160,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
     device = inputs[0].device
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with _poisoned(), _quiet(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
+        mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
+        with _poisoned(), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
