@@ -141,8 +141,9 @@ class Kitchen:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._known: dict[Hashable, Trace] = {}
-        """Code that was recorded twice already, and its first trace."""
+        """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
+        """Code, whatever the floating-point numbers in it."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
@@ -214,13 +215,14 @@ class Kitchen:
         code = (self._prints[model], fingerprint(function), repr(spec), precision, evaluating)
         key = (code, shapes)
         if key not in self._traces:
+            kind = without_floats(code)
             try:
                 there = _beside(model, leaves)
                 self._traces[key] = made = trace(
                     there, call, batch, precision=precision, evaluating=evaluating, reached=function,
-                    twice=twice and code not in self._known,
+                    twice=twice and kind not in self._kinds,
                 )  # fmt: skip
-                made.kind = self._kinds.setdefault(without_floats(code), len(self._kinds))
+                made.kind = self._kinds.setdefault(kind, len(self._kinds))
                 first = self._known.setdefault(code, made)
                 if made is not first and made.like(first):
                     made.first = first

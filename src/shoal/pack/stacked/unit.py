@@ -167,9 +167,20 @@ class StackedUnit(Unit):
             program = self.program(size, [not feed.shared] * len(batch))
             if self._noise is None:
                 self._drawn.append(program.draws)
+            active = self.stack.active.clone() if program.trace.checked else None
             self.advance(program, batch, group, first == place, place + 1 == first + group)
         except Exception as error:
             raise self._blame(done, error) from error
+        if active is not None and not self._everybody:
+            self._look_at_checks(done, active)
+
+    def _look_at_checks(self, done: int, before: Tensor) -> None:
+        """Where a check in the graph may have failed, let the member's own step say so."""
+        for slot in range(len(self.members)):
+            if before[slot] and not self.stack.active[slot]:
+                error = self._own_error(slot, done)
+                if error is not None:
+                    raise MemberError(slot, error) from error
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -256,20 +267,27 @@ class StackedUnit(Unit):
         """Find the member whose own step raises on this batch; the others lose nothing."""
         if context_lost(error) or out_of_memory(error):
             return error
-        for slot, member in enumerate(self.members):
-            self.stack.write_back([slot])
-            assert member.order is not None
-            size, job = member.job.batch_size, member.job
-            start = (member.place + done) * size
-            model = member.model.to(member.device)
-            try:
-                rows = member.order[start : start + size]
-                batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
-                with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
-                    run_step(job, model, batch)
-            except Exception as own:
-                return MemberError(slot, own)
+        for slot in range(len(self.members)):
+            raised = self._own_error(slot, done)
+            if raised is not None:
+                return MemberError(slot, raised)
         return error
+
+    def _own_error(self, slot: int, done: int) -> Exception | None:
+        """What a member's own step raises on the batch after so many of this turn."""
+        member, job = self.members[slot], self.members[slot].job
+        self.stack.write_back([slot])
+        assert member.order is not None
+        start = (member.place + done) * job.batch_size
+        model = member.model.to(member.device)
+        try:
+            rows = member.order[start : start + job.batch_size]
+            batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
+            with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
+                run_step(job, model, batch)
+        except Exception as error:
+            return error
+        return None
 
     # --- in and out -------------------------------------------------------------------------------------------------
 
