@@ -19,6 +19,7 @@ from shoal.pack.recipe import Recipe
 from shoal.pack.stacked.stack import LEAST
 from shoal.pack.trace import Trace, autocast
 from shoal.pack.unit import context_lost, out_of_memory
+from shoal.randomness import draw_members
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.unit import StackedUnit
@@ -94,3 +95,36 @@ def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
     size = len(first) if isinstance(first, Tensor) and first.dim() else -1
     check_shapes(recipe.steps.get(size), leaves)
     return leaves
+
+
+def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """Let these rows not have drawn for the last batch; `before`: the generators when the turn began."""
+    if not rows or not unit._drawn:
+        return
+    unit._noise = None
+    if unit.stack.device.type != "cpu":  # draws are counted there
+        return
+    generators = [unit._generators[row] for row in rows]
+    for row, generator in zip(rows, generators, strict=True):
+        generator.set_state(before[row])
+    for draws in unit._drawn[:-1]:
+        draw_members(draws, generators, unit.stack.device)
+
+
+def gradients(unit: StackedUnit, slot: int) -> dict[str, Tensor | None]:
+    """What a member has accumulated in the group of batches that it is in the middle of, by parameter."""
+    names = [unit.stack.param_names[index] for index in unit.stack.trained]
+    rows = unit._aside[slot] if slot in unit._aside else [row_of(grad, slot) for grad in unit._grads]
+    return dict(zip(names, rows, strict=True)) if rows else {}
+
+
+def row_of(value: Tensor | None, slot: int) -> Tensor | None:
+    """A copy of one member's row."""
+    return None if value is None else value[slot].clone()
+
+
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be missing."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
