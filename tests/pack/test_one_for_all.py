@@ -161,8 +161,8 @@ def test_a_data_set_of_which_nothing_can_be_read_is_a_mistake() -> None:
         train([job(0, data=Broken(True))])
 
 
-NEGATIVE = torch.where(torch.arange(24)[:, None] // 8 == 1, -1 - X.abs(), X)
-"""The second of three batches has no positive number, where rows come in order."""
+NEGATIVE = torch.where(torch.arange(24)[:, None] // 8 == 2, -1 - X.abs(), X)
+"""The last of three batches has no positive number, where rows come in order."""
 
 
 def kernel(hidden: Tensor, batch: Any) -> Tensor:
@@ -213,7 +213,39 @@ def test_a_step_that_raises_late(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     jobs = [job(i, model=wide, step=factored, loss=None, data=(x, Y), shuffle=False) for i, x in enumerate(rows)]
     results = assert_as_alone(jobs, path, monkeypatch)
     assert [result.status for result in results] == ["done", "failed", "done"]
-    assert results[1].steps == 1
+    assert results[1].steps == 2
+
+
+def gaussian(model: nn.Module, batch: Any) -> Tensor:
+    """Fails, by a check of torch.distributions, where the batch has no positive number."""
+    hidden = model(batch[0])
+    scale = batch[0].max() + 0.1 * hidden[:, 1:2].tanh()
+    return -torch.distributions.Normal(hidden[:, :1], scale.expand(len(hidden), 1)).log_prob(batch[1]).mean()
+
+
+def careful(model: nn.Module, batch: Any) -> Tensor:
+    """Handles the failure of that check."""
+    try:
+        return gaussian(model, batch)
+    except ValueError:
+        out = model(batch[0]).square().mean()
+        assert isinstance(out, Tensor)
+        return out
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("step", [gaussian, careful])
+def test_a_check_in_a_step_that_fails_late(
+    step: Callable[[nn.Module, Any], Tensor], accumulate: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"model": wide, "step": step, "loss": None, "shuffle": False, "accumulate": accumulate}
+    jobs = [job(i, data=(x, Y), **settings) for i, x in enumerate((X, NEGATIVE, X + 1, NEGATIVE))]
+    results = assert_as_alone(jobs, path, monkeypatch)
+    wanted = "failed" if step is gaussian else "done"
+    assert [result.status for result in results] == ["done", wanted, "done", wanted]
+    if path == "stacked":
+        assert [result.tier for result in results] == ["stacked", "serial"] * 2
 
 
 def test_those_who_stay_have_the_bits_that_they_had_alone(monkeypatch: pytest.MonkeyPatch) -> None:
