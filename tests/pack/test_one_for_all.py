@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_close, numbers, train
+from tests.pack.equality import assert_close, assert_same_bits, numbers, train
 from tests.pack.test_captured_on_cpu import as_on_a_gpu
 from tests.pack.test_captured_on_cpu import train as train_captured
 from torch import Tensor, nn
@@ -256,6 +258,24 @@ def test_those_who_stay_have_the_bits_that_they_had_alone(monkeypatch: pytest.Mo
     for a, b in zip(alone, beside, strict=False):
         for name, value in a.model.state_dict().items():
             assert torch.equal(value, b.model.state_dict()[name])
+
+
+def test_a_member_that_left_its_stack_is_resumed_outside_it(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": wide, "step": jittered, "loss": None, "shuffle": False}
+    jobs = [job(i, **settings, data=(x, Y)) for i, x in enumerate((X, NEGATIVE, X + 1))]
+
+    def interrupt(view: Any) -> None:
+        if view.name == "1" and len(view.history) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=tmp_path, callbacks=[interrupt])
+    told: list[shoal.Event] = []
+    whole, resumed = shoal.train(jobs, device="cpu"), shoal.train(jobs, device="cpu", out=tmp_path, events=told.append)
+    joined = {event.member.name: event.data["tier"] for event in told if event.kind == "join" and event.member}
+    assert joined == {"0": "stacked", "1": "serial", "2": "stacked"} and "split" not in {event.kind for event in told}
+    for a, b in zip(whole, resumed, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.usefixtures(as_on_a_gpu.__name__)
