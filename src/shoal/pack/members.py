@@ -198,6 +198,8 @@ def _stored(value: Any) -> Any:
         if not isinstance(x, Tensor) or is_lazy(x):
             return x
         x = x.detach()
+        if x.layout != torch.strided:
+            return x.cpu()
         part = x.untyped_storage().nbytes() > x.nbytes + 1024
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 

@@ -224,6 +224,8 @@ class Kitchen:
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
             self._prints[model] = fingerprint(model)
