@@ -25,6 +25,7 @@ from shoal.job import Job
 from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
+from shoal.pack.ownership import call_factory, copied, gives_out_shared, overlapping, own_network, spans
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
 
@@ -212,24 +213,37 @@ def names(jobs: Sequence[Job]) -> list[str]:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds.
+    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds,
+    in memory of its own.
 
     Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
     that is in eval mode as a whole, as one is after inference, is put in train mode.
     """
-    factory: Any = job.model
-    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
+    return in_train_mode(own_network(job))
+
+
+def in_train_mode(model: nn.Module) -> nn.Module:
+    """The network, ready for training."""
     return model if model.training else model.train()
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
-    """Build one member, leaving the process's own generators as they were."""
+    """Build one member, leaving the process's own generators as they were. Its network may share memory with others,
+    see `give_own_networks`."""
+    model, rng = _network(job, pool.device)
+    orders = torch.Generator().manual_seed(job.order_seed)
+    data = open_data(pool, job, "data")
+    val = open_data(pool, job, "val") if job.val is not None else None
+    return Member(job, index, name, pool.device, model, rng, orders, data, val)
+
+
+def _network(job: Job, device: torch.device, own: bool = False) -> tuple[nn.Module, torch.Generator]:
+    """A network under the job's seed, and a generator in the state that building it left; `own`: a copy."""
     rng = torch.Generator()
-    with seeded(job.seed, pool.device):
+    with seeded(job.seed, device):
         try:
-            model = build_model(job)
+            model = call_factory(job)
+            model = copied(model) if own else model
         except JobError:
             raise
         except Exception as error:
@@ -237,10 +251,22 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
                 f"building the model raised {describe(error)}; call job.model() by itself to see where"
             ) from error
         rng.set_state(torch.get_rng_state())
-    orders = torch.Generator().manual_seed(job.order_seed)
-    data = open_data(pool, job, "data")
-    val = open_data(pool, job, "val") if job.val is not None else None
-    return Member(job, index, name, pool.device, model, rng, orders, data, val)
+    return model, rng
+
+
+def give_own_networks(members: Sequence[Member]) -> list[str]:
+    """Where networks share memory, with each other or with what their factories keep, each member gets a copy, taken
+    right after its own call; all are ready for training then. What is in the way, a line for each job."""
+    sharing = overlapping([spans(member.model) for member in members])
+    lines: list[str] = []
+    for place, member in enumerate(members):
+        try:
+            if place in sharing or gives_out_shared(member.job, member.model):
+                member.model, member.rng = _network(member.job, member.device, own=True)
+        except JobError as error:
+            lines += [f"job {member.name!r}: {line}" for line in error.lines]
+        member.model = in_train_mode(member.model)
+    return lines
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:
