@@ -7,6 +7,7 @@ noted here before, compared after, and put back as it was, so that the training 
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shoal.pack.contents import Position
+from shoal.pack.contents import CachedCalls, Position
 from shoal.pack.places import Elements, Items, Path, Place, SetMembers
 from shoal.pack.state_walk import Walk
 from shoal.pack.user_code import in_library_tables
@@ -37,7 +38,9 @@ class PythonState:
         self.complete = walk.complete
         """Whether all of it was looked at; there may be too much."""
         self._notes = [place.note() for place in self.places]
-        self._fresh = {id(p.owner): p.fresh() for p in self.places if isinstance(p, Position) and p.restorable}
+        self._unmoved = {
+            id(p.owner): copy.copy(p.owner) for p in self.places if isinstance(p, Position) and p.restorable
+        }
 
     def changes(self) -> list[Path]:
         """Paths of what is another thing than it was, contents of tensors included."""
@@ -67,14 +70,17 @@ class PythonState:
         """Paths of iterators that cannot be put back once they have moved on, such as a generator."""
         return [place.path for place in self.places if isinstance(place, Position) and not place.restorable]
 
+    def forget_cached_calls(self) -> None:
+        """Empty caches of functions that were filled since, with tensors that have no data, it may be."""
+        for place, note in self._pairs():
+            if isinstance(place, CachedCalls) and place.changed(note):
+                place.forget()
+
     def restore(self) -> None:
         """Put back everything that can be, except in tables that a library holds as well."""
-        moved = {
-            id(place.owner): self._fresh[id(place.owner)]
-            for place, note in self._pairs()
-            if isinstance(place, Position) and id(place.owner) in self._fresh and place.changed(note)
-        }
-        wanted = [place.swap(note, moved) if moved else note for place, note in self._pairs()]
+        moved = [id(p.owner) for p, note in self._pairs() if id(p.owner) in self._unmoved and p.changed(note)]
+        fresh = {key: copy.copy(self._unmoved[key]) for key in moved}
+        wanted = [place.swap(note, fresh) if fresh else note for place, note in self._pairs()]
         containers = [
             place
             for place, note in zip(self.places, wanted, strict=True)

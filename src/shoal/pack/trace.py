@@ -106,8 +106,7 @@ def trace(
         lambda: _copy(model, evaluating),
         reached,
         lambda twin: _record(twin, call, batch, precision),
-        lambda twin, other: _run(twin, call, other, precision),
-        batch,
+        lambda twin: _run(twin, call, batch, precision),
         twice=twice,
     )
     if isinstance(pair, str):
