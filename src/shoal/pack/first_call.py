@@ -66,8 +66,7 @@ def record_repeatable(
                 changes = filled.changes()
                 if changes:
                     return _refusal(changes[0], filled)
-                if _without_constants(first) != _without_constants(cold):
-                    return reason
+                return (first, first) if _without_constants(first) == _without_constants(cold) else reason
             return first, record(model) if twice else first
         finally:
             state.forget_cached_calls()
