@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,22 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
+from shoal.pack.patches import Untraceable
 from shoal.pack.places import Attributes, Path, say
 from shoal.pack.python_state import PythonState, preserved
 
 if TYPE_CHECKING:
     from shoal.pack.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step, recorded twice."""
+
+    first: Trace
+    again: Trace
+    caches: bool = False
+    """Whether a first call leaves something in Python behind that later ones read."""
 
 
 def record_repeatable(
@@ -33,8 +45,8 @@ def record_repeatable(
     run: Callable[[nn.Module], Any],
     *,
     twice: bool,
-) -> tuple[Trace, Trace] | str:
-    """Two records of the same step, in the state that its first call leaves; or why there are none.
+) -> Repeated:
+    """Two records of the same step, in the state that its first call leaves.
 
     Args:
         copy_model: A fresh copy of the model.
@@ -42,13 +54,16 @@ def record_repeatable(
         record: Records the step of a copy.
         run: Runs the step of a copy for real.
         twice: Whether to record it a second time; otherwise the first record is given twice.
+
+    Raises:
+        Untraceable: when there is no such state, or it cannot be come by.
     """
     model = copy_model()
     with preserved({"step": reached, "model": model}, skip=model) as state:
         if state.unrestorable:
-            return f"it reads from an iterator that cannot be put back ({say(state.unrestorable[0])})"
+            raise Untraceable(f"it reads from an iterator that cannot be put back ({say(state.unrestorable[0])})")
         if not state.complete:
-            return "its step reaches more Python objects than can be watched"
+            raise Untraceable("its step reaches more Python objects than can be watched")
         try:
             first = record(model)
             changes = state.changes()
@@ -60,14 +75,16 @@ def record_repeatable(
                 try:
                     _run(run, model)
                 except Exception as error:
-                    return f"{reason}; its first call raises {describe(error)}"
+                    raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
                 filled = PythonState({"step": reached, "model": model}, skip=model)
                 first = record(model)
                 changes = filled.changes()
                 if changes:
-                    return _refusal(changes[0], filled)
-                return (first, first) if _without_constants(first) == _without_constants(cold) else reason
-            return first, record(model) if twice else first
+                    raise Untraceable(_refusal(changes[0], filled))
+                if _without_constants(first) != _without_constants(cold):
+                    raise Untraceable(reason)
+                return Repeated(first, first, caches=True)
+            return Repeated(first, record(model) if twice else first)
         finally:
             state.forget_cached_calls()
 
@@ -102,7 +119,7 @@ def _run(run: Callable[[nn.Module], Any], model: nn.Module) -> None:
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices):
             run(model)
     finally:
         random.setstate(python)

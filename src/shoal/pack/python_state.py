@@ -8,10 +8,8 @@ noted here before, compared after, and put back as it was, so that the training 
 from __future__ import annotations
 
 import copy
-import os
 import random
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from shoal.locks import one_at_a_time
 from shoal.pack.contents import CachedCalls, Position
 from shoal.pack.places import Elements, Items, Path, Place, SetMembers
 from shoal.pack.state_walk import Walk
@@ -102,7 +101,7 @@ def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Ite
     `skip`: a model whose parameters and buffers are not looked at. One thread at a time: two that put back the same
     object would otherwise put back what the other has changed.
     """
-    with _lock:
+    with one_at_a_time:
         state = PythonState(roots, skip=skip)
         python, numpy = random.getstate(), np.random.get_state()
         try:
@@ -111,15 +110,3 @@ def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Ite
             state.restore()
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """A forked process has none of the threads that may hold the lock."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
