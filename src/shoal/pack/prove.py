@@ -114,7 +114,7 @@ def _reasons(rows: Sequence[_Case], kitchen: Kitchen, solo: bool) -> list[str]:
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
     narrow = any(member.job.precision is not None for member in members)
     try:
-        with _same_world(*((m.job.step, m.job.loss) for m in members)) as world:
+        with _same_world(*((m.job.step, m.job.loss) for m in members), caches=_caches(rows)) as world:
             try:
                 reasons = _compare_steps(rows, kitchen, wide=not narrow, solo=solo)
             except _NotInFloat64:
@@ -287,7 +287,7 @@ def prove_evaluation(
     cases = [_Case(key, {0: t}, subject) for t, *subject in zip(traces, models, whats, strict=True)]
     for rows in _chosen(cases, kitchen.proofs, apart=False):
         try:
-            with _same_world(*(case.subject[1].function for case in rows)) as world:
+            with _same_world(*(case.subject[1].function for case in rows), caches=_caches(rows)) as world:
                 try:
                     reasons = _compare_outputs(rows, batch, kitchen, wide=whats[0].precision is None)
                 except _NotInFloat64:
@@ -404,8 +404,11 @@ class _World:
 
 
 @contextmanager
-def _same_world(*reached: Any) -> Iterator[_World]:
-    """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was."""
+def _same_world(*reached: Any, caches: bool) -> Iterator[_World]:
+    """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was.
+
+    `caches`: it is known to fill caches at a first call.
+    """
     world, python, arrays = _World(), random.getstate(), np.random.get_state()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
@@ -413,10 +416,14 @@ def _same_world(*reached: Any) -> Iterator[_World]:
         same = zip(np.random.get_state(), arrays, strict=True)
         if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
             world.reason = "it draws from python's or numpy's random numbers inside the step"
-        elif state.changed:
+        elif state.changed and not caches:
             world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
         elif state.written:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
+
+
+def _caches(rows: Sequence[_Case]) -> bool:
+    return any(trace.caches for case in rows for trace in case.steps.values())
 
 
 def _unchecked(error: Exception) -> str:
