@@ -226,7 +226,14 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     """Build one member, leaving the process's own generators as they were."""
     rng = torch.Generator()
     with seeded(job.seed, pool.device):
-        model = build_model(job)
+        try:
+            model = build_model(job)
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"building the model raised {describe(error)}; call job.model() by itself to see where"
+            ) from error
         rng.set_state(torch.get_rng_state())
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
@@ -240,6 +247,8 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
         return pool.open(getattr(job, which), job.collate)
     except JobError as error:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
+    except Exception as error:
+        raise JobError(f"{which} cannot be opened: it raised {describe(error)}; look at it by itself") from error
 
 
 @contextmanager

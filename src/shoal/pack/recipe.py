@@ -144,6 +144,8 @@ class Kitchen:
         """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
         """Code, whatever the floating-point numbers in it."""
+        self._shapes: dict[Hashable, tuple[str, str]] = {}
+        """Of two batches of a streamed source."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
@@ -180,7 +182,20 @@ class Kitchen:
 
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
-        return self.step_on(member, sample(member, rows))
+        batch = sample(member, rows)
+        if member.data.source.streamed:
+            self._refuse_other_shapes(member, rows, batch)
+        return self.step_on(member, batch)
+
+    def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
+        """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""
+        view = member.data
+        key = (id(view.source), rows, len(view))
+        if key not in self._shapes:
+            self._shapes[key] = (_shapes(batch), _shapes(sample(member, rows, last=True)))
+        first, last = self._shapes[key]
+        if first != last:
+            raise Untraceable(f"its batches have different shapes ({first}, {last})")
 
     def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
         """The training step on a batch like this one; `twice`: see `trace`."""
@@ -263,9 +278,24 @@ def batch_sizes(member: Member) -> list[int]:
     return sorted({full, n % job.batch_size or full}, reverse=True)
 
 
-def sample(member: Member, rows: int) -> Any:
-    """A batch of so many rows, for its shapes."""
-    return member.data.take(0, rows)
+def sample(member: Member, rows: int, last: bool = False) -> Any:
+    """A batch of so many rows, for its shapes: the first ones, or the last.
+
+    Raises:
+        Untraceable: when they cannot be read.
+    """
+    start = len(member.data) - rows if last else 0
+    try:
+        return member.data.take(start, start + rows)
+    except Exception as error:
+        raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
+
+
+def _shapes(batch: Any) -> str:
+    """The shapes of a batch, in words."""
+    return ", ".join(
+        str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
+    )
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,18 +79,37 @@ class HandedStack:
             raise Disproved(reason)
         self._programs[key] = program
 
-    def step(self, key: Hashable, leaves: list[Tensor]) -> Tensor:
-        """One step of every member; their losses [M]. When it raises, nothing has changed."""
-        unit = self.unit
+    def step(self, key: Hashable, leaves: list[Tensor]) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
+        """One step of every member: their ids with their losses [M], and what optimizers or schedules of some raised.
+
+        When the step itself raises, nothing has changed, random streams included.
+        """
+        unit, program = self.unit, self._programs[key]
         if not self._ahead:
             unit.rates_of.settle()
-            with suppress(Exception):  # a schedule that ends within the look-ahead: it is asked step by step instead
-                unit.rates_of.begin(LOOK_AHEAD)
+            unit.rates_of.begin(LOOK_AHEAD)
             self._ahead = LOOK_AHEAD
         unit._losses, unit._logs = [], []
-        unit.advance(self._programs[key], leaves)
+        before = [generator.get_state() for generator in unit._generators] if program.draws else []
+        try:
+            unit.advance(program, leaves)
+        except Exception:
+            unit._noise = None
+            for generator, state in zip(unit._generators, before, strict=False):
+                generator.set_state(state)
+            raise
         self._ahead -= 1
-        return unit._losses[-1][: len(unit.members)]
+        for slot, member in enumerate(unit.members):
+            member.step += slot not in unit._undone
+        ids = [member.index for member in unit.members]
+        return [(ids, unit._losses[-1][: len(ids)])], self._failures()
+
+    def _failures(self) -> dict[int, Exception]:
+        unit = self.unit
+        if not unit._undone and not unit.rates_of.failed:
+            return {}
+        self._ahead = 0
+        return {unit.members[slot].index: error for slot, error in unit.failures().items()}
 
     def raising(self, batches: Sequence[Any]) -> dict[int, Exception]:
         """Whose own step raises on its batch, and what."""

@@ -30,6 +30,8 @@ class OwnOptimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        self.failed: dict[int, Exception] = {}
+        """Whose optimizer raised in its last step, by slots, and what."""
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -51,7 +53,10 @@ class OwnOptimizers:
                 continue
             for param, grad in zip(self._params[slot], grads, strict=True):
                 param.grad = None if grad is None else grad[slot]
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                self.failed[slot] = error
             for param in self._params[slot]:
                 param.grad = None
 
@@ -74,6 +79,7 @@ class OwnOptimizers:
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
         new.schedules = [*self.schedules, *other.schedules]
+        new.failed = {}
         new._point()
         return new
 
@@ -89,5 +95,6 @@ class OwnOptimizers:
         kept.twins = [self.twins[slot] for slot in slots]
         kept.optimizers = [self.optimizers[slot] for slot in slots]
         kept.schedules = [self.schedules[slot] for slot in slots]
+        kept.failed = {}
         kept._point()
         return kept
