@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shoal.pack.places import Elements, Items, Path, Place, Position, SetMembers
+from shoal.pack.contents import Position
+from shoal.pack.places import Elements, Items, Path, Place, SetMembers
 from shoal.pack.state_walk import Walk
 from shoal.pack.user_code import in_library_tables
 
@@ -40,7 +41,16 @@ class PythonState:
 
     def changes(self) -> list[Path]:
         """Paths of what is another thing than it was, contents of tensors included."""
-        return [place.difference(note) for place, note in self._pairs() if place.changed(note)]
+        return [path for place, note in self._pairs() if place.changed(note) for path in place.differences(note)]
+
+    def changed_values(self) -> dict[Path, Any]:
+        """What is another thing than it was, and what it holds now; `MISSING` for what is gone."""
+        changed = [(place, note) for place, note in self._pairs() if place.changed(note)]
+        return {path: value for place, note in changed for path, value in place.differences(note).items()}
+
+    def place_at(self, path: Path) -> Place:
+        """The place that a path of `changes` belongs to."""
+        return max((p for p in self.places if p.path == path[: len(p.path)]), key=lambda place: len(place.path))
 
     @property
     def changed(self) -> bool:
@@ -65,10 +75,13 @@ class PythonState:
             if isinstance(place, Position) and id(place.owner) in self._fresh and place.changed(note)
         }
         wanted = [place.swap(note, moved) if moved else note for place, note in self._pairs()]
-        changed = [(place, note) for place, note in zip(self.places, wanted, strict=True) if place.changed(note)]
-        containers = [place for place, _ in changed if isinstance(place, Items | Elements | SetMembers)]
+        containers = [
+            place
+            for place, note in zip(self.places, wanted, strict=True)
+            if isinstance(place, Items | Elements | SetMembers) and place.changed(note)
+        ]
         shared = in_library_tables(p.owner for p in containers if sys.getrefcount(p.owner) > _ONE_HOLDER)
-        for place, note in changed:
+        for place, note in zip(self.places, wanted, strict=True):
             if id(place.owner) not in shared:
                 place.restore(note)
 

@@ -26,8 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from shoal.pack.fingerprint import fingerprint
-from shoal.pack.python_state import preserved
+from shoal.pack.first_call import record_repeatable
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -103,26 +102,38 @@ def trace(
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
     _refuse_at_sight(model)
-    try:
-        twin = copy.deepcopy(model)
-        twin = twin.eval() if evaluating else twin
-    except Exception as error:
-        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
-    before = fingerprint(twin, tensors=False)
-    with preserved({"step": reached, "model": twin}, skip=twin) as state:
-        first = _record(twin, call, batch, precision)
-        if fingerprint(twin, tensors=False) != before:
-            raise Untraceable("its forward changes python attributes of the model")
-        if state.changed:
-            raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
-        if state.written:
-            raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
-        again = _record(twin, call, batch, precision) if twice else first
+    pair = record_repeatable(
+        lambda: _copy(model, evaluating),
+        reached,
+        lambda twin: _record(twin, call, batch, precision),
+        lambda twin, other: _run(twin, call, other, precision),
+        batch,
+        twice=twice,
+    )
+    if isinstance(pair, str):
+        raise Untraceable(pair)
+    first, again = pair
     if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
     return first
+
+
+def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
+    try:
+        twin = copy.deepcopy(model)
+        return twin.eval() if evaluating else twin
+    except Exception as error:
+        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+
+
+def _run(model: nn.Module, call: Call, batch: Any, precision: str | None) -> None:
+    """The call for real, for what it leaves behind in Python."""
+    device = next(model.parameters()).device
+    with _quiet(), warnings.catch_warnings(), autocast(precision, device):
+        warnings.simplefilter("ignore")
+        call(model, batch)
 
 
 class _Recorded(nn.Module):
