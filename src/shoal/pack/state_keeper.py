@@ -1,16 +1,16 @@
 """Python state that training changes besides weights and optimizer state: found once, then saved with each checkpoint.
 
 A counter in a module, a list in a closure, a hidden state, a target network, a generator of random numbers: none of
-them is in a `state_dict()`. The places where such state can be are found before the first step, by the walk that also watches
-a step (`state_walk`), and noted as they are. A checkpoint holds those that have changed since; another process, which
-builds the same jobs and so finds the same places, puts them back.
+them is in a `state_dict()`. The places where such state can be are found before the first step, by the walk that also
+watches a step (`state_walk`), and noted as they are. A checkpoint holds those that have changed since; another process,
+which builds the same jobs and so finds the same places, puts them back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,18 @@ from torch.optim import Optimizer
 
 from shoal.data.source import as_bytes
 from shoal.pack import places
-from shoal.pack.places import Path, Place, key_name, same_value, say
+from shoal.pack.compare import same_value, version
+from shoal.pack.contents import ArrayContent, Position, TensorContent
+from shoal.pack.places import Path, Place, key_name, say
 from shoal.pack.state_codec import Decoder, Encoder, NotSavable, Plain
 from shoal.pack.state_walk import Walk
 
-SAME = ["same"]
-"""Instead of a value: what is there at the beginning."""
+SAME, LEFT, MISSING = ["same"], ["left"], ["missing"]
+"""Instead of a value: what is there at the beginning; what could not be saved; nothing at all."""
 _IN_STATE_DICT = frozenset({"state", "param_groups"})
 _SEPARATOR = "\x1f"
+_LARGE, _SAMPLE = 1 << 20, 1 << 16
+"""Elements of a tensor from which a part of them is compared, and how many."""
 
 
 class _NamedWalk(Walk):
@@ -78,12 +82,15 @@ class Keeper:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], *, model: nn.Module | None = None, known: Mapping[int, Path] | None = None
+        self, roots: Mapping[str, Any], *, model: nn.Module | None = None, beside: Keeper | None = None
     ) -> None:
-        """`model`: one whose parameters and buffers are saved elsewhere. `known`: objects of another keeper."""
-        walk = _NamedWalk(roots, model, known or {})
-        self.roots = tuple(roots)
-        self.paths, self._objects = walk.paths, walk.objects
+        """`model`: one whose parameters and buffers are saved elsewhere. `beside`: another keeper, whose places are its
+        own business."""
+        walk = _NamedWalk(roots, model, beside.paths if beside is not None else {})
+        self.paths: dict[int, Path] = walk.paths
+        self._objects = walk.objects
+        if beside is not None:
+            self._objects = {**beside._objects, **walk.objects}
         self.complete = walk.complete
         self._walk = walk  # holds the objects, so that their ids are theirs
         self._places: dict[str, Place] = {}
@@ -98,6 +105,15 @@ class Keeper:
         """Ids of objects that other jobs can change too: those are not saved."""
         self.problems: dict[str, str] = {}
         """What cannot be saved, in words: where it is, and why."""
+        self._left_out: set[str] = set()
+        """Keys of places that could not be saved."""
+
+    def know(self, objects: Mapping[Path, Any]) -> None:
+        """Objects that took the place of others since, by the ways to them: references to them are saved as such."""
+        objects = {path: value for path, value in objects.items() if value is not None}
+        self.paths = {key: path for key, path in self.paths.items() if path not in objects}
+        self.paths |= {id(value): path for path, value in objects.items()}
+        self._objects |= objects
 
     @property
     def owners(self) -> set[int]:
@@ -115,7 +131,7 @@ class Keeper:
 
     def _has_changed(self, key: str, place: Place) -> bool:
         if key not in self._changed and _changed(place, self._notes[key]):
-            if not isinstance(place, places.Names | places.Items | places.Position):
+            if not isinstance(place, places.Names | places.Items | Position):
                 self._changed.add(key)
             return True
         return key in self._changed
@@ -127,32 +143,35 @@ class Keeper:
         for key, place in self._places.items():
             if self._has_changed(key, place):
                 value = self._saved(encoder, place, self._notes[key])
-                if value is not SAME:
+                if value is LEFT:
+                    self._left_out.add(key)
+                else:
                     saved[key] = value
         if not saved and not any(self.draws):
             return None
         drawn = [encoder.value(random.getstate())] if self.draws[0] else []
         numbers = [encoder.value(np.random.get_state(legacy=False))] if self.draws[1] else []
-        return {"roots": list(self.roots), "places": saved, "nodes": encoder.nodes, "random": drawn, "numpy": numbers}
+        return {"places": saved, "nodes": encoder.nodes, "random": drawn, "numpy": numbers}
 
     def _saved(self, encoder: Encoder, place: Place, note: Any) -> Plain:
         if id(place.owner) in self.shared:
-            self._problem(say(place.difference(note)), "other jobs change it too, through the same object")
-            return SAME
+            where = next(iter(place.differences(note)), place.path) if not _is_content(place) else place.path
+            self._problem(say(where), "other jobs can change it too, since they have the same object")
+            return LEFT
         if isinstance(place, places.Names):
             now = place.get()
             items = {n: self._item(encoder, place, n, v, note.get(n, places.MISSING)) for n, v in now.items()}
-            return [list(now), {name: value for name, value in items.items() if value is not SAME}]
+            return [[name, value] for name, value in items.items()]
         if isinstance(place, places.Items):
             return self._saved_items(encoder, place, dict(note))
-        if isinstance(place, places.TensorContent):
+        if isinstance(place, TensorContent):
             grad = place.owner.grad
             return [place.owner.detach(), None if grad is None else grad.detach()]
-        return self._item(encoder, place, None, place.owner if isinstance(place, places.Position) else place.get())
+        return self._item(encoder, place, None, place.owner if isinstance(place, Position) else place.get())
 
     def _saved_items(self, encoder: Encoder, place: places.Items, before: dict[Any, Any]) -> Plain:
         if not place.restorable:
-            return SAME
+            return LEFT
         saved = []
         for number, (key, value) in enumerate(place.get()):
             try:
@@ -164,9 +183,9 @@ class Keeper:
         return saved
 
     def _item(self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING) -> Plain:
-        """One value of a place; SAME where it is the one from the beginning, or cannot be saved."""
+        """One value of a place; SAME where it is the one from the beginning, LEFT where it cannot be saved."""
         if value is places.MISSING:
-            return ["missing"]
+            return MISSING
         if before is not places.MISSING and same_value(value, before):
             return SAME
         try:
@@ -174,33 +193,36 @@ class Keeper:
         except NotSavable as error:
             path = place.path if name is None else (*place.path, _element(place, name))
             self._problem(say(path), str(error))
-            return SAME
+            return LEFT
 
     def _problem(self, where: str, why: str) -> None:
         self.problems.setdefault(where, why)
 
     # --- putting back -----------------------------------------------------------------------------------------------
 
-    def restore(self, saved: Mapping[str, Plain] | None, device: torch.device) -> None:
+    def restore(self, saved: Mapping[str, Plain] | None, device: torch.device, *, partly: bool = False) -> None:
         """Hold what was captured, here or in another process; what had not changed is as it was at the beginning.
 
-        KeyError where this is not the job that it was captured from.
+        KeyError where this is not the job that it was captured from; `partly`: that is then left as it is.
         """
         saved = saved or {"places": {}, "nodes": [], "random": [], "numpy": []}
-        missing = saved["places"].keys() - self._places.keys()
-        if missing:
-            raise KeyError(say(tuple(min(missing).split(_SEPARATOR)[1:])))
-        decoder = Decoder(saved["nodes"], self._objects_and_known(), device)
-        targets = {key: self._target(decoder, key, content) for key, content in saved["places"].items()}
+        decoder = Decoder(saved["nodes"], self._objects, device)
+        targets: dict[str, Any] = {}
+        for key, content in saved["places"].items():
+            try:
+                targets[key] = self._target(decoder, key, content)
+            except KeyError:
+                if not partly:
+                    raise KeyError(say(tuple(key.split(_SEPARATOR)[1:]))) from None
         moved = {
             id(self._places[key].owner): value
             for key, value in targets.items()
-            if isinstance(self._places[key], places.Position)
+            if isinstance(self._places[key], Position)
         }
         for key, place in self._places.items():
-            if isinstance(place, places.Position):
+            if isinstance(place, Position) or id(place.owner) in self.shared or key in self._left_out - targets.keys():
                 continue
-            if isinstance(place, places.TensorContent | places.ArrayContent):
+            if isinstance(place, TensorContent | ArrayContent):
                 if key in targets:
                     _put_content(place, targets[key])
                 continue
@@ -214,22 +236,21 @@ class Keeper:
             np.random.set_state(decoder.value(state))
         self.draws = (self.draws[0] or bool(saved["random"]), self.draws[1] or bool(saved["numpy"]))
 
-    def _objects_and_known(self) -> dict[Path, Any]:
-        return self._objects
-
     def _target(self, decoder: Decoder, key: str, content: Plain) -> Any:
         """What a place shall hold, as its `put` takes it."""
         place, note = self._places[key], self._notes[key]
-        if isinstance(place, places.Names):
-            names, values = content
-            return {n: decoder.value(values[n]) if n in values else note[n] for n in names if n in values or n in note}
-        if isinstance(place, places.Items):
-            before = dict(note)
-            pairs = [(decoder.value(name), value) for name, value in content]
-            return [(k, before[k] if v == SAME else decoder.value(v)) for k, v in pairs if v != SAME or k in before]
-        if isinstance(place, places.TensorContent):
+        if isinstance(place, places.Names | places.Items):
+            before, now, target = dict(note), dict(place.get()), dict[Any, Any]()
+            for element, value in content:
+                name = decoder.value(element)
+                if value not in (SAME, LEFT):
+                    target[name] = decoder.value(value)
+                elif name in (held := before if value == SAME else now):
+                    target[name] = held[name]
+            return target if isinstance(place, places.Names) else list(target.items())
+        if isinstance(place, TensorContent):
             return content
-        return places.MISSING if content == ["missing"] else decoder.value(content)
+        return places.MISSING if content == MISSING else decoder.value(content)
 
 
 def _key(place: Place, taken: Mapping[str, Any]) -> str:
@@ -246,39 +267,42 @@ def _element(place: Place, name: Any) -> str:
 
 def _note(place: Place) -> Any:
     """What a place holds; of tensors and arrays a hash, since they may be large."""
-    if isinstance(place, places.TensorContent):
-        return places.version(place.owner), _tensor_hash(place.owner)
-    return _array_hash(place.owner) if isinstance(place, places.ArrayContent) else place.note()
+    if isinstance(place, TensorContent):
+        return version(place.owner), _tensor_hash(place.owner)
+    return _array_hash(place.owner) if isinstance(place, ArrayContent) else place.note()
 
 
 def _changed(place: Place, note: Any) -> bool:
-    if isinstance(place, places.TensorContent):
-        if place.owner.grad is not None or places.version(place.owner) != note[0]:
+    if isinstance(place, TensorContent):
+        if place.owner.grad is not None or version(place.owner) != note[0]:
             return True
-        return _tensor_hash(place.owner) != note[1]  # what is written through `.data` leaves the version as it is
-    return _array_hash(place.owner) != note if isinstance(place, places.ArrayContent) else place.changed(note)
+        return bool(_tensor_hash(place.owner) != note[1])  # what is written through `.data` leaves the version as it is
+    return bool(_array_hash(place.owner) != note) if isinstance(place, ArrayContent) else place.changed(note)
 
 
 def _tensor_hash(value: Tensor) -> bytes:
+    """Of the content; of a large tensor's, of elements spread over it: writing to a part of it changes its version."""
     if value.layout != torch.strided or value.is_meta or type(value) not in (Tensor, nn.Parameter):
         return b""
+    if value.numel() > _LARGE:
+        value = value.detach().reshape(-1)[:: value.numel() // _SAMPLE]
     return hashlib.sha256(as_bytes(value)).digest()
 
 
 def _array_hash(value: np.ndarray[Any, Any]) -> bytes:
-    if value.dtype.hasobject:
-        return repr(value.tolist()).encode()
-    return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8)).digest() if value.size else b""
+    """Of the content, all of it: an array does not say that it was written to."""
+    return hashlib.sha256(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()).digest()
+
+
+def _is_content(place: Place) -> bool:
+    return isinstance(place, TensorContent | ArrayContent)
 
 
 def _put_content(place: Place, content: Any) -> None:
-    if isinstance(place, places.TensorContent):
+    if isinstance(place, TensorContent):
         value, grad = content
         with torch.no_grad():
             place.owner.copy_(value)
         place.owner.grad = None if grad is None else grad.to(place.owner.device)
     else:
         place.owner[...] = content
-
-
-Roots = Callable[[], Mapping[str, Any]]
