@@ -28,6 +28,7 @@ from shoal.pack.members import (
     needs_closure,
     number,
     seeded,
+    trying,
 )
 
 
@@ -188,7 +189,7 @@ def _pair_problems(
 def optimizer_problems(member: Member) -> list[str]:
     """Build the job's optimizer and schedule, to see that they can be."""
     job = member.job
-    with draws(member, keep=False):
+    with draws(member, keep=False), trying(job):
         try:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:
