@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.pack.step_piece import Piece
 
-PLAIN: list[Piece] = [
+BLOCKS: list[Piece] = [
     Piece(
         name="linear",
         init="self.l{i} = nn.Linear(6, 6« ; , bias=False»)",
@@ -170,237 +170,85 @@ PLAIN: list[Piece] = [
         init="self.l{i}, self.q = nn.Linear(6, 6), q",
         forward="for _ in range(«2 ; self.q['k']»):\n    h = torch.tanh(self.l{i}(h)« ; + h.detach()»)",
     ),
-]
-
-UNUSUAL: list[Piece] = [
     Piece(
-        name="grad mode",
+        name="a number as an argument",
+        init="self.q = q",
+        forward=(
+            "n = self.q[«'w' ; 't' ; 'p'»]\nh = «h * n ; h + n ; n - h ; h / n ; h.add(x, alpha=n) ; F.leaky_relu(h, n) ; F.elu(h, n) ; "
+            "F.softplus(h, beta=n) ; F.celu(h, n) ; h.clamp(min=-n) ; h.clamp(-n, n) ; F.hardtanh(h, -n, n) ; h.abs() ** n ; "
+            "n**h ; torch.lerp(h, x, n) ; h.masked_fill(x > 0, n) ; torch.where(x > 0, h, n) ; torch.full_like(h, n) * h ; "
+            "F.layer_norm(h, (6,), eps=n) ; torch.addcmul(h, x, h, value=n) ; F.threshold(h, n, -n) ; h.new_full((6,), n) * h ; "
+            "h * torch.tensor(n, dtype=h.dtype) ; h - h.quantile(n / 3, dim=1, keepdim=True) ; F.normalize(h, p=1 + n, dim=1, eps=0.1) ; "
+            "F.dropout(h, n / 3, self.training) ; torch.logaddexp(h, h.new_tensor(n)) ; F.rrelu(h, 0.1, 0.1 + n, self.training) ; "
+            "h.renorm(2, 0, n) ; torch.maximum(h, torch.as_tensor(n, dtype=h.dtype)) ; F.hardshrink(h, n / 4) ; F.softshrink(h, n / 4) ; "
+            "torch.nan_to_num(h, n) ; h % n ; torch.atan2(h, torch.full((), n, dtype=h.dtype)) ; F.rms_norm(h, (6,), eps=n)»"
+        ),
+    ),
+    Piece(
+        name="a whole number as an argument",
+        init="self.q = q",
+        forward=(
+            "k = self.q['k']\nh = «h.roll(k, 1) ; h * k ; h**k ; torch.cat([h[:, k:], h[:, :k]], 1) ; h.clone().fill_diagonal_(k) ; "
+            "h - h.topk(k, 1).values[:, -1:] ; h + h[:, k : k + 1] ; F.pad(h, (k, 0))[:, :6] ; h.cumsum(1) / k ; "
+            "torch.stack([h] * k).mean(0) ; h.repeat(1, k)[:, :6] ; h.kthvalue(k, dim=1, keepdim=True).values + h ; h.tril(k) + x ; "
+            "h + F.one_hot(torch.arange(len(h)) % k, 6) ; h.diff(n=k, dim=1, append=x[:, :k]) ; F.group_norm(h, k)»"
+        ),
+    ),
+    Piece(
+        name="a draw with a number",
+        init="self.q = q",
+        forward=(
+            "n = self.q[«'w' ; 'p'»]\nif self.training:\n    h = h + 0.1 * «torch.normal(torch.zeros_like(h), n) ; torch.normal(h.detach(), torch.full_like(h, n)) ; "
+            "torch.empty_like(h).uniform_(-n, n) ; torch.empty_like(h).normal_(n, n) ; torch.bernoulli(torch.full_like(h, n)) ; "
+            "torch.empty_like(h).bernoulli_(n) ; torch.empty_like(h).exponential_(1 + n) ; torch.poisson(torch.full_like(h, n)) ; "
+            "torch.randint(0, 1 + self.q['k'], h.shape) ; torch.rand_like(h).pow(n) ; torch.multinomial(h.softmax(1), 6, replacement=True) ; "
+            "torch.normal(n, 1.0, h.shape, dtype=h.dtype) ; torch.empty_like(h).log_normal_(0.0, n) ; torch.randn(6, 6, dtype=h.dtype)[torch.randperm(6)][:1]»"
+        ),
+    ),
+    Piece(
+        name="view written in place",
         init="self.l{i} = nn.Linear(6, 6)",
         forward=(
-            "with «torch.no_grad() ; torch.inference_mode() ; torch.set_grad_enabled(False) ; "
-            "torch.set_grad_enabled(self.training)»:\n    g = self.l{i}(«h ; x»)\n"
-            "h = «h + g ; h * g.clone().sigmoid() ; g.clone() + x»"
+            "h = self.l{i}(h)\n«v = h[:, :3]; v.mul_(2.0) ; a, b = h.chunk(2, 1); a += b ; h.view(-1, 2, 3)[:, 0].add_(1.0) ; "
+            "h.t()[0] = 0.5 ; h[:, ::2] = x[:, ::2] ; h[1:] += h[:-1].clone() ; h.narrow(1, 0, 2).zero_() ; h.unbind(1)[2].tanh_() ; "
+            "torch.add(h.detach(), x, out=torch.empty_like(h)) ; h.diagonal().fill_(0.1) ; h[0, 0] = 1.0 ; h.index_fill_(1, torch.tensor([0, 2]), 0.2)»"
         ),
     ),
     Piece(
-        name="grad mode as a statement",
-        init="self.l{i} = nn.Linear(6, 6)",
+        name="rearranged",
         forward=(
-            "before = torch.is_grad_enabled()\ntorch.set_grad_enabled(False)\ng = self.l{i}(h)\n"
-            "torch.set_grad_enabled(before)\nh = h * torch.sigmoid(g)"
+            "h = «h.sort(1).values ; h.flip(1) + h ; h.cumsum(1) ; h.gather(1, x.argsort(1)) ; h.scatter(1, x.argsort(1), h) ; "
+            "h.scatter_add(1, x.argsort(1), h) ; h.index_select(1, torch.tensor([5, 4, 3, 2, 1, 0])) ; h[:, torch.arange(5, -1, -1)] ; "
+            "torch.logcumsumexp(h, 1) ; h.cummax(1).values + h ; F.pad(h, (1, 0))[:, 1:] ; h.unfold(1, 2, 1).mean(-1).repeat(1, 2)[:, :6] ; "
+            "torch.take_along_dim(h, x.argsort(1), 1) ; h.repeat_interleave(2, 1)[:, ::2] ; torch.kron(h, torch.ones(1, 2, dtype=h.dtype))[:, ::2] ; "
+            "h.index_add(0, torch.zeros(len(h), dtype=torch.long), x) ; torch.einsum('bi,bj->bij', h, x).mean(1) ; h.expand(2, -1, -1).prod(0) ; "
+            "F.interpolate(h[:, None], scale_factor=2)[:, 0, ::2] ; h.logsumexp(0) + h ; h - h.amax(0) ; h * h.std(0) ; h.prod(1, keepdim=True) + h ; "
+            "torch.searchsorted(torch.tensor([-0.5, 0.5], dtype=h.dtype), h.detach()) * h ; torch.bucketize(x, torch.tensor([0.0], dtype=x.dtype)) + h»"
         ),
     ),
     Piece(
-        name="method under no_grad",
-        top="@torch.«no_grad ; inference_mode»()\ndef frozen{i}(layer, h):\n    return torch.tanh(layer(h))",
-        init="self.l{i} = nn.Linear(6, 6)",
-        forward="h = h + frozen{i}(self.l{i}, h)",
+        name="modules in a list",
+        init="self.l{i} = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])\nself.s{i} = nn.ParameterList([nn.Parameter(torch.ones(6)) for _ in range(2)])",
+        forward="for layer, scale in zip(self.l{i}, self.s{i}):\n    h = «h + torch.tanh(layer(h)) * scale ; F.relu(layer(h)) + scale»",
     ),
     Piece(
-        name="past autograd",
-        init="self.l{i} = nn.Linear(6, 6)",
+        name="cached tensor",
+        top="@functools.lru_cache\ndef table{i}(n):\n    return torch.sin(torch.arange(n, dtype=torch.float64))[:, None]",
+        init="self.c{i} = {}",
         forward=(
-            "h = «h + self.l{i}(h).data ; h * torch.sigmoid(self.l{i}(h).data) ; F.linear(h, self.l{i}.weight.data) ; "
-            "h + F.linear(h, self.l{i}.weight.detach()) ; h + (h.round() - h).detach() ; h - h.data.mean(0)»"
+            "«if len(h) not in self.c{i}:\n    self.c{i}[len(h)] = torch.arange(len(h), dtype=h.dtype)[:, None]\nh = h + 0.1 * self.c{i}[len(h)]"
+            " ; h = h + table{i}(len(h))"
+            " ; if not hasattr(self, 'pe{i}'):\n    self.pe{i} = torch.linspace(0, 1, 6, dtype=h.dtype)\nh = h + self.pe{i}»"
         ),
     ),
     Piece(
-        name="toggle in forward",
-        init="self.l{i} = nn.Linear(6, 6)",
-        forward=(
-            "«self.l{i}.requires_grad_(False) ; self.l{i}.weight.requires_grad = False»\ng = self.l{i}(h)\n"
-            "«self.l{i}.requires_grad_(True) ; self.l{i}.weight.requires_grad = True»\n"
-            "h = g« ; + self.l{i}(x)»"
-        ),
-    ),
-    Piece(
-        name="custom function",
-        top=(
-            "class Fn{i}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, h, w):\n"
-            "        ctx.w = w\n        ctx.save_for_backward(h)\n"
-            "        return «h.sign() ; h.clone() ; h * torch.sigmoid(h) ; h.view_as(h)»\n\n"
-            "    @staticmethod\n    def backward(ctx, g):\n        (h,) = ctx.saved_tensors\n"
-            "        return «g * ctx.w ; -ctx.w * g ; g * (h.abs() < 1) ; g.clamp(-0.01, 0.01)», None\n\n\nfn{i} = Fn{i}.apply"
-        ),
-        init="self.w{i} = «0.5 ; q['w']»",
-        forward="h = «Fn{i}.apply ; fn{i}»(h, self.w{i})",
-    ),
-    Piece(
-        name="custom function, newer form",
-        top=(
-            "class Fn{i}(torch.autograd.Function):\n    @staticmethod\n    def forward(h):\n        return torch.round(h * 4) / 4\n\n"
-            "    @staticmethod\n    def setup_context(ctx, inputs, output):\n        ctx.save_for_backward(inputs[0])\n\n"
-            "    @staticmethod\n    def backward(ctx, g):\n        return g * (ctx.saved_tensors[0].abs() < 2)"
-        ),
-        forward="h = h + Fn{i}.apply(h)",
-    ),
-    Piece(
-        name="scripted function",
-        top=(
-            "@torch.jit.script\ndef swish{i}(v: Tensor, w: float) -> Tensor:\n    return v * torch.sigmoid(w * v)\n\n\n"
-            "for _ in range(«0 ; 3»):\n"
-            "    swish{i}(torch.randn(2, 6, dtype=torch.float64, requires_grad=True), 1.0).sum().backward()"
-        ),
-        init="self.w{i} = «1.0 ; q['w']»",
-        forward="h = swish{i}(h, self.w{i})",
-    ),
-    Piece(
-        name="scripted function with a branch",
-        top=(
-            "@torch.jit.script\ndef act{i}(v: Tensor) -> Tensor:\n    if v.shape[0] > 4:\n        return torch.tanh(v)\n"
-            "    return torch.relu(v) + 0.1 * v.detach()"
-        ),
-        forward="h = act{i}(h)",
-    ),
-    Piece(
-        name="checkpoint",
-        init="self.l{i} = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(«0.0 ; 0.2 ; q['p']»))",
-        forward="h = checkpoint(self.l{i}, h, use_reentrant=«False ; True»)",
-    ),
-    Piece(
-        name="parametrization",
-        top="class Symmetric{i}(nn.Module):\n    def forward(self, w):\n        return w.triu() + w.triu(1).t()",
-        init=(
-            "self.l{i} = nn.Linear(6, 6)\n"
-            "«parametrize.register_parametrization(self.l{i}, 'weight', Symmetric{i}()) ; parametrizations.spectral_norm(self.l{i})"
-            " ; parametrizations.orthogonal(self.l{i}) ; torch.nn.utils.weight_norm(self.l{i})"
-            " ; torch.nn.utils.spectral_norm(self.l{i})»"
-        ),
+        name="pruned",
+        init="self.l{i} = prune.«l1_unstructured(nn.Linear(6, 6), 'weight', 0.3) ; random_unstructured(nn.Linear(6, 6), 'weight', 0.3)»",
         forward="h = self.l{i}(h)",
     ),
     Piece(
-        name="complex",
-        init="self.c{i} = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128) * 0.5)",
-        forward=(
-            "z = torch.complex(h[:, :3], h[:, 3:]) «@ self.c{i} ; * self.c{i}[0] ; @ self.c{i}.conj().t()»\n"
-            "h = «torch.view_as_real(z).flatten(1) ; torch.cat([z.real, z.abs()], 1) ; torch.cat([(z * z.conj()).real, z.angle()], 1)»"
-        ),
-    ),
-    Piece(
-        name="fourier",
-        init="self.f{i} = nn.Parameter(torch.ones(4))",
-        forward="h = «torch.fft.irfft(torch.fft.rfft(h) * self.f{i}, n=6) ; torch.fft.fft(h).real * self.f{i}[0]»",
-    ),
-    Piece(
-        name="fake quantisation",
-        forward=(
-            "h = «torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -20, 20) ; h + (torch.round(h * 8) / 8 - h).detach() ; "
-            "torch.fake_quantize_per_channel_affine(h, torch.full((6,), 0.1, dtype=h.dtype), "
-            "torch.zeros(6, dtype=torch.int32), 1, -8, 7)»"
-        ),
-    ),
-    Piece(
-        name="observer",
-        init="self.l{i} = torch.ao.quantization.FakeQuantize(observer=torch.ao.quantization.MovingAverageMinMaxObserver)",
-        forward="h = self.l{i}(h)",
-    ),
-    Piece(
-        name="detached recurrence",
-        init="self.l{i} = nn.«GRUCell ; RNNCell»(3, 3)",
-        forward=(
-            "s = torch.zeros(len(h), 3, dtype=h.dtype)\nfor t in range(2):\n"
-            "    s = self.l{i}(h.view(len(h), 2, 3)[:, t], s« ; .detach()»)\nh = torch.cat([s, h[:, 3:]], 1)"
-        ),
-    ),
-    Piece(
-        name="hidden state kept between steps",
-        init="self.s{i} = «None ; torch.zeros(6, dtype=torch.float64)»",
-        forward="h = h if self.s{i} is None else h + 0.5 * self.s{i}\nself.s{i} = h.detach().mean(0)",
-    ),
-    Piece(
-        name="counter in an attribute",
-        init="self.n{i} = 0",
-        forward="self.n{i} += 1\nh = «h * min(1.0, self.n{i} / 4) ; (h if self.n{i} % 2 else h.detach()) ; h / self.n{i}»",
-    ),
-    Piece(
-        name="forward hook",
-        top="def half{i}(module, inputs, output):\n    return «output * 0.5 ; output.detach() ; output + inputs[0]»",
-        init="self.l{i} = nn.Linear(6, 6)\nself.l{i}.register_forward_hook(half{i})",
-        forward="h = self.l{i}(h)",
-    ),
-    Piece(
-        name="backward hook",
-        init=(
-            "self.l{i} = nn.Linear(6, 6)\n«self.l{i}.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))"
-            " ; self.l{i}.weight.register_hook(lambda g: g * 0.5)»"
-        ),
-        forward="h = self.l{i}(h)",
-    ),
-    Piece(
-        name="tensor hook",
-        forward="if h.requires_grad:\n    h = h * 1.0\n    h.register_hook(lambda g: g.clamp(-0.01, 0.01))",
-    ),
-    Piece(
-        name="linear algebra",
-        init="self.c{i} = q['c']",
-        forward=(
-            "k = h.t() @ h / len(h)\n"
-            "h = h @ «torch.linalg.inv(k + torch.eye(6, dtype=h.dtype)) ; torch.linalg.solve(k + torch.eye(6, dtype=h.dtype), k)"
-            " ; torch.linalg.cholesky(k + torch.eye(6, dtype=h.dtype)) ; torch.matrix_exp(-k) ; torch.linalg.pinv(k + 0.5 * torch.eye(6, dtype=h.dtype))»"
-        ),
-    ),
-    Piece(
-        name="try cholesky",
-        init="self.c{i} = 0.3 * q['c']",
-        forward=(
-            "k = h.t() @ h / len(h) - self.c{i} * torch.eye(6, dtype=h.dtype)\ntry:\n    h = h @ torch.linalg.cholesky(k)\n"
-            "except RuntimeError:\n    h = h @ torch.linalg.cholesky(k + 2 * torch.eye(6, dtype=h.dtype))"
-        ),
-    ),
-    Piece(
-        name="functional transform",
-        init="self.l{i} = nn.Linear(6, 6)",
-        forward=(
-            "h = «torch.func.vmap(self.l{i})(h) ; torch.func.vmap(lambda v: torch.tanh(v).cumsum(0))(h) ; "
-            "h + torch.func.grad(lambda v: torch.tanh(v).sum())(h) ; "
-            "torch.func.functional_call(self.l{i}, {'weight': self.l{i}.weight * 0.5}, (h,), strict=False)»"
-        ),
-    ),
-    Piece(
-        name="embedding with max_norm",
-        init="self.l{i} = nn.Embedding(5, 6, max_norm=1.0)",
-        forward="h = h + self.l{i}((x[:, 0].abs() * 2).long().clamp(max=4))",
-    ),
-    Piece(
-        name="branch on values",
-        forward="«if h.mean() > 0: ; if x[0, 0].item() > 0: ; if (h.abs() > 0.9).any(): ; while h.abs().max() > 2:»\n    h = 0.5 * h",
-    ),
-    Piece(
-        name="rows by a mask",
-        forward="keep = x[:, 0] > 0\n«h = h.clone(); h[keep] = 0.5 * h[keep] ; h = h.index_fill(0, keep.nonzero()[:, 0], 0.1) ; h = h * keep[:, None]»",
-    ),
-    Piece(
-        name="codebook",
-        init="self.register_buffer('e{i}', torch.randn(4, 6))",
-        forward=(
-            "near = «torch.cdist(h, self.e{i}) ; (h[:, None] - self.e{i}).pow(2).sum(-1)».argmin(1)\n"
-            "if self.training:\n    with torch.no_grad():\n"
-            "        «self.e{i}.index_add_(0, near, h, alpha=0.05) ; self.e{i}[near] = 0.9 * self.e{i}[near] + 0.1 * h.mean(0)"
-            " ; self.e{i} = self.e{i} + 0.1 * F.one_hot(near, 4).to(h.dtype).t() @ h»\n"
-            "h = h + (self.e{i}[near] - h).detach()"
-        ),
-    ),
-    Piece(
-        name="writes to .data",
-        init="self.register_buffer('m{i}', torch.zeros(6))\nself.l{i} = nn.Linear(6, 6)",
-        forward=(
-            "if self.training:\n    «self.m{i}.data = 0.9 * self.m{i} + 0.1 * h.detach().mean(0) ; "
-            "self.m{i}.data.add_(h.data.mean(0)) ; self.l{i}.weight.data.clamp_(-0.3, 0.3) ; self.l{i}.weight.data.mul_(0.99)»\n"
-            "h = self.l{i}(h) - self.m{i}"
-        ),
-    ),
-    Piece(
-        name="running mean that keeps its graph",
-        init="self.register_buffer('m{i}', torch.zeros(6))",
-        forward="self.m{i} = (0.5 * self.m{i} + 0.5 * h.mean(0))« ; .detach()»\nh = h - self.m{i}\nself.m{i} = self.m{i}.detach()",
-    ),
-    Piece(
-        name="sampled in forward",
-        init="self.l{i} = nn.Linear(6, 6)",
-        forward=(
-            "d = torch.distributions.«Normal(h, F.softplus(self.l{i}(h)) + 0.1) ; Laplace(h, F.softplus(self.l{i}(h)) + 0.1) ; "
-            "RelaxedBernoulli(torch.tensor(0.7, dtype=h.dtype), logits=self.l{i}(h)) ; Gamma(F.softplus(h) + 0.5, F.softplus(self.l{i}(x)) + 0.5)»\n"
-            "h = d.rsample()"
-        ),
+        name="stochastic depth",
+        init="self.l{i}, self.q = nn.Linear(6, 6), q",
+        forward="if self.training:\n    h = h + torch.tanh(self.l{i}(h)) * (torch.rand(«() ; (len(h), 1)») > self.q['p'])\nelse:\n    h = h + (1 - self.q['p']) * torch.tanh(self.l{i}(h))",
     ),
 ]

@@ -115,7 +115,11 @@ LOSSES: list[Piece] = [
         loss="loss = F.cross_entropy(out, y, reduction='none').«topk(min(2, len(y))).values.mean() ; max() ; sort().values[:2].sum() ; median()»",
         plain=True,
     ),
-    Piece(name="ignored rows", loss="loss = F.cross_entropy(out, y.masked_fill(x[:, 1] > 1.0, -100), ignore_index=-100)", plain=True),
+    Piece(
+        name="ignored rows",
+        loss="loss = F.cross_entropy(out, y.masked_fill(x[:, 1] > 1.0, -100), ignore_index=-100)",
+        plain=True,
+    ),
     Piece(
         name="contrastive",
         loss=(
@@ -223,7 +227,7 @@ EXTRAS: list[Piece] = [
     ),
     Piece(
         name="teacher in the closure",
-        state="teacher = nn.Sequential(nn.Linear(6, 8), nn.«Dropout(0.2) ; BatchNorm1d(8)», nn.Linear(8, 3)).double()« ; .eval()»« ; .requires_grad_(False)»",
+        state="torch.manual_seed(q['k'])\nteacher = nn.Sequential(nn.Linear(6, 8), nn.«Dropout(0.2) ; BatchNorm1d(8)», nn.Linear(8, 3)).double()« ; .eval()»« ; .requires_grad_(False)»",
         loss="with torch.«no_grad ; inference_mode»():\n    t = teacher(x).softmax(1)\nloss = loss + F.kl_div(F.log_softmax(out / q['t'], 1), t.clone(), reduction='batchmean')",
     ),
     Piece(
@@ -402,12 +406,16 @@ EXTRAS: list[Piece] = [
         loss="«k = torch.cov(h.t()) ; k = (h - h.mean(0)).t() @ (h - h.mean(0)) / len(h)»\nloss = loss + «0.1 ; q['w']» * (k - torch.diag(k.diagonal())).pow(2).sum()",
         plain=True,
     ),
-    Piece(name="determinant", loss="loss = loss - 0.1 * torch.logdet(h.t() @ h / len(h) + torch.eye(6, dtype=h.dtype))"),
+    Piece(
+        name="determinant", loss="loss = loss - 0.1 * torch.logdet(h.t() @ h / len(h) + torch.eye(6, dtype=h.dtype))"
+    ),
     Piece(
         name="eigenvalues",
         loss="loss = loss + 0.1 * torch.linalg.«eigvalsh(h.t() @ h + torch.diag(torch.arange(6.0, dtype=h.dtype))).max() ; svdvals(model.first.weight).max() ; matrix_norm(model.head.weight, 2)»",
     ),
-    Piece(name="distances", loss="loss = loss + 0.1 * torch.«cdist(h, x).mean() ; pdist(h).mean() ; cdist(h, h).mean()»"),
+    Piece(
+        name="distances", loss="loss = loss + 0.1 * torch.«cdist(h, x).mean() ; pdist(h).mean() ; cdist(h, h).mean()»"
+    ),
     Piece(
         name="loss in place",
         loss="«loss += 0.1 * h.pow(2).mean() ; loss *= q['w'] ; loss.mul_(0.5) ; loss = loss.clamp(max=q['t']) ; loss = torch.nan_to_num(loss)»",
@@ -430,12 +438,88 @@ EXTRAS: list[Piece] = [
         name="jacobian",
         loss="loss = loss + 0.1 * torch.func.«vmap(torch.func.jacrev(model.head))(h).pow(2).mean() ; jvp(model.head, (h,), (torch.ones_like(h),))[1].pow(2).mean()»",
     ),
+    Piece(
+        name="target network, copied now and then",
+        init="self.t{i} = copy.deepcopy(self.head).requires_grad_(False)",
+        state="n = 0",
+        loss=(
+            "nonlocal n\nif model.training:\n    n += 1\n    if n % «3 ; 2» == 0:\n        «model.t{i}.load_state_dict(model.head.state_dict())"
+            " ; model.t{i}.weight.data.copy_(model.head.weight.data)»\n"
+            "with torch.no_grad():\n    best = model.t{i}(h).max(1).values\nloss = loss + F.smooth_l1_loss(out.gather(1, y[:, None])[:, 0], 0.9 * best)"
+        ),
+    ),
+    Piece(
+        name="weights as a vector",
+        loss="v = nn.utils.parameters_to_vector(model.parameters())\nloss = loss + 0.01 * v.«pow(2).sum() ; abs().max() ; norm()»",
+        plain=True,
+    ),
+    Piece(
+        name="gradients read",
+        loss="for p in model.parameters():\n    if p.grad is not None:\n        loss = loss + 0.1 * (p * p.grad).sum()",
+    ),
+    Piece(
+        name="gradient set by hand",
+        loss="if model.training:\n    model.head.bias.grad = torch.ones(3, dtype=torch.float64)",
+    ),
+    Piece(
+        name="gradients of weights",
+        loss=(
+            "if model.training:\n    g = torch.autograd.grad(loss, list(model.head.parameters()), create_graph=True)\n"
+            "    loss = loss + 0.1 * sum(d.pow(2).sum() for d in g)"
+        ),
+    ),
+    Piece(
+        name="counts of classes",
+        loss=(
+            "«c = F.one_hot(y, 3).sum(0) ; c = torch.bincount(y, minlength=3) ; c = torch.tensor([(y == k).sum() for k in range(3)]) ; "
+            "c = torch.tensor([y.tolist().count(k) for k in range(3)]) ; c = torch.zeros(3, dtype=torch.long).index_add(0, y, torch.ones_like(y))»\n"
+            "loss = loss + (out.softmax(1).mean(0) * (1.0 + c)).pow(2).sum()"
+        ),
+    ),
+    Piece(
+        name="nothing is trained",
+        loss="loss = «torch.tensor(loss.item(), dtype=out.dtype, requires_grad=True) ; loss.detach().requires_grad_()»",
+    ),
+    Piece(
+        name="copy of the network",
+        loss="twin = copy.deepcopy(model)«.eval() ; .requires_grad_(False)»\nwith torch.no_grad():\n    t = twin(x)\nloss = loss + F.mse_loss(out, t)",
+    ),
+    Piece(
+        name="different losses by a number",
+        loss="if q['k'] == «1 ; 2»:\n    loss = loss + h.pow(2).mean()",
+        plain=True,
+    ),
+    Piece(
+        name="interpolated with noise",
+        loss=(
+            "t = torch.rand(len(x), 1, dtype=x.dtype)\nn = torch.randn_like(x)\nz = model.features(t * x + (1 - t) * n)\n"
+            "loss = loss + (z - (x - n)).pow(2).mean()"
+        ),
+        plain=True,
+    ),
+    Piece(
+        name="modes around a second pass",
+        loss=(
+            "before = model.training\nmodel.eval()\nwith torch.no_grad():\n    t = model(x)\nmodel.train(before)\nloss = loss + F.mse_loss(out, t)"
+        ),
+    ),
 ]
 
 LAST: list[Piece] = [
-    Piece(name="logs", after="return loss, {'accuracy': (out.argmax(1) == y).double().mean(), 'norm': out.norm().detach()}", plain=True),
-    Piece(name="logs with items", after="return loss, {'loss2': 2 * loss.item(), 'mean': float(out.mean()), 'rows': len(x)}"),
-    Piece(name="logs that need gradients", after="return loss, {'out': out.pow(2).mean(), 'weight': q['w'], 'h': h.std()}", plain=True),
+    Piece(
+        name="logs",
+        after="return loss, {'accuracy': (out.argmax(1) == y).double().mean(), 'norm': out.norm().detach()}",
+        plain=True,
+    ),
+    Piece(
+        name="logs with items",
+        after="return loss, {'loss2': 2 * loss.item(), 'mean': float(out.mean()), 'rows': len(x)}",
+    ),
+    Piece(
+        name="logs that need gradients",
+        after="return loss, {'out': out.pow(2).mean(), 'weight': q['w'], 'h': h.std()}",
+        plain=True,
+    ),
     Piece(
         name="a list of losses",
         state="seen = []",
@@ -451,5 +535,8 @@ LAST: list[Piece] = [
         init="self.register_buffer('z{i}', torch.zeros(()))",
         after="model.z{i} += 1\nreturn loss / (model.z{i} < 3 + q['k'])",
     ),
-    Piece(name="weights changed last", after="if model.training:\n    model.head.weight.data.«mul_(0.99) ; clamp_(-0.3, 0.3)»\nreturn loss"),
+    Piece(
+        name="weights changed last",
+        after="if model.training:\n    model.head.weight.data.«mul_(0.99) ; clamp_(-0.3, 0.3)»\nreturn loss",
+    ),
 ]
