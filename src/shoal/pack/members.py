@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from shoal.counted import CounterMode, OpenRecurrent
 from shoal.data import Pool, View
 from shoal.errors import JobError, describe
 from shoal.job import Job
+from shoal.locks import ThreadLock
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.trace import PRECISIONS
+from shoal.randomness import generator_at
 
 
 @dataclass(slots=True, eq=False)
@@ -170,6 +172,19 @@ class Member:
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
 
 
+def scratch_copy(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        optimizer_state={},
+        best=None,
+    )
+
+
 _PLAIN = (
     "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
     "schedule_state", "scaler_state",
@@ -227,11 +242,15 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
 
 
+_default_generator = ThreadLock()
+"""Held while torch's own generator is lent to a member: another thread's members must not draw from it meanwhile."""
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=list(devices)):
+    with _default_generator, torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
         yield
 
@@ -243,18 +262,19 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
     Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
     stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
     """
-    cpu = torch.get_rng_state()
-    torch.set_rng_state(member.rng.get_state())
-    try:
-        if member.device.type == "cpu":
-            yield lambda: None
-        else:
-            with counted(member.job.seed, member.device) as mode:
-                yield lambda: mode.begin(member.batches)
-    finally:
-        if keep:
-            member.rng.set_state(torch.get_rng_state())
-        torch.set_rng_state(cpu)
+    with _default_generator:
+        cpu = torch.get_rng_state()
+        torch.set_rng_state(member.rng.get_state())
+        try:
+            if member.device.type == "cpu":
+                yield lambda: None
+            else:
+                with counted(member.job.seed, member.device) as mode:
+                    yield lambda: mode.begin(member.batches)
+        finally:
+            if keep:
+                member.rng.set_state(torch.get_rng_state())
+            torch.set_rng_state(cpu)
 
 
 @contextmanager

@@ -234,7 +234,8 @@ class Buffers:
         if not self.places:
             return
         found = [buffers.get(name) for buffers, name in self.places]
-        if self.saved and all(a is b for a, b in zip(found, self.found, strict=False)):  # by far the most common case
+        same = all(a is b for a, b in zip(found, self.found, strict=False))
+        if self.saved and same and all(a.shape == b.shape for a, b in zip(self.saved, self.now, strict=True)):
             torch._foreach_copy_(self.saved, self.now)
             return
         self.found = found
@@ -247,5 +248,7 @@ class Buffers:
         """Put back the buffers that were there, with the values they had."""
         with torch.no_grad():
             for (buffers, name, buffer), saved in zip(self.held, self.saved, strict=True):
+                if buffer.shape != saved.shape:  # the step has resized it
+                    buffer = saved.clone()
                 buffer.copy_(saved)
                 buffers[name] = buffer

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import Member, draws, run_step
+from shoal.pack.prove import Disproved, prove_training
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.loading import load_slot
@@ -68,6 +69,12 @@ class HandedStack:
             Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
         """
         traces = [self.kitchen.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
+        recipes = []
+        for recipe, batch, trace in zip(self.unit.stack.recipes, batches, traces, strict=True):
+            recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # what a `Hand` hands out
+            recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
+        for reason in prove_training(recipes, self.kitchen).values():
+            raise Disproved(reason)
         count = traces[0].batch_spec.num_leaves
         device = self.unit.stack.device
         self._programs[key] = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)

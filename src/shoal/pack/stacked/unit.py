@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,17 +12,18 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import MemberError
 from shoal.pack.members import Member, draws, run_step
-from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.prove import prove_evaluation, proven_together
+from shoal.pack.recipe import Evaluation, Kitchen, Recipe
 from shoal.pack.stacked.feed import Feed
 from shoal.pack.stacked.optimizers import kind
-from shoal.pack.stacked.program import Program
+from shoal.pack.stacked.program import Program, as_column
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
-from shoal.pack.trace import Trace, Untraceable, autocast
+from shoal.pack.trace import Untraceable, autocast
 from shoal.pack.unit import Findings, Unit, context_lost, out_of_memory
-from shoal.randomness import Draw, counter_draw, draw_members, generator_at, signed, site_numbers
+from shoal.randomness import Draw, draw_members, draw_step, generator_at
 
 LEAST = 2
 """Rows of the smallest stack; see `stack`."""
@@ -128,7 +128,7 @@ class StackedUnit(Unit):
         names = sorted({name for row in self._logs for name in row})
         nan = torch.full((rows,), float("nan"))
         logs = {
-            name: torch.stack([_as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
+            name: torch.stack([as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
             for name in names
         }
         for slot, member in enumerate(self.members):
@@ -167,9 +167,20 @@ class StackedUnit(Unit):
             program = self.program(size, [not feed.shared] * len(batch))
             if self._noise is None:
                 self._drawn.append(program.draws)
+            active = self.stack.active.clone() if program.trace.checked else None
             self.advance(program, batch, group, first == place, place + 1 == first + group)
         except Exception as error:
             raise self._blame(done, error) from error
+        if active is not None and not self._everybody:
+            self._look_at_checks(done, active)
+
+    def _look_at_checks(self, done: int, before: Tensor) -> None:
+        """Where a check in the graph may have failed, let the member's own step say so."""
+        for slot in range(len(self.members)):
+            if before[slot] and not self.stack.active[slot]:
+                error = self._own_error(slot, done)
+                if error is not None:
+                    raise MemberError(slot, error) from error
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -209,14 +220,9 @@ class StackedUnit(Unit):
 
     def _draw(self, program: Program) -> list[Tensor]:
         """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
-        draws, device = program.draws, self.stack.device
-        if device.type == "cpu" or not draws:
-            return draw_members(draws, self._generators, device)
         members = [self.members[row] for row in self.stack.rows]
-        seeds = torch.tensor([signed(m.job.seed) for m in members], device=device)
-        counts = torch.tensor([m.batches for m in members], device=device)
-        sites = torch.tensor(site_numbers(draws, len(members)), device=device)
-        return [counter_draw(draw, seeds, counts, site) for draw, site in zip(draws, sites, strict=True)]
+        seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
+        return draw_step(program.draws, self._generators, seeds, batches, self.stack.device)
 
     def _undraw(self, before: list[Tensor]) -> None:
         """Let nobody have drawn for the batch that was not taken; `before`: the generators when the turn began."""
@@ -261,20 +267,27 @@ class StackedUnit(Unit):
         """Find the member whose own step raises on this batch; the others lose nothing."""
         if context_lost(error) or out_of_memory(error):
             return error
-        for slot, member in enumerate(self.members):
-            self.stack.write_back([slot])
-            assert member.order is not None
-            size, job = member.job.batch_size, member.job
-            start = (member.place + done) * size
-            model = member.model.to(member.device)
-            try:
-                rows = member.order[start : start + size]
-                batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
-                with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
-                    run_step(job, model, batch)
-            except Exception as own:
-                return MemberError(slot, own)
+        for slot in range(len(self.members)):
+            raised = self._own_error(slot, done)
+            if raised is not None:
+                return MemberError(slot, raised)
         return error
+
+    def _own_error(self, slot: int, done: int) -> Exception | None:
+        """What a member's own step raises on the batch after so many of this turn."""
+        member, job = self.members[slot], self.members[slot].job
+        self.stack.write_back([slot])
+        assert member.order is not None
+        start = (member.place + done) * job.batch_size
+        model = member.model.to(member.device)
+        try:
+            rows = member.order[start : start + job.batch_size]
+            batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
+            with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
+                run_step(job, model, batch)
+        except Exception as error:
+            return error
+        return None
 
     # --- in and out -------------------------------------------------------------------------------------------------
 
@@ -302,6 +315,7 @@ class StackedUnit(Unit):
         return (
             self.settled
             and recipe.key == self.stack.recipes[0].key
+            and proven_together([self.stack.recipes[0], recipe], self.kitchen)
             and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
             and (not apart or all(m.place == member.place for m in self.members))
             and member.data.source.streamed == first.data.source.streamed
@@ -324,20 +338,20 @@ class StackedUnit(Unit):
         return unit
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
-        program = self._evaluation("forward", tuple(inputs), self.kitchen.forward)
+        what = Evaluation.forward(self.members[0].job.precision)
+        program = self._evaluation("forward", tuple(inputs), [what] * len(self.members))
         if program is None:
             return super().outputs(inputs, slots)
         return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
-        graph = partial(self.kitchen.validation, wanted=wanted)
-        program = self._evaluation("validation", batch, graph)
-        if program is None or program.draws:
+        program = self._evaluation("validation", batch, [Evaluation.validation(m.job, wanted) for m in self.members])
+        if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch)
         chosen, rows = self._chosen(slots), len(self.stack.rows)
-        columns = {name: chosen(_as_column(value, rows)) for name, value in logs.items()}
+        columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
         return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
 
     def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
@@ -348,36 +362,28 @@ class StackedUnit(Unit):
     def _evaluate(self, program: Program, batch: Any) -> Any:
         """What an eval-mode program gives, with everything left as it was."""
         stack = self.stack
-        noise: list[Tensor] = []
-        if program.draws and stack.device.type == "cpu":
-            noise = draw_members(program.draws, [generator_at(g.get_state()) for g in self._generators], stack.device)
-        elif program.draws:
-            noise = self._draw(program)
         saved = [buffer.clone() for buffer in stack.buffers]
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
-            out, _ = program(stack.state, pytree.tree_leaves(batch), noise.__getitem__)
+            out, _ = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
             stack.set_buffers(dict(zip(stack.buffer_names, saved, strict=True)), None, saved)
         return out
 
-    def _evaluation(self, kind: str, batch: Any, graph: Callable[[Member, Any], Trace]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked."""
+    def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked, or draws."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
             try:
-                traces = [graph(self.members[row], batch) for row in self.stack.rows]
-                self._forwards[key] = self.kitchen.program(traces, [False] * len(leaves), self.stack.device)
+                models = [member.model for member in self.members]
+                traces = [self.kitchen.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
+                rows = [traces[row] for row in self.stack.rows]
+                program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
+                prove_evaluation(models, whats, traces, batch, self.kitchen)
+                self._forwards[key] = None if program.draws else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
-
-
-def _as_column(value: Any, rows: int) -> Tensor:
-    """A step's log as one number per row of the stack."""
-    if isinstance(value, Tensor) and value.dim():
-        return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
-    return torch.full((rows,), float(value), dtype=torch.float64)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

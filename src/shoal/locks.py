@@ -1,0 +1,25 @@
+"""A lock between the threads of a process that a forked child does not inherit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+
+class ThreadLock:
+    """A re-entrant lock. In a forked child it is free: the thread that held it is not there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.release()
