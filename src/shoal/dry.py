@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.errors import describe
 from shoal.job import RESERVED, Job
-from shoal.pack.kept import kept
 from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
+from shoal.pack.python_state import preserved
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -64,8 +64,8 @@ def dry_run(member: Member) -> list[str]:
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
     if n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
         sizes.append(1)
-    metrics = list(job.metrics.values())
-    with draws(member, keep=False), kept(job.step, job.loss, metrics, member.model, skip=member.model):
+    roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
+    with draws(member, keep=False), preserved(roots, skip=member.model):
         for size in sizes:
             lines = step_problems(member, size, short=size != sizes[0])
             if lines:

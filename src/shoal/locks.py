@@ -1,4 +1,4 @@
-"""A lock between the threads of a process that a forked child does not inherit."""
+"""One lock for what a process has only one of, so that runs in several threads do not get in each other's way."""
 
 from __future__ import annotations
 
@@ -23,3 +23,7 @@ class ThreadLock:
 
     def __exit__(self, *error: Any) -> None:
         self._lock.release()
+
+
+one_at_a_time = ThreadLock()
+"""Held while torch is patched, its own generator is lent to a member, or Python state is put back."""

@@ -53,6 +53,10 @@ class Board:
         self._parts: dict[int, Part] = {}
         """By the ride's number."""
         self._taken = 0
+        self.forms: dict[int, str] = {}
+        """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
+        self.arranged: Callable[[], object] = lambda: None
+        """Called when `forms` has changed."""
         self.put_back: Callable[[Member], None] = beginning
         """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
         self.add(members)
@@ -149,12 +153,21 @@ class Board:
         if self.gpu:
             from shoal.pack.captured.arrange import arrange
 
-            parts, units = arrange(groups, self.kitchen, self.compile)
+            parts, units = arrange(groups, self.kitchen, self.compile, self.tiers)
+            self._note_forms(units)
         else:
             parts = self._parts_of(groups)
             units = build(Plan(str(self.device), parts), groups, self.kitchen)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
+
+    def _note_forms(self, units: Sequence[Unit]) -> None:
+        before = dict(self.forms)
+        for unit in units:
+            name = unit.tier + (learned.COMPILED if getattr(unit, "compiled", False) else "")
+            self.forms |= {member.index: name for member in unit.members}
+        if self.forms != before:
+            self.arranged()
 
     def whole_plan(self, members: Sequence[Member]) -> Plan:
         """What would ride together if all of them rode at once."""
@@ -198,6 +211,13 @@ def _only(own: Group, wanted: set[int]) -> Group:
         [recipe for recipe in own.recipes if recipe.member.index in wanted],
         own.reason,
     )
+
+
+def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:
+    """The forms that members on a GPU have trained in: what was written down of those that have, or else the tier that
+    is in their checkpoints. Folders of earlier versions have tiers written down that were planned and not taken."""
+    known = {member.index: (member.tier, tiers.get(member.index, "")) for member in members if member.batches}
+    return {index: form if form.partition(" ")[0] == tier else tier for index, (tier, form) in known.items() if tier}
 
 
 def beginning(member: Member) -> None:

@@ -22,7 +22,7 @@ from shoal.counted import CounterMode, OpenRecurrent
 from shoal.data import Pool, View
 from shoal.errors import JobError, describe
 from shoal.job import Job
-from shoal.locks import ThreadLock
+from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.trace import PRECISIONS
@@ -242,15 +242,11 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
 
 
-_default_generator = ThreadLock()
-"""Held while torch's own generator is lent to a member: another thread's members must not draw from it meanwhile."""
-
-
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
-    with _default_generator, torch.random.fork_rng(devices=list(devices)):
+    with one_at_a_time, torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
         yield
 
@@ -262,7 +258,7 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
     Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
     stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
     """
-    with _default_generator:
+    with one_at_a_time:
         cpu = torch.get_rng_state()
         torch.set_rng_state(member.rng.get_state())
         try:

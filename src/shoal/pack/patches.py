@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.locks import ThreadLock
+from shoal.locks import one_at_a_time
 
 
 class Untraceable(Exception):
@@ -43,8 +43,6 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 )
 """The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is patched."""
 
-_one_at_a_time = ThreadLock()
-
 
 @contextmanager
 def patched(checks: list[Tensor] | None = None) -> Iterator[None]:
@@ -52,7 +50,7 @@ def patched(checks: list[Tensor] | None = None) -> Iterator[None]:
 
     `checks`: where to note what torch.distributions would have looked at before going on; None: it may not look.
     """
-    with _one_at_a_time, ExitStack() as stack:
+    with one_at_a_time, ExitStack() as stack:
         thread = threading.get_ident()
 
         def replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
 from shoal.pack import memory
-from shoal.pack.kept import kept
 from shoal.pack.members import Member, autocast, draws, evaluating, number, run_step, scratch_copy
 from shoal.pack.observe import (
     Observed,
@@ -40,6 +39,7 @@ from shoal.pack.observe import (
     widen,
     widen_leaves,
 )
+from shoal.pack.python_state import preserved
 from shoal.pack.signature import Path, lift, numbers, skeleton
 from shoal.pack.stacked.program import Program, as_column
 from shoal.pack.trace import Trace, Untraceable
@@ -405,20 +405,16 @@ class _World:
 def _same_world(*reached: Any) -> Iterator[_World]:
     """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was."""
     world, python, arrays = _World(), random.getstate(), np.random.get_state()
-    with warnings.catch_warnings(), kept(*reached) as state:
+    with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
-        try:
-            yield world
-            same = zip(np.random.get_state(), arrays, strict=True)
-            if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
-                world.reason = "it draws from python's or numpy's random numbers inside the step"
-            elif state.changed:
-                world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
-            elif state.written:
-                world.reason = "it changes a tensor that is neither a parameter nor a buffer"
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
+        yield world
+        same = zip(np.random.get_state(), arrays, strict=True)
+        if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
+            world.reason = "it draws from python's or numpy's random numbers inside the step"
+        elif state.changed:
+            world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
+        elif state.written:
+            world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
 def _unchecked(error: Exception) -> str:

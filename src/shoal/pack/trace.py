@@ -26,9 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from shoal.pack.fingerprint import fingerprint
-from shoal.pack.kept import kept
 from shoal.pack.patches import Untraceable as Untraceable
 from shoal.pack.patches import patched
+from shoal.pack.python_state import preserved
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,7 +110,7 @@ def trace(
     except Exception as error:
         raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
     before = fingerprint(twin, tensors=False)
-    with kept(twin, reached, skip=twin) as state:
+    with preserved({"step": reached, "model": twin}, skip=twin) as state:
         first = _record(twin, call, batch, precision, not evaluating)
         if fingerprint(twin, tensors=False) != before:
             raise Untraceable("its forward changes python attributes of the model")

@@ -92,8 +92,14 @@ class Unit(ABC):
         return stack_outputs(outputs)
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
-        """Eval-mode step of these members on one shared batch, all at once; None: they must be asked one by one."""
+        """Eval-mode step of these members on one shared batch, all at once; None: they must be asked one by one.
+
+        Buffers that the step changes stay changed, as in the solo loop.
+        """
         return None
+
+    def adopt_buffers(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
+        """Take over the buffers of these members' own models, which validation may have changed."""
 
 
 @dataclass(slots=True)

@@ -265,6 +265,12 @@ class CapturedUnit(Unit):
                 found += [_member(out, i) for i in range(len(rows))]
         return _stack(found)
 
+    def adopt_buffers(self, slots: list[int]) -> None:
+        places = self._places()
+        for slot in slots:
+            chunk, row = places[slot]
+            chunk.view.adopt_buffers([row])
+
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         places = self._places()
         found = []

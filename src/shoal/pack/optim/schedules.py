@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from shoal.errors import JobError
-from shoal.pack.kept import kept
 from shoal.pack.optim.hparams import RULES, numbers, with_defaults
+from shoal.pack.python_state import preserved
 
 Schedule = Callable[[Any], Any]
 """`step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
@@ -188,7 +188,7 @@ class ScheduleRunner:
         saved = None if fixed else self.state_dict()
         rows: list[list[list[float]]] = []
         try:
-            with kept(self._scheduler):  # functions of the step may keep state of their own
+            with preserved({"schedule": self._scheduler}):  # functions of the step may keep state of their own
                 for index in range(1 if fixed else steps):
                     if index:
                         self.step()

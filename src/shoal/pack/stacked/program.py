@@ -168,6 +168,7 @@ class Program:
     def _instruction(self, index: int, node: Node) -> tuple[Callable[..., Any], list[Any]]:
         if node.target is operator.getitem or not hasattr(node.target, "_schema"):
             return node.target, self._slots(node.args)  # type: ignore[return-value]
+        rules.refuse_side_writes(node.target)
         arguments = self._arguments(index, node)
         ruled = self._is_random(node) or node.target in rules.ALONE
         if not ruled and (node not in self._carries or self._widened(node)):

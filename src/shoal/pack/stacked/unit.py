@@ -342,14 +342,14 @@ class StackedUnit(Unit):
         program = self._evaluation("forward", tuple(inputs), [what] * len(self.members))
         if program is None:
             return super().outputs(inputs, slots)
-        return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs))
+        return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
         program = self._evaluation("validation", batch, [Evaluation.validation(m.job, wanted) for m in self.members])
         if program is None:
             return None
-        (losses, logs), outputs = self._evaluate(program, batch)
+        (losses, logs), outputs = self._evaluate(program, batch, slots)
         chosen, rows = self._chosen(slots), len(self.stack.rows)
         columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
         return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
@@ -359,13 +359,22 @@ class StackedUnit(Unit):
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
-    def _evaluate(self, program: Program, batch: Any) -> Any:
-        """What an eval-mode program gives, with everything left as it was."""
+    def adopt_buffers(self, slots: list[int]) -> None:
+        named = [dict(self.members[slot].model.named_buffers()) for slot in slots]
+        with torch.no_grad():
+            for slot, buffers in zip(slots, named, strict=True):
+                for name, stacked in zip(self.stack.buffer_names, self.stack.buffers, strict=True):
+                    stacked[slot].copy_(buffers[name])
+
+    def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
+        """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
         stack = self.stack
         saved = [buffer.clone() for buffer in stack.buffers]
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
-            out, _ = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
-            stack.set_buffers(dict(zip(stack.buffer_names, saved, strict=True)), None, saved)
+            out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
+            kept = torch.zeros(len(stack.rows), dtype=torch.bool)
+            kept[slots] = True
+            stack.set_buffers(after, kept.to(stack.device), saved)
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
