@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -33,26 +34,34 @@ class Piece:
     plain: bool = False
     """Whether steps of such pieces alone must be stacked."""
 
+    def __post_init__(self) -> None:
+        for name in self._names():
+            object.__setattr__(self, name, textwrap.dedent(getattr(self, name)).strip("\n").rstrip())
+
     @property
     def choices(self) -> tuple[int, ...]:
         """For each place with a choice, the number of texts."""
-        return tuple(len(found.split(" ; ")) for text in self._texts() for found in _CHOICE.findall(text))
+        return tuple(len(_texts(found)) for text in self._fields() for found in _CHOICE.findall(text))
 
     def chosen(self, picks: tuple[int, ...], number: int) -> Piece:
         """The piece with one text at each place."""
         rest = iter(picks)
 
         def pick(found: re.Match[str]) -> str:
-            return found[1].split(" ; ")[next(rest)]
+            return _texts(found[1])[next(rest)]
 
         changes: dict[str, Any] = {
             name: _CHOICE.sub(pick, getattr(self, name)).replace("{i}", str(number)) for name in self._names()
         }
         return replace(self, **changes)
 
-    def _texts(self) -> list[str]:
+    def _fields(self) -> list[str]:
         return [getattr(self, name) for name in self._names()]
 
     @staticmethod
     def _names() -> list[str]:
         return [f.name for f in fields(Piece) if f.name not in ("name", "job", "plain")]
+
+
+def _texts(choice: str) -> list[str]:
+    return [text.strip() for text in re.split(r"\s+;\s+", f" {choice} ")]

@@ -1,44 +1,33 @@
 """Training steps put together from what people write in them, as scripts that can be read and run.
 
-A `Program` is plain data: which pieces (`step_blocks`, `step_losses`), which of their texts, and the settings of the
+A `Program` is plain data: which pieces (of the modules beside this one), which of their texts, and the settings of the
 jobs. `script` makes a Python file of it, with two to four jobs that differ in seed, learning rate and, where drawn,
-in the numbers of their networks and steps. `check` trains them together and holds each to the plain loop.
+in the numbers of their networks and steps.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import re
-import tempfile
 import textwrap
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-import torch
 from hypothesis import strategies as st
-from tests.pack import step_blocks, step_losses, step_odd_blocks
-from tests.pack.step_piece import Piece
-from torch import Tensor, nn
-
-import shoal
+from tests.pack.steps import blocks, extras, gradients, losses, odd_blocks, operators, state
+from tests.pack.steps.piece import Piece
 
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
 """Picks one of a sequence; the first is the simplest."""
 
 PARTS = {
-    "block": [*step_blocks.BLOCKS, *step_odd_blocks.BLOCKS],
-    "input": step_losses.INPUTS,
-    "loss": step_losses.LOSSES,
-    "extra": step_losses.EXTRAS,
-    "last": step_losses.LAST,
+    "block": [*blocks.BLOCKS, *operators.BLOCKS, *gradients.BLOCKS, *odd_blocks.BLOCKS],
+    "input": losses.INPUTS,
+    "loss": losses.LOSSES,
+    "extra": [*extras.EXTRAS, *state.EXTRAS],
+    "last": losses.LAST,
 }
-PLAIN_BLOCKS = {piece.name for piece in step_blocks.BLOCKS}
 NUMBERS: dict[str, tuple[float, ...]] = {
     "p": (0.1, 0.3, 0.45),
     "w": (0.05, 0.2, 0.7),
@@ -64,9 +53,6 @@ SCHEDULES = [
     "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)",
     "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=9)",
 ]
-TOLERANCE = 1e-9
-NOISE = 1e-12
-"""Differences below this are rounding, whatever the tensor's size: gradients whose exact value is zero."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ class Program:
     @property
     def plain(self) -> bool:
         """Whether the jobs must be stacked."""
-        return all(name in PLAIN_BLOCKS or _piece(part, name).plain for part, name, _ in self.pieces)
+        return all(_piece(part, name).plain for part, name, _ in self.pieces)
 
     def chosen(self) -> list[tuple[str, Piece]]:
         return [(part, _piece(part, name).chosen(picks, i)) for i, (part, name, picks) in enumerate(self.pieces)]
@@ -105,11 +91,12 @@ def _piece(part: str, name: str) -> Piece:
     return next(piece for piece in PARTS[part] if piece.name == name)
 
 
-def draw_program(choose: Choose[Any]) -> Program:
-    """One program; `choose` decides."""
+def draw_program(choose: Choose[Any], plain: bool = False) -> Program:
+    """One program; `choose` decides. `plain`: of pieces that do not keep a step out of a stack."""
+    parts = {part: [one for one in pieces if not plain or one.plain] for part, pieces in PARTS.items()}
 
     def piece(part: str) -> tuple[str, str, tuple[int, ...]]:
-        one = choose(PARTS[part])
+        one = choose(parts[part])
         return part, one.name, tuple(choose(range(n)) for n in one.choices)
 
     pieces = [piece("loss")]
@@ -141,9 +128,9 @@ def draw_program(choose: Choose[Any]) -> Program:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn, plain: bool = False) -> Program:
     """Programs that hypothesis draws, and makes smaller where one fails."""
-    return draw_program(lambda options: draw(st.sampled_from(list(options))))
+    return draw_program(lambda options: draw(st.sampled_from(list(options))), plain)
 
 
 HEAD = """\
@@ -153,7 +140,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -261,137 +248,4 @@ def _jobs(program: Program, parts: list[tuple[str, Piece]]) -> str:
         "def train():\n    jobs, qs = make_jobs()\n"
         f'    return shoal.train(jobs, device="cpu", threads=1{call})\n\n\n'
         f"def reference():\n    jobs, qs = make_jobs()\n{wrap}    return [shoal.solo(job) for job in jobs]\n"
-    )
-
-
-MAIN = """
-
-if __name__ == "__main__":
-    for a, b in zip(train(), reference()):
-        far = {n: float((v - a.model.state_dict()[n]).abs().max()) for n, v in b.model.state_dict().items()}
-        print(a.name, a.tier, a.status, b.status, max(far.items(), key=lambda item: item[1]), a.error, b.error)
-"""
-
-
-def load(text: str) -> ModuleType:
-    """The script as a module, from a file: TorchScript reads its functions' source."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "drawn_step.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location("drawn_step", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one program."""
-
-    tiers: tuple[str, ...]
-    statuses: tuple[str, ...]
-    wrong: tuple[str, ...]
-    """What differs from the plain loop, in words; empty: nothing."""
-    refused: str = ""
-    """Why the whole call was refused, by an error of one line."""
-    unstable: bool = False
-    """Whether the plain loop itself gives other numbers when its data are changed by one rounding error."""
-
-
-def run(program: Program) -> Outcome:
-    """Train the program's jobs together and by the plain loop, and compare."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = load(script(program))
-        alone = module.reference() if program.first == "solo" else []
-        try:
-            results = module.train()
-        except shoal.JobError as error:
-            alone = alone or module.reference()
-            return Outcome((), tuple(b.status for b in alone), (), str(error))
-        alone = alone or module.reference()
-        wrong = _compared(results, alone)
-        unstable = bool(wrong) and _unstable(module, alone)
-    tiers, statuses = tuple(a.tier for a in results), tuple(b.status for b in alone)
-    return Outcome(tiers, statuses, () if unstable else tuple(wrong), unstable=unstable)
-
-
-def _compared(results: Sequence[shoal.Result], alone: Sequence[shoal.Result]) -> list[str]:
-    return [f"{a.name} ({a.tier}): {line}" for a, b in zip(results, alone, strict=True) for line in differences(a, b)]
-
-
-def _unstable(module: ModuleType, alone: Sequence[shoal.Result]) -> bool:
-    """Whether rounding decides: a tie between two rows, a value on the edge of a mask."""
-    data = module.X.clone()
-    try:
-        for seed in range(3):
-            noise = torch.randn(data.shape, dtype=data.dtype, generator=torch.Generator().manual_seed(seed))
-            module.X.copy_(data * (1 + 2e-15 * noise))
-            if _compared(module.reference(), alone):
-                return True
-    finally:
-        module.X.copy_(data)
-    return False
-
-
-def check(program: Program) -> Outcome:
-    """Raise AssertionError, with the script, where a member is not what the plain loop makes of its job."""
-    try:
-        outcome = run(program)
-    except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {error}\n\n{script(program)}{MAIN}") from error
-    expected = set(outcome.statuses) == {"failed"} if outcome.refused else not outcome.wrong
-    lines = "\n".join(outcome.wrong) or outcome.refused
-    assert expected, f"{lines}\n\n{program}\n\n{script(program)}{MAIN}"
-    return outcome
-
-
-def differences(a: shoal.Result, b: shoal.Result) -> list[str]:
-    """How a result differs from that of the plain loop: one line each."""
-    if (a.status, a.steps) != (b.status, b.steps):
-        return [f"{a.status} after {a.steps} steps ({a.error}), alone {b.status} after {b.steps} ({b.error})"]
-    if len(a.history) != len(b.history):
-        return [f"{len(a.history)} rows of history, alone {len(b.history)}"]
-    mine, theirs = _values(a), _values(b)
-    if mine.keys() != theirs.keys():
-        return [f"only one of them has {sorted(mine.keys() ^ theirs.keys())}"]
-    lines = [f"{name} is off by {far:.1e}" for name in theirs if (far := _apart(mine[name], theirs[name])) > TOLERANCE]
-    return lines
-
-
-def _values(result: shoal.Result) -> dict[str, Any]:
-    """Everything that is compared, by name."""
-    model = result.model
-    values: dict[str, Any] = {f"history[{i}].{k}": v for i, row in enumerate(result.history) for k, v in row.items()}
-    values = {name: value for name, value in values.items() if not name.endswith("seconds")}
-    values |= dict(model.state_dict()) | dict(model.named_buffers())
-    values |= {f"{name}.requires_grad": float(p.requires_grad) for name, p in model.named_parameters()}
-    for where, module in model.named_modules():
-        values |= {f"{where}.{k}": v for k, v in vars(module).items() if _plain(v)}
-    for index, entry in result.optimizer_state["state"].items():
-        values |= {f"optimizer[{index}].{key}": v for key, v in entry.items() if isinstance(v, Tensor | float | int)}
-    return values
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, int | float) or (type(value) is Tensor and not isinstance(value, nn.Parameter))
-
-
-def _apart(x: Any, y: Any) -> float:
-    """max|x-y| / max|y|, or 0 where that is rounding; infinite where they are not of one kind."""
-    if isinstance(x, Tensor) != isinstance(y, Tensor):
-        return math.inf
-    if not isinstance(y, Tensor):
-        return 0.0 if x == y or (x != x and y != y) or abs(x - y) < NOISE else abs(x - y) / max(abs(y), 1e-300)
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return math.inf
-    x, y = x.detach().nan_to_num(9e99), y.detach().nan_to_num(9e99)
-    far = float((x - y).abs().max()) if x.numel() and x.is_floating_point() else float((x != y).any())
-    if x.is_complex():
-        far = float((x - y).abs().max())
-    return (
-        0.0
-        if far < NOISE
-        else far / max(float(y.abs().max()) if y.dtype.is_floating_point or y.is_complex() else 1.0, 1e-300)
     )
