@@ -16,16 +16,16 @@ from shoal.dry import dry_run, likeness
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.job import Job
 from shoal.monitor import watched
+from shoal.pack.building import build_member, give_own_networks
 from shoal.pack.members import (
     Member,
-    build_member,
     draws,
-    give_own_networks,
     make_optimizer,
     make_schedule,
     names,
     needs_closure,
     number,
+    trying,
 )
 
 
@@ -151,7 +151,7 @@ def _pair_problems(
 def optimizer_problems(member: Member) -> list[str]:
     """Build the job's optimizer and schedule, to see that they can be."""
     job = member.job
-    with draws(member, keep=False):
+    with draws(member, keep=False), trying(job):
         try:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:

@@ -66,7 +66,9 @@ def dry_run(member: Member) -> list[str]:
     if n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
         sizes.append(1)
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
-    with draws(member, keep=False), preserved(roots, skip=member.model):
+    with draws(member, keep=False), preserved(roots, skip=member.model) as state:
+        if state.unrestorable:  # a dry step would take from it what the first real step should have
+            return []
         for size in sizes:
             lines = step_problems(member, size, short=size != sizes[0])
             if lines:

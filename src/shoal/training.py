@@ -236,6 +236,8 @@ class _Work:
             tiers=self.tiers,
         )
         board.put_back = self._put_back
+        for member in members:
+            member.own.wanted = self.folder is not None or self.controls is not None
         return board
 
     def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:

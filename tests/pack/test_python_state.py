@@ -240,4 +240,22 @@ def test_paths_are_the_same_for_the_same_structure_built_again() -> None:
         return closure_of({"a": [1, {"b": Slotted()}], "model": Attributed()})
 
     one, two = ([place.path for place in PythonState({"step": build()}).places] for _ in range(2))
-    assert one == two and ("step", "<value>", "['a']", "[1]", "['b']") in one
+    assert one == two and ("step", "<value>", "['a']", "[1]", "['b']", ".__slots__") in one
+
+
+def test_paths_tell_all_places_apart() -> None:
+    class Own(OrderedDict[str, Any]):
+        pass
+
+    class Both(Slotted):
+        def __next__(self) -> int:
+            return 0
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+    own, both, model = Own(a=Slotted()), Both(), nn.Sequential(Attributed(), nn.LSTM(2, 2))
+    own.beta, both.gamma = 0.0, 0.0  # type: ignore[attr-defined]
+    state = PythonState({"step": closure_of([1]), "model": model, "own": own, "both": both}, skip=model)
+    paths = [place.path for place in state.places]
+    assert len(set(paths)) == len(paths)

@@ -71,6 +71,8 @@ class Board:
             found = requests(groups, tried, self.tiers, exact=self._matters(groups))
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        for member in members:
+            member.own.watched = member.index not in self.recipes
         self.groups += groups
         everybody = [member for own in self.groups for member in own.members]
         self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)

@@ -25,6 +25,19 @@ def same_value(a: Any, b: Any) -> bool:
     return isinstance(a, torch.device | frozenset | range | slice) and bool(a == b)
 
 
+def equal_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same, or lists, dicts and sets of the same values."""
+    if same_value(a, b):
+        return True
+    if type(a) is not type(b) or type(a) not in (list, tuple, dict, set) or len(a) != len(b):
+        return False
+    if isinstance(a, set):
+        return bool(a == b)
+    if isinstance(a, dict):
+        return all(equal_value(x, y) and equal_value(a[x], b[y]) for x, y in zip(a, b, strict=True))
+    return all(map(equal_value, a, b))
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits, whatever they mean."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

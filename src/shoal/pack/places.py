@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import copy
-import itertools
-import random
 import types
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from shoal.pack.compare import same_bits, same_numbers, same_value, version
+from shoal.pack.compare import equal_value, same_value
 
 Path = tuple[str, ...]
 """The way to a piece of state from a named root, such as `("step", "<cfg>", "['beta']")`: closure cells are written
@@ -24,13 +16,8 @@ and `("class", module.name)`, so that a path means the same in another process t
 
 MISSING: Any = object()
 """Stands for a name or a closure cell that holds nothing."""
-MAX_ELEMENTS = 1_000_000
-"""Larger tensors are compared by version alone, larger arrays by a sample; neither is put back."""
-_SAMPLED = 4096
-_COPYABLE: tuple[type, ...] = (
-    itertools.count, type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")),
-)  # fmt: skip
-"""Iterators whose copy goes on from the same place and shares nothing with them."""
+_OMITTED = frozenset({".__slots__", ".__dict__", ".__next__", ".cell_contents"})
+"""Parts of paths that only tell two places of the same object apart."""
 
 
 def say(path: Path) -> str:
@@ -39,6 +26,7 @@ def say(path: Path) -> str:
     >>> say(("globals", "train", "cfg", "['beta']")), say(("step", "<cfg>", "['beta']"))
     ("cfg['beta'] of module train", "cfg['beta'] in the closure of step")
     """
+    path = tuple(part for part in path if part not in _OMITTED)
     if path[0] == "globals":
         return f"{''.join(path[2:])} of module {path[1]}"
     if path[0] == "class":
@@ -76,17 +64,16 @@ class Place:
         return self.get()
 
     def changed(self, note: Any) -> bool:
-        """Whether it holds something else than when the note was taken."""
-        return not same_value(self.get(), note)
+        """Whether it holds something else than when the note was taken; an equal copy of it is nothing else."""
+        return not equal_value(self.get(), note)
 
     def restore(self, note: Any) -> None:
-        """Hold what it held when the note was taken."""
-        if self.changed(note):
-            self.put(note)
+        """Hold the very things that it held when the note was taken."""
+        self.put(note)
 
-    def difference(self, note: Any) -> Path:
-        """The path of the first thing that is another than it was."""
-        return self.path
+    def differences(self, note: Any) -> dict[Path, Any]:
+        """Of a place that has changed: the paths of what is another thing than it was, and what is there now."""
+        return {self.path: self.get()}
 
     def swap(self, note: Any, fresh: Mapping[int, Any]) -> Any:
         """The note with some of the objects in it, by their ids, replaced by others."""
@@ -111,7 +98,7 @@ class Names(Place):
 
     def changed(self, note: dict[str, Any]) -> bool:
         now = self.get()
-        return now.keys() != note.keys() or any(not same_value(value, note[name]) for name, value in now.items())
+        return now.keys() != note.keys() or any(not equal_value(value, note[name]) for name, value in now.items())
 
     def put(self, value: dict[str, Any]) -> None:
         now = self.get()
@@ -121,10 +108,10 @@ class Names(Place):
             if name not in now or not same_value(now[name], held):
                 self._set(name, held)
 
-    def difference(self, note: dict[str, Any]) -> Path:
+    def differences(self, note: dict[str, Any]) -> dict[Path, Any]:
         now = self.get()
-        names = [n for n in {**note, **now} if not same_value(now.get(n, MISSING), note.get(n, MISSING))]
-        return (*self.path, self.element(names[0])) if names else self.path
+        pairs = {name: (now.get(name, MISSING), note.get(name, MISSING)) for name in {**note, **now}}
+        return {(*self.path, self.element(name)): a for name, (a, b) in pairs.items() if not equal_value(a, b)}
 
     def swap(self, note: dict[str, Any], fresh: Mapping[int, Any]) -> dict[str, Any]:
         return {name: fresh.get(id(value), value) for name, value in note.items()}
@@ -211,10 +198,12 @@ class Cell(Place):
             return MISSING
 
     def put(self, value: Any) -> None:
-        if value is not MISSING:
-            self.owner.cell_contents = value
-        elif self.get() is not MISSING:
+        if same_value(self.get(), value):
+            return
+        if value is MISSING:
             del self.owner.cell_contents
+        else:
+            self.owner.cell_contents = value
 
     def swap(self, note: Any, fresh: Mapping[int, Any]) -> Any:
         return fresh.get(id(note), note)
@@ -232,7 +221,7 @@ class ContextVariable(Place):
             return MISSING
 
     def put(self, value: Any) -> None:
-        if value is not MISSING:
+        if value is not MISSING and not same_value(self.get(), value):
             self.owner.set(value)
 
 
@@ -245,7 +234,7 @@ class Items(Place):
     def changed(self, note: list[tuple[Any, Any]]) -> bool:
         now = self.get()
         return len(now) != len(note) or any(
-            not (same_value(x, a) and same_value(y, b)) for (x, y), (a, b) in zip(now, note, strict=True)
+            not (equal_value(x, a) and equal_value(y, b)) for (x, y), (a, b) in zip(now, note, strict=True)
         )
 
     def put(self, value: list[tuple[Any, Any]]) -> None:
@@ -259,10 +248,11 @@ class Items(Place):
             self.owner.clear()
             self.owner.update(value)
 
-    def difference(self, note: list[tuple[Any, Any]]) -> Path:
+    def differences(self, note: list[tuple[Any, Any]]) -> dict[Path, Any]:
         now, before = dict(self.get()), dict(note)
-        keys = [k for k in {**before, **now} if not same_value(now.get(k, MISSING), before.get(k, MISSING))]
-        return (*self.path, key_name(keys[0], 0)) if keys else self.path
+        pairs = {key: (now.get(key, MISSING), before.get(key, MISSING)) for key in {**before, **now}}
+        names = {key: (*self.path, key_name(key, place)) for place, key in enumerate(pairs)}
+        return {names[key]: a for key, (a, b) in pairs.items() if not equal_value(a, b)} or {self.path: self.get()}
 
     def swap(self, note: list[tuple[Any, Any]], fresh: Mapping[int, Any]) -> list[tuple[Any, Any]]:
         return [(key, fresh.get(id(value), value)) for key, value in note]
@@ -285,11 +275,13 @@ class Elements(Place):
 
     def changed(self, note: list[Any]) -> bool:
         now = self.get()
-        return len(now) != len(note) or any(not same_value(a, b) for a, b in zip(now, note, strict=True))
+        return len(now) != len(note) or not all(map(equal_value, now, note))
 
     def put(self, value: list[Any]) -> None:
-        self.owner.clear()
-        self.owner.extend(value)
+        now = self.get()
+        if len(now) != len(value) or not all(map(same_value, now, value)):
+            self.owner.clear()
+            self.owner.extend(value)
 
     def swap(self, note: list[Any], fresh: Mapping[int, Any]) -> list[Any]:
         return [fresh.get(id(value), value) for value in note]
@@ -309,119 +301,6 @@ class SetMembers(Place):
         self.owner.update(value)
 
 
-class TensorContent(Place):
-    """What is written in a tensor that is neither a parameter nor a buffer of the model."""
-
-    owner: Tensor
-    data = True
-
-    @property
-    def whole(self) -> bool:
-        """Whether its content can be copied and compared."""
-        value = self.owner
-        plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
-        odd = value.is_quantized or value.is_nested
-        return plain and not odd and value.numel() <= MAX_ELEMENTS
-
-    @property
-    def restorable(self) -> bool:  # type: ignore[override]
-        return self.whole
-
-    def get(self) -> Tensor:
-        return self.owner.detach().clone()
-
-    def put(self, value: Tensor) -> None:
-        with torch.no_grad():
-            self.owner.copy_(value)
-
-    def note(self) -> tuple[int, Tensor | None]:
-        return version(self.owner), self.get() if self.whole else None
-
-    def changed(self, note: tuple[int, Tensor | None]) -> bool:
-        return version(self.owner) != note[0] or (note[1] is not None and not same_bits(self.owner, note[1]))
-
-    def restore(self, note: tuple[int, Tensor | None]) -> None:
-        if note[1] is not None and not same_bits(self.owner, note[1]):
-            self.put(note[1])
-
-
-class ArrayContent(Place):
-    """What is written in a numpy array."""
-
-    owner: np.ndarray[Any, Any]
-
-    @property
-    def restorable(self) -> bool:  # type: ignore[override]
-        return self.owner.size <= MAX_ELEMENTS
-
-    def get(self) -> np.ndarray[Any, Any]:
-        if self.owner.size <= MAX_ELEMENTS:
-            return self.owner.copy()
-        return self.owner.reshape(-1)[:: max(1, self.owner.size // _SAMPLED)].copy()
-
-    def put(self, value: np.ndarray[Any, Any]) -> None:
-        if self.restorable and self.owner.flags.writeable:
-            self.owner[...] = value
-
-    def changed(self, note: np.ndarray[Any, Any]) -> bool:
-        now = self.get()
-        if now.shape != note.shape or now.dtype != note.dtype:
-            return True
-        return list(now.flat) != list(note.flat) if now.dtype.hasobject else now.tobytes() != note.tobytes()
-
-
-class RandomNumbers(Place):
-    """A generator of random numbers: Python's, numpy's or torch's."""
-
-    def get(self) -> Any:
-        value = self.owner
-        if isinstance(value, random.Random):
-            return value.getstate()
-        if isinstance(value, np.random.RandomState):
-            return value.get_state(legacy=False)
-        return value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
-
-    def put(self, value: Any) -> None:
-        if isinstance(self.owner, random.Random):
-            self.owner.setstate(value)
-        elif isinstance(self.owner, np.random.Generator):
-            self.owner.bit_generator.state = value
-        else:
-            self.owner.set_state(value)
-
-    def changed(self, note: Any) -> bool:
-        return not same_numbers(self.get(), note)
-
-
-class Position(Place):
-    """How far an iterator has come. Few can be put back: a copy then takes the place of the one that has moved on."""
-
-    @property
-    def restorable(self) -> bool:  # type: ignore[override]
-        return isinstance(self.owner, _COPYABLE)
-
-    def get(self) -> Any:
-        value = self.owner
-        if isinstance(value, itertools.count):
-            return repr(value)
-        if isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            return None if frame is None else (frame.f_lasti, tuple(map(id, frame.f_locals.values())))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # itertools will lose this one day
-                return repr(value.__reduce__())
-        except Exception:
-            return None  # it cannot tell
-
-    def put(self, value: Any) -> None:
-        return
-
-    def fresh(self) -> Any:
-        """An iterator that is where this one is now."""
-        return copy.copy(self.owner)
-
-
 def key_name(key: Any, place: int) -> str:
     """A key as a part of a path: by value where that means the same elsewhere, by position otherwise."""
     plain = isinstance(key, str | int | float | bool | bytes | None) or (
@@ -434,8 +313,3 @@ def _of_class(name: str, value: Any) -> bool:
     if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
     return isinstance(value, types.FunctionType) or not (name.startswith(("__", "_abc_")))
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether asking for the next element moves it on; files are not looked into."""
-    return isinstance(value, Iterator) and not hasattr(value, "fileno")

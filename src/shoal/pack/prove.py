@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ from shoal.tables import size as format_bytes
 
 if TYPE_CHECKING:
     from shoal.pack.recipe import Evaluation, Kitchen, Proofs, Recipe
+
+_T = TypeVar("_T")
 
 MOST_ROWS = 4
 """Members that are proven in one program."""
@@ -112,7 +114,7 @@ def _reasons(rows: Sequence[_Case], kitchen: Kitchen, solo: bool) -> list[str]:
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
     narrow = any(member.job.precision is not None for member in members)
     try:
-        with _same_world(*((m.job.step, m.job.loss) for m in members)) as world:
+        with _same_world(*((m.job.step, m.job.loss) for m in members), caches=_caches(rows)) as world:
             try:
                 reasons = _compare_steps(rows, kitchen, wide=not narrow, solo=solo)
             except _NotInFloat64:
@@ -137,7 +139,7 @@ def _compare_steps(rows: Sequence[_Case], kitchen: Kitchen, *, wide: bool, solo:
             _step_trace(case.steps[size], member, batch, kitchen, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = _run_program(members, traces, batches, apart=apart, solo=solo)
+        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo)
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = _in_float64(wide, _run_step, member, batches[place])
@@ -184,11 +186,10 @@ def _twin(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
     return trace
 
 
-def _in_float64(wide: bool, run: Any, *args: Any) -> Observed:
+def _in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
     """Run; what raises in float64 may still run in the model's own dtypes."""
     try:
-        observed: Observed = run(*args)
-        return observed
+        return run(*args)
     except Exception as error:
         if wide and not (out_of_memory(error) or context_lost(error)):
             raise _NotInFloat64 from error
@@ -196,7 +197,7 @@ def _in_float64(wide: bool, run: Any, *args: Any) -> Observed:
 
 
 def _run_program(
-    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], *, apart: bool, solo: bool
+    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], apart: bool, solo: bool
 ) -> list[Observed]:
     """What the program gives for each member, from where the members are; nothing of theirs changes."""
     trace, device = traces[0], members[0].device
@@ -286,7 +287,7 @@ def prove_evaluation(
     cases = [_Case(key, {0: t}, subject) for t, *subject in zip(traces, models, whats, strict=True)]
     for rows in _chosen(cases, kitchen.proofs, apart=False):
         try:
-            with _same_world(*(case.subject[1].function for case in rows)) as world:
+            with _same_world(*(case.subject[1].function for case in rows), caches=_caches(rows)) as world:
                 try:
                     reasons = _compare_outputs(rows, batch, kitchen, wide=whats[0].precision is None)
                 except _NotInFloat64:
@@ -314,8 +315,9 @@ def _compare_outputs(rows: Sequence[_Case], batch: Any, kitchen: Kitchen, *, wid
     program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
     if program.draws:
         return ["it draws random numbers in eval mode"] * len(rows)
+    state = _stacked_state(models, traces[0])
     with torch.no_grad(), autocast_for(precision, device):
-        outputs, after = program(_stacked_state(models, traces[0]), leaves, lambda index: torch.empty(0))
+        outputs, after = _in_float64(wide, program, state, leaves, lambda index: torch.empty(0))
     reasons = []
     for place, (model, what, trace) in enumerate(zip(models, whats, traces, strict=True)):
         start = state_of(model)
@@ -402,8 +404,11 @@ class _World:
 
 
 @contextmanager
-def _same_world(*reached: Any) -> Iterator[_World]:
-    """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was."""
+def _same_world(*reached: Any, caches: bool) -> Iterator[_World]:
+    """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was.
+
+    `caches`: it is known to fill caches at a first call.
+    """
     world, python, arrays = _World(), random.getstate(), np.random.get_state()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
@@ -411,10 +416,14 @@ def _same_world(*reached: Any) -> Iterator[_World]:
         same = zip(np.random.get_state(), arrays, strict=True)
         if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
             world.reason = "it draws from python's or numpy's random numbers inside the step"
-        elif state.changed:
+        elif state.changed and not caches:
             world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
         elif state.written:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
+
+
+def _caches(rows: Sequence[_Case]) -> bool:
+    return any(trace.caches for case in rows for trace in case.steps.values())
 
 
 def _unchecked(error: Exception) -> str:

@@ -7,6 +7,7 @@ noted here before, compared after, and put back as it was, so that the training 
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ import numpy as np
 from torch import nn
 
 from shoal.locks import one_at_a_time
-from shoal.pack.places import Elements, Items, Path, Place, Position, SetMembers
+from shoal.pack.contents import CachedCalls, Position
+from shoal.pack.places import Elements, Items, Path, Place, SetMembers
 from shoal.pack.state_walk import Walk
 from shoal.pack.user_code import in_library_tables
 
@@ -35,11 +37,22 @@ class PythonState:
         self.complete = walk.complete
         """Whether all of it was looked at; there may be too much."""
         self._notes = [place.note() for place in self.places]
-        self._fresh = {id(p.owner): p.fresh() for p in self.places if isinstance(p, Position) and p.restorable}
+        self._unmoved = {
+            id(p.owner): copy.copy(p.owner) for p in self.places if isinstance(p, Position) and p.restorable
+        }
 
     def changes(self) -> list[Path]:
         """Paths of what is another thing than it was, contents of tensors included."""
-        return [place.difference(note) for place, note in self._pairs() if place.changed(note)]
+        return [path for place, note in self._pairs() if place.changed(note) for path in place.differences(note)]
+
+    def changed_values(self) -> dict[Path, Any]:
+        """What is another thing than it was, and what it holds now; `MISSING` for what is gone."""
+        changed = [(place, note) for place, note in self._pairs() if place.changed(note)]
+        return {path: value for place, note in changed for path, value in place.differences(note).items()}
+
+    def place_at(self, path: Path) -> Place:
+        """The place that a path of `changes` belongs to."""
+        return max((p for p in self.places if p.path == path[: len(p.path)]), key=lambda place: len(place.path))
 
     @property
     def changed(self) -> bool:
@@ -56,18 +69,24 @@ class PythonState:
         """Paths of iterators that cannot be put back once they have moved on, such as a generator."""
         return [place.path for place in self.places if isinstance(place, Position) and not place.restorable]
 
+    def forget_cached_calls(self) -> None:
+        """Empty caches of functions that were filled since, with tensors that have no data, it may be."""
+        for place, note in self._pairs():
+            if isinstance(place, CachedCalls) and place.changed(note):
+                place.forget()
+
     def restore(self) -> None:
         """Put back everything that can be, except in tables that a library holds as well."""
-        moved = {
-            id(place.owner): self._fresh[id(place.owner)]
-            for place, note in self._pairs()
-            if isinstance(place, Position) and id(place.owner) in self._fresh and place.changed(note)
-        }
-        wanted = [place.swap(note, moved) if moved else note for place, note in self._pairs()]
-        changed = [(place, note) for place, note in zip(self.places, wanted, strict=True) if place.changed(note)]
-        containers = [place for place, _ in changed if isinstance(place, Items | Elements | SetMembers)]
+        moved = [id(p.owner) for p, note in self._pairs() if id(p.owner) in self._unmoved and p.changed(note)]
+        fresh = {key: copy.copy(self._unmoved[key]) for key in moved}
+        wanted = [place.swap(note, fresh) if fresh else note for place, note in self._pairs()]
+        containers = [
+            place
+            for place, note in zip(self.places, wanted, strict=True)
+            if isinstance(place, Items | Elements | SetMembers) and place.changed(note)
+        ]
         shared = in_library_tables(p.owner for p in containers if sys.getrefcount(p.owner) > _ONE_HOLDER)
-        for place, note in changed:
+        for place, note in zip(self.places, wanted, strict=True):
             if id(place.owner) not in shared:
                 place.restore(note)
 

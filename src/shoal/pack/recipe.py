@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from shoal.errors import describe
 from shoal.job import Job
 from shoal.pack.fingerprint import fingerprint, without_floats
-from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
+from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
+from shoal.pack.python_state import PythonState
 from shoal.pack.signature import Path, skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, trace
 from shoal.pack.used import used_params
@@ -300,12 +301,26 @@ def _shapes(batch: Any) -> str:
     )
 
 
+def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
+    if not state.changes() and runner.can_table():
+        saved = runner.state_dict()
+        runner.step()
+        runner.load_state_dict(saved)
+    return bool(state.changes() or state.unrestorable)
+
+
 def plan_optimizer(member: Member) -> OptimizerPlan:
     """Take the member's own optimizer apart.
 
     Raises:
         Untraceable: when only the real loop can drive it.
     """
+    with trying(member.job) as state:
+        return _plan_optimizer(member, state)
+
+
+def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     job, model = member.job, member.model
     with draws(member, keep=False):
         optimizer = make_optimizer(job, model)
@@ -326,7 +341,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign:
+    if runner.foreign or (state is not None and _keeps_state(runner, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

@@ -30,6 +30,7 @@ class SerialUnit(Unit):
         self.member = member
         self.job = member.job
         self.model = member.model.to(member.device)
+        member.own.begin(self.job, self.model)
         with draws(member, keep=not member.batches):
             self.optimizer = make_optimizer(self.job, self.model)
             self.schedule = make_schedule(self.job, self.optimizer)
@@ -57,6 +58,8 @@ class SerialUnit(Unit):
             self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         if self.scaler is not None and member.scaler_state is not None:
             self.scaler.load_state_dict(member.scaler_state)
+        started = member.batches > 0
+        member.own.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
 
     def run(self, batches: int) -> None:
         """Batches in the member's own random stream, which is swapped in once for all of them."""

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shoal.pack import places
+from shoal.pack import contents, places
 from shoal.pack.places import Path, Place, key_name
 from shoal.pack.user_code import is_library_class, is_library_function, is_library_module, is_standard_class
 
@@ -79,8 +79,8 @@ class Walk:
             if isinstance(value, kinds):
                 look(self, path, value)
                 return
-        if places.is_iterator(value):
-            self._note(places.Position(path, value))
+        if contents.is_iterator(value):
+            self._note(contents.Position((*path, ".__next__"), value))
         self._object(path, value)
 
     def _note(self, place: Place) -> None:
@@ -97,7 +97,7 @@ class Walk:
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
                 self._held.append(cell)
-                place = places.Cell((*path, f"<{name}>"), cell)
+                place = places.Cell((*path, f"<{name}>", ".cell_contents"), cell)
                 self._note(place)
                 self._push(path, f"<{name}>", place.get())
         self._push(path, ".__defaults__", function.__defaults__)
@@ -146,7 +146,8 @@ class Walk:
         self._attributes(path, value)
 
     def _wrapped(self, path: Path, value: Any) -> None:
-        """What `functools.cache` and its like are around; what they have cached is left to them."""
+        """`functools.cache` and its like, and what they are around."""
+        self._note(contents.CachedCalls(path, value))
         self._push(path, ".__wrapped__", getattr(value, "__wrapped__", None))
 
     def _descriptor(self, path: Path, value: Any) -> None:
@@ -171,8 +172,9 @@ class Walk:
         groups = {"_modules": module._modules}
         if id(module) not in self._skipped:
             groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
-        for group in groups.values():
-            self._note(places.Items(path, group))
+        for own, group in groups.items():
+            if isinstance(group, dict):  # those of a ScriptModule are not
+                self._note(places.Items((*path, f".{own}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
         self._attributes(path, module, _TENSORS)
@@ -204,7 +206,7 @@ class Walk:
             if isinstance(descriptor, types.MemberDescriptorType) and not is_standard_class(kind)
         ]
         if names:
-            place = places.Slots(path, value, names)
+            place = places.Slots((*path, ".__slots__"), value, names)
             self._note(place)
             for name, held in place.get().items():
                 self._push(path, f".{name}", held)
@@ -237,12 +239,17 @@ class Walk:
     def _subclass(self, path: Path, value: Any) -> None:
         """What a class of the user's adds to a container."""
         if not is_standard_class(type(value)):
-            self._attributes(path, value)
+            self._attributes((*path, ".__dict__"), value)
             self._push(path, ".__class__", type(value))
 
     def _tensor(self, path: Path, value: Tensor) -> None:
         if not is_lazy(value):
-            self._note(places.TensorContent(path, value))
+            self._note(contents.TensorContent(path, value))
+
+    def _variable(self, path: Path, value: contextvars.ContextVar[Any]) -> None:
+        place = places.ContextVariable(path, value)
+        self._note(place)
+        self._push(path, ".get()", place.get())
 
     def _as(kind: type[Place]) -> Callable[[Walk, Path, Any], None]:  # type: ignore[misc]
         return lambda self, path, value: self._note(kind(path, value))
@@ -252,7 +259,7 @@ class Walk:
 
     _looks: tuple[tuple[Any, Callable[..., None]], ...] = (
         (Tensor, _tensor),
-        (np.ndarray, _as(places.ArrayContent)),
+        (np.ndarray, _as(contents.ArrayContent)),
         ((types.ModuleType, np.ufunc), _nothing),
         (types.FunctionType, _function),
         (types.MethodType, _method),
@@ -262,8 +269,8 @@ class Walk:
         ((property, staticmethod, classmethod, functools.cached_property), _descriptor),
         (type, _class),
         (nn.Module, _module),
-        ((random.Random, np.random.Generator, np.random.RandomState, torch.Generator), _as(places.RandomNumbers)),
-        (contextvars.ContextVar, _as(places.ContextVariable)),
+        ((random.Random, np.random.Generator, np.random.RandomState, torch.Generator), _as(contents.RandomNumbers)),
+        (contextvars.ContextVar, _variable),
         (weakref.ref, _reference),
         (tuple, _tuple),
         ((list, deque), _list),

@@ -25,10 +25,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from shoal.pack.fingerprint import fingerprint
+from shoal.pack.first_call import record_repeatable
 from shoal.pack.patches import Untraceable as Untraceable
 from shoal.pack.patches import patched
-from shoal.pack.python_state import preserved
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,6 +58,8 @@ class Trace:
     """Equal for graphs of code that differs in floating-point numbers alone; see `Kitchen.graph`."""
     checked: bool = False
     """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
+    caches: bool = False
+    """Whether a first call leaves something in Python behind, such as a mask that is made once."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
 
@@ -104,26 +105,36 @@ def trace(
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
     _refuse_at_sight(model)
-    try:
-        twin = copy.deepcopy(model)
-        twin = twin.eval() if evaluating else twin
-    except Exception as error:
-        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
-    before = fingerprint(twin, tensors=False)
-    with preserved({"step": reached, "model": twin}, skip=twin) as state:
-        first = _record(twin, call, batch, precision, not evaluating)
-        if fingerprint(twin, tensors=False) != before:
-            raise Untraceable("its forward changes python attributes of the model")
-        if state.changed:
-            raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
-        if state.written:
-            raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
-        again = _record(twin, call, batch, precision, not evaluating) if twice else first
+    pair = record_repeatable(
+        lambda: _copy(model, evaluating),
+        reached,
+        lambda twin: _record(twin, call, batch, precision, not evaluating),
+        lambda twin: _run(twin, call, batch, precision, not evaluating),
+        twice=twice,
+    )
+    first, again = pair.first, pair.again
+    first.caches = pair.caches
     if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
     return first
+
+
+def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
+    try:
+        twin = copy.deepcopy(model)
+        return twin.eval() if evaluating else twin
+    except Exception as error:
+        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+
+
+def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
+    """The call for real, for what it leaves behind in Python."""
+    device = next(model.parameters()).device
+    with _quiet(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
+        warnings.simplefilter("ignore")
+        call(model, batch)
 
 
 class _Recorded(nn.Module):

@@ -68,15 +68,16 @@ class HandedStack:
             Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
         """
         traces = [self.kitchen.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
+        count = traces[0].batch_spec.num_leaves
+        device = self.unit.stack.device
+        program = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
         recipes = []
         for recipe, batch, trace in zip(self.unit.stack.recipes, batches, traces, strict=True):
             recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # what a `Hand` hands out
             recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
         for reason in prove_training(recipes, self.kitchen).values():
             raise Disproved(reason)
-        count = traces[0].batch_spec.num_leaves
-        device = self.unit.stack.device
-        self._programs[key] = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
+        self._programs[key] = program
 
     def step(self, key: Hashable, leaves: list[Tensor]) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
         """One step of every member: their ids with their losses [M], and what optimizers or schedules of some raised.

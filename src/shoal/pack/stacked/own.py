@@ -22,6 +22,8 @@ class OwnOptimizers:
         members = span.members
         self.twins = [copy.deepcopy(member.model) for member in members]
         self._point()
+        for member in members:
+            member.own.begin(member.job, member.model)
         self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
         self.schedules = [make_schedule(m.job, opt) for m, opt in zip(members, self.optimizers, strict=True)]
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
@@ -32,6 +34,8 @@ class OwnOptimizers:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         self.failed: dict[int, Exception] = {}
         """Whose optimizer raised in its last step, by slots, and what."""
+        for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
+            member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
