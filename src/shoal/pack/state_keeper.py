@@ -167,7 +167,9 @@ class Keeper:
         if isinstance(place, TensorContent):
             grad = place.owner.grad
             return [place.owner.detach(), None if grad is None else grad.detach()]
-        return self._item(encoder, place, None, place.owner if isinstance(place, Position) else place.get())
+        if isinstance(place, Position):
+            return self._item(encoder, place, None, place.owner, anew=True)
+        return self._item(encoder, place, None, place.get())
 
     def _saved_items(self, encoder: Encoder, place: places.Items, before: dict[Any, Any]) -> Plain:
         if not place.restorable:
@@ -182,14 +184,16 @@ class Keeper:
             saved.append([name, self._item(encoder, place, key, value, before.get(key, places.MISSING))])
         return saved
 
-    def _item(self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING) -> Plain:
+    def _item(
+        self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING, *, anew: bool = False
+    ) -> Plain:
         """One value of a place; SAME where it is the one from the beginning, LEFT where it cannot be saved."""
         if value is places.MISSING:
             return MISSING
         if before is not places.MISSING and same_value(value, before):
             return SAME
         try:
-            return encoder.value(value)
+            return encoder.value(value, anew=anew)
         except NotSavable as error:
             path = place.path if name is None else (*place.path, _element(place, name))
             self._problem(say(path), str(error))
