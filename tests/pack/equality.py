@@ -24,7 +24,7 @@ NOISE = 1e-9
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that every run draws alike."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def whole(seed: int, high: int, *shape: int) -> Tensor:
@@ -39,6 +39,8 @@ def distance(a: Any, b: Any) -> float:
         return math.inf
     if torch.equal(a, b) or b.numel() == 0:
         return 0.0
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     a, b = a.double(), b.double()
     if not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf

@@ -180,6 +180,17 @@ class Board:
         asked = [self._requests[member.index] for own in groups for member in own.members]
         return plan(asked, (), Device(str(self.device))).parts
 
+    def alone(self, member: Member, reason: str) -> Part:
+        """From now on a member trains by itself, wherever it was; its part of the plan."""
+        for own in self.groups:
+            own.members = [other for other in own.members if other is not member]
+            own.recipes = [recipe for recipe in own.recipes if recipe.member is not member]
+        self.groups = [own for own in self.groups if own.members]
+        self.groups.append(Group([member], reason=reason))
+        self.recipes.pop(member.index, None)
+        self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
+        return plan([self.request(member)], (), Device(str(self.device))).parts[0]
+
     def boarded(self, ride: Ride, part: Part) -> None:
         """A ride begins."""
         self._parts[ride.number] = part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import types
@@ -135,9 +134,21 @@ class Position(Place):
     def put(self, value: Any) -> None:
         return
 
-    def fresh(self) -> Any:
-        """An iterator that is where this one is now."""
-        return copy.copy(self.owner)
+
+class CachedCalls(Place):
+    """How many results a `functools.cache` has had to work out. They stay: `forget` is for those that must not."""
+
+    restorable = False
+
+    def get(self) -> int:
+        return int(self.owner.cache_info().misses)
+
+    def put(self, value: Any) -> None:
+        return
+
+    def forget(self) -> None:
+        """Empty the cache: what it held will be worked out again."""
+        self.owner.cache_clear()
 
 
 def is_iterator(value: Any) -> bool:

@@ -2,67 +2,91 @@
 
 A first call may leave something behind that the next ones only read: a mask that is made once, a flag that a warning
 was given, `config.problem_type` of a Hugging Face model. Such caches are filled by a real call before the step is
-recorded. What every call changes (a counter, a hidden state) is state, and a graph cannot carry it.
+recorded; they may depend on neither the batch nor the weights, which the record of the first call shows. What every
+call changes (a counter, a hidden state) is state, and a graph cannot carry it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
-from shoal.pack.compare import same_bits
-from shoal.pack.fingerprint import fingerprint
+from shoal.pack.patches import Untraceable
 from shoal.pack.places import Attributes, Path, say
 from shoal.pack.python_state import PythonState, preserved
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from shoal.pack.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step, recorded twice."""
+
+    first: Trace
+    again: Trace
+    caches: bool = False
+    """Whether a first call leaves something in Python behind that later ones read."""
 
 
 def record_repeatable(
     copy_model: Callable[[], nn.Module],
     reached: Any,
-    record: Callable[[nn.Module], T],
-    run: Callable[[nn.Module, Any], Any],
-    batch: Any,
+    record: Callable[[nn.Module], Trace],
+    run: Callable[[nn.Module], Any],
     *,
     twice: bool,
-) -> tuple[T, T] | str:
-    """Two records of the same step, in the state that its first call leaves; or why there are none.
+) -> Repeated:
+    """Two records of the same step, in the state that its first call leaves.
 
     Args:
         copy_model: A fresh copy of the model.
         reached: What Python the step may reach besides the model; it is put back as it was.
         record: Records the step of a copy.
-        run: Runs the step of a copy on a batch for real.
-        batch: A batch with data.
+        run: Runs the step of a copy for real.
         twice: Whether to record it a second time; otherwise the first record is given twice.
+
+    Raises:
+        Untraceable: when there is no such state, or it cannot be come by.
     """
     model = copy_model()
     with preserved({"step": reached, "model": model}, skip=model) as state:
         if state.unrestorable:
-            return f"it reads from an iterator that cannot be put back ({say(state.unrestorable[0])})"
+            raise Untraceable(f"it reads from an iterator that cannot be put back ({say(state.unrestorable[0])})")
         if not state.complete:
-            return "its step reaches more Python objects than can be watched"
-        first = record(model)
-        if state.changes():
-            state.restore()
-            model = copy_model()
-            reason = _fill_caches(model, copy_model, reached, run, batch)
-            if reason:
-                return reason
-            filled = PythonState({"step": reached, "model": model}, skip=model)
+            raise Untraceable("its step reaches more Python objects than can be watched")
+        try:
             first = record(model)
-            changes = filled.changes()
+            changes = state.changes()
             if changes:
-                return _refusal(changes[0], filled)
-        return first, record(model) if twice else first
+                cold, reason = first, _refusal(changes[0], state)
+                state.restore()
+                state.forget_cached_calls()
+                model = copy_model()
+                try:
+                    _run(run, model)
+                except Exception as error:
+                    raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
+                filled = PythonState({"step": reached, "model": model}, skip=model)
+                first = record(model)
+                changes = filled.changes()
+                if changes:
+                    raise Untraceable(_refusal(changes[0], filled))
+                if _without_constants(first) != _without_constants(cold):
+                    raise Untraceable(reason)
+                return Repeated(first, first, caches=True)
+            return Repeated(first, record(model) if twice else first)
+        finally:
+            state.forget_cached_calls()
 
 
 def _refusal(path: Path, state: PythonState) -> str:
@@ -75,58 +99,28 @@ def _refusal(path: Path, state: PythonState) -> str:
     return f"it changes python state (a counter, an iterator, random numbers of its own: {say(path)})"
 
 
-def _fill_caches(
-    model: nn.Module,
-    copy_model: Callable[[], nn.Module],
-    reached: Any,
-    run: Callable[[nn.Module, Any], Any],
-    batch: Any,
-) -> str:
-    """Let a first call fill the model's caches and those that the step reaches; why that must not be, if so.
-
-    A cache must not depend on the batch or on the weights: those differ between steps and members. So it is filled
-    twice, the other time from another batch and other weights, and has to hold the same.
-    """
-    contents: list[dict[Path, Hashable]] = []
-    for other in (True, False):
-        one = copy_model() if other else model
-        with preserved({"step": reached} if other else {}), torch.no_grad():
-            if other:
-                for tensor in (*one.parameters(), *one.buffers()):
-                    if tensor.is_floating_point() or tensor.is_complex():
-                        tensor.mul_(0.5)
-            weights = [p.detach().clone() for p in one.parameters()]
-            state = PythonState({"step": reached, "model": one}, skip=one)
-            try:
-                _run(run, one, _other(batch) if other else batch)
-            except Exception as error:
-                return f"its first call changes python state, and could not be tried by itself ({describe(error)})"
-            contents.append({path: fingerprint(value) for path, value in state.changed_values().items()})
-            if not all(map(same_bits, one.parameters(), weights)):
-                return "its first call changes parameters"
-    if contents[0] != contents[1]:
-        path = next(path for path in {**contents[0], **contents[1]} if contents[0].get(path) != contents[1].get(path))
-        return _refusal(path, state)
-    return ""
+def _without_constants(trace: Trace) -> list[Hashable]:
+    """What a graph computes from its inputs and random numbers, wherever its constants come from."""
+    position: dict[Node, int] = {}
+    rows: list[Hashable] = []
+    for node in trace.nodes:
+        constant = node.op in ("get_attr", "call_function") and not any(n in position for n in node.all_input_nodes)
+        if constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        position[node] = len(rows)
+        name = lambda x: f"node {position[x]}" if x in position else "a constant"  # noqa: E731
+        arguments = pytree.tree_map_only(Node, name, (node.args, node.kwargs))
+        rows.append((node.op, "" if node.op != "call_function" else node.target, str(arguments)))
+    return rows
 
 
-def _run(run: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> None:
+def _run(run: Callable[[nn.Module], Any], model: nn.Module) -> None:
     """A real call that leaves torch's, Python's and numpy's random numbers as they were."""
-    device = next((leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            run(model, batch)
+        with torch.random.fork_rng(devices):
+            run(model)
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _other(batch: Any) -> Any:
-    """A batch of the same shapes and of other, valid numbers."""
-
-    def change(leaf: Tensor) -> Tensor:
-        rows = leaf[:1].expand_as(leaf).clone() if leaf.dim() else leaf.clone()
-        return rows * 0.5 if rows.is_floating_point() else rows
-
-    return pytree.tree_map_only(Tensor, change, batch)

@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from shoal.data import Pool, View
 from shoal.data.source import as_bytes
 from shoal.errors import JobError, describe
 from shoal.job import Job
+from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.own_state import OwnState, storable
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
+from shoal.randomness import generator_at
 
 
 @dataclass(slots=True, eq=False)
@@ -191,6 +193,19 @@ class Member:
             self.own.finish(self.job, self.model, self.device)
 
 
+def scratch_copy(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        optimizer_state={},
+        best=None,
+    )
+
+
 LARGE_BUFFER = 1 << 16
 """Bytes of a buffer from which it is saved only once it has changed."""
 _PLAIN = (
@@ -264,7 +279,14 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     """Build one member, leaving the process's own generators as they were."""
     rng = torch.Generator()
     with seeded(job.seed, pool.device):
-        model = build_model(job)
+        try:
+            model = build_model(job)
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"building the model raised {describe(error)}; call job.model() by itself to see where"
+            ) from error
         rng.set_state(torch.get_rng_state())
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
@@ -278,13 +300,15 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
         return pool.open(getattr(job, which), job.collate)
     except JobError as error:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
+    except Exception as error:
+        raise JobError(f"{which} cannot be opened: it raised {describe(error)}; look at it by itself") from error
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=list(devices)):
+    with one_at_a_time, torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
         yield
 
@@ -296,18 +320,19 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
     Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
     stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
     """
-    cpu = torch.get_rng_state()
-    torch.set_rng_state(member.rng.get_state())
-    try:
-        if member.device.type == "cpu":
-            yield lambda: None
-        else:
-            with counted(member.job.seed, member.device) as mode:
-                yield lambda: mode.begin(member.batches)
-    finally:
-        if keep:
-            member.rng.set_state(torch.get_rng_state())
-        torch.set_rng_state(cpu)
+    with one_at_a_time:
+        cpu = torch.get_rng_state()
+        torch.set_rng_state(member.rng.get_state())
+        try:
+            if member.device.type == "cpu":
+                yield lambda: None
+            else:
+                with counted(member.job.seed, member.device) as mode:
+                    yield lambda: mode.begin(member.batches)
+        finally:
+            if keep:
+                member.rng.set_state(torch.get_rng_state())
+            torch.set_rng_state(cpu)
 
 
 @contextmanager

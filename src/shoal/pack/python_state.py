@@ -7,10 +7,9 @@ noted here before, compared after, and put back as it was, so that the training 
 
 from __future__ import annotations
 
-import os
+import copy
 import random
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shoal.pack.contents import Position
+from shoal.locks import one_at_a_time
+from shoal.pack.contents import CachedCalls, Position
 from shoal.pack.places import Elements, Items, Path, Place, SetMembers
 from shoal.pack.state_walk import Walk
 from shoal.pack.user_code import in_library_tables
@@ -37,7 +37,9 @@ class PythonState:
         self.complete = walk.complete
         """Whether all of it was looked at; there may be too much."""
         self._notes = [place.note() for place in self.places]
-        self._fresh = {id(p.owner): p.fresh() for p in self.places if isinstance(p, Position) and p.restorable}
+        self._unmoved = {
+            id(p.owner): copy.copy(p.owner) for p in self.places if isinstance(p, Position) and p.restorable
+        }
 
     def changes(self) -> list[Path]:
         """Paths of what is another thing than it was, contents of tensors included."""
@@ -67,14 +69,17 @@ class PythonState:
         """Paths of iterators that cannot be put back once they have moved on, such as a generator."""
         return [place.path for place in self.places if isinstance(place, Position) and not place.restorable]
 
+    def forget_cached_calls(self) -> None:
+        """Empty caches of functions that were filled since, with tensors that have no data, it may be."""
+        for place, note in self._pairs():
+            if isinstance(place, CachedCalls) and place.changed(note):
+                place.forget()
+
     def restore(self) -> None:
         """Put back everything that can be, except in tables that a library holds as well."""
-        moved = {
-            id(place.owner): self._fresh[id(place.owner)]
-            for place, note in self._pairs()
-            if isinstance(place, Position) and id(place.owner) in self._fresh and place.changed(note)
-        }
-        wanted = [place.swap(note, moved) if moved else note for place, note in self._pairs()]
+        moved = [id(p.owner) for p, note in self._pairs() if id(p.owner) in self._unmoved and p.changed(note)]
+        fresh = {key: copy.copy(self._unmoved[key]) for key in moved}
+        wanted = [place.swap(note, fresh) if fresh else note for place, note in self._pairs()]
         containers = [
             place
             for place, note in zip(self.places, wanted, strict=True)
@@ -96,7 +101,7 @@ def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Ite
     `skip`: a model whose parameters and buffers are not looked at. One thread at a time: two that put back the same
     object would otherwise put back what the other has changed.
     """
-    with _lock:
+    with one_at_a_time:
         state = PythonState(roots, skip=skip)
         python, numpy = random.getstate(), np.random.get_state()
         try:
@@ -105,15 +110,3 @@ def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Ite
             state.restore()
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """A forked process has none of the threads that may hold the lock."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)

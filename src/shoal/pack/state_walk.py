@@ -146,7 +146,8 @@ class Walk:
         self._attributes(path, value)
 
     def _wrapped(self, path: Path, value: Any) -> None:
-        """What `functools.cache` and its like are around; what they have cached is left to them."""
+        """`functools.cache` and its like, and what they are around."""
+        self._note(contents.CachedCalls(path, value))
         self._push(path, ".__wrapped__", getattr(value, "__wrapped__", None))
 
     def _descriptor(self, path: Path, value: Any) -> None:

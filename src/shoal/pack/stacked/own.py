@@ -32,6 +32,8 @@ class OwnOptimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        self.failed: dict[int, Exception] = {}
+        """Whose optimizer raised in its last step, by slots, and what."""
         for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
             member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
 
@@ -55,7 +57,10 @@ class OwnOptimizers:
                 continue
             for param, grad in zip(self._params[slot], grads, strict=True):
                 param.grad = None if grad is None else grad[slot]
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                self.failed[slot] = error
             for param in self._params[slot]:
                 param.grad = None
 
@@ -78,6 +83,7 @@ class OwnOptimizers:
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
         new.schedules = [*self.schedules, *other.schedules]
+        new.failed = {}
         new._point()
         return new
 
@@ -93,5 +99,6 @@ class OwnOptimizers:
         kept.twins = [self.twins[slot] for slot in slots]
         kept.optimizers = [self.optimizers[slot] for slot in slots]
         kept.schedules = [self.schedules[slot] for slot in slots]
+        kept.failed = {}
         kept._point()
         return kept

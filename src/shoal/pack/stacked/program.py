@@ -168,6 +168,7 @@ class Program:
     def _instruction(self, index: int, node: Node) -> tuple[Callable[..., Any], list[Any]]:
         if node.target is operator.getitem or not hasattr(node.target, "_schema"):
             return node.target, self._slots(node.args)  # type: ignore[return-value]
+        rules.refuse_side_writes(node.target)
         arguments = self._arguments(index, node)
         ruled = self._is_random(node) or node.target in rules.ALONE
         if not ruled and (node not in self._carries or self._widened(node)):
@@ -278,6 +279,13 @@ def _check_alike(traces: Sequence[Trace]) -> None:
     for other in distinct[1:]:
         if skeleton(other) != first:
             raise NotStackable(f"members do different things here: {difference(distinct[0], other)}")
+
+
+def as_column(value: Any, rows: int) -> Tensor:
+    """A step's log as one number per row of the stack."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
+    return torch.full((rows,), float(value), dtype=torch.float64)
 
 
 def _mutates(node: Node) -> bool:

@@ -162,11 +162,12 @@ def per_member(op: Run, site: Site) -> Run:
                 columns.append([[part[m] for part in parts] for m in range(members)])
             else:
                 columns.append(pick(value, flags[i]))
-        if mutates and isinstance(args[0], Tensor):  # autograd does not let one of many views be written to
-            columns[0] = [args[0].select(0, m) for m in range(members)]
-        results = [op(*[column[m] for column in columns]) for m in range(members)]
-        if mutates:
+        if mutates and isinstance(args[0], Tensor):
+            # autograd does not let one of many views be written to, nor a view from before its base had a gradient
+            for m in range(members):
+                op(args[0].select(0, m), *[column[m] for column in columns[1:]])
             return args[0]
+        results = [op(*[column[m] for column in columns]) for m in range(members)]
         leaves = [pytree.tree_flatten(result) for result in results]
         stacked = [
             torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]

@@ -14,7 +14,7 @@ from shoal.pack.stacked.rules import (
     recurrent,
     shape,
 )
-from shoal.pack.stacked.rules._registry import find
+from shoal.pack.stacked.rules._registry import find, refuse_side_writes
 from shoal.pack.stacked.rules.embedding import ALONE
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "pointwise",
     "random",
     "recurrent",
+    "refuse_side_writes",
     "shape",
 ]

@@ -3,6 +3,8 @@
 A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices
 start wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is
 not a multiple of it are padded with zeros, which depends on the job's own shapes alone.
+
+The gradient of a complex product takes the other operand conjugated, as torch's own does; a real one is left as it is.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class Linear(torch.autograd.Function):
         x_MBI, weight_MOI = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            product(grad_MBO, weight_MOI) if of_x else None,
-            product(grad_MBO.mT, x_MBI) if of_weight else None,
+            product(grad_MBO, weight_MOI.conj()) if of_x else None,
+            product(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
             grad_MBO.sum(1) if of_bias else None,
         )
 
@@ -92,8 +94,8 @@ class Affine(torch.autograd.Function):
         x_MBI, weight_MOI = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            torch.bmm(grad_MBO, weight_MOI) if of_x else None,
-            torch.bmm(grad_MBO.mT, x_MBI) if of_weight else None,
+            torch.bmm(grad_MBO, weight_MOI.conj()) if of_x else None,
+            torch.bmm(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
             grad_MBO.sum(1) if of_bias else None,
         )
 
@@ -111,4 +113,4 @@ class Product(torch.autograd.Function):
         (grad_MNO,) = grads
         a_MNK, b_MKO = ctx.saved_tensors
         of_a, of_b = ctx.needs_input_grad
-        return product(grad_MNO, b_MKO.mT) if of_a else None, product(a_MNK.mT, grad_MNO) if of_b else None
+        return product(grad_MNO, b_MKO.mH) if of_a else None, product(a_MNK.mH, grad_MNO) if of_b else None

@@ -40,6 +40,37 @@ def find(site: Site) -> Run:
     return in_own_dtype(site, _find(site))
 
 
+def refuse_side_writes(op: Any) -> None:
+    """Refuse an operator that changes more than its first argument: observers and running statistics, whose changes
+    would be lost, or could be of another size than a row of the stack. One with a rule of its own keeps them.
+
+    Raises:
+        NotStackable: naming the argument.
+    """
+    written = side_writes(op)
+    if written and op not in _RULES:
+        raise NotStackable(f"{str(op).removeprefix('aten.')} changes its argument {written[0]!r} in place")
+
+
+def side_writes(op: Any) -> list[str]:
+    """Names of the arguments beyond the first that an operator changes in place; results (`out=`) are none of them.
+
+    Statistics of a normalisation count too: its older operators change them without saying so in their schema.
+    """
+    return [
+        argument.name
+        for place, argument in enumerate(op._schema.arguments)
+        if not argument.is_out
+        and (
+            (place and argument.alias_info is not None and argument.alias_info.is_write)
+            or (argument.name in _STATISTICS and "backward" not in str(op) and "functional" not in str(op))
+        )
+    ]
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
 def _find(site: Site) -> Run:
     if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(site.node.meta.get("val"))):
         raise NotStackable(f"{site.name} gives no tensor")

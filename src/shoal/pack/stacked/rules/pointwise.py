@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from shoal.pack.signature import PerMember
-from shoal.pack.stacked.rules._registry import once_per_member, rule
+from shoal.pack.stacked.rules._registry import mutates, once_per_member, rule
 from shoal.pack.stacked.site import Run, Site, pad_dims
 
 aten = torch.ops.aten
@@ -82,6 +83,7 @@ _EXACT = frozenset(
         "fmod",
     ]
 )
+_HALF = (torch.bfloat16, torch.float16)
 # A number per member may stand where these take a tensor: same arithmetic in the tensor's own dtype.
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 
@@ -91,6 +93,8 @@ def pointwise(site: Site) -> Run:
     """Any operator tagged elementwise, in place or not."""
     out = site.out
     if site.varies and not (_takes_columns(site) and out.dtype in (torch.float32, torch.float64)):
+        return once_per_member(site)
+    if _rounds_late(site):
         return once_per_member(site)
     if site.device.type == "cpu" and out.numel() % _LANES and not _exact(site):
         return once_per_member(site)  # the remainder of the loop would fall on the last member and give it other bits
@@ -126,20 +130,54 @@ def _plan(site: Site, index: int, value: Any) -> Any:
     if isinstance(value, PerMember):
         column = site.column(value, site.out.dim(), site.out.dtype)
         return lambda _: column
-    if not isinstance(value, Node) or not site.carries(value):
+    if not isinstance(value, Node):
         return None
-    own, wanted = site.ndim(index), site.out.dim()
-    meta = site.meta(index)
-    tensors = [
-        site.meta(i) for i, arg in enumerate(site.args) if isinstance(arg, Node) and arg.meta.get("val") is not None
-    ]
-    weak = own == 0 and any(t.dim() for t in tensors)
-    if weak and any(t.dim() and t.dtype != meta.dtype for t in tensors):
-        # Alone, a 0-dimensional tensor does not take part in type promotion; with a member axis it would.
-        dtype = next(t.dtype for t in tensors if t.dim())
-        if dtype.is_floating_point or not meta.dtype.is_floating_point:
-            return lambda x: pad_dims(x, own, wanted).to(dtype)
+    own, wanted, stacked = site.ndim(index), site.out.dim(), site.carries(value)
+    dtype = _common_dtype(site) if own == 0 and _promotes(site, index) else None
+    if dtype == site.meta(index).dtype:
+        dtype = None
+    wanted = wanted if stacked else own
+    if dtype is not None:
+        return lambda x: pad_dims(x, own, wanted).to(dtype)
     return None if own == wanted else lambda x: pad_dims(x, own, wanted)
+
+
+def _rounds_late(site: Site) -> bool:
+    """Half precision on a CPU takes a number of more digits as it is, and rounds the result alone."""
+    if site.device.type != "cpu":
+        return False
+    wide = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(site))
+    return wide and _common_dtype(site) in _HALF
+
+
+def _promotes(site: Site, index: int) -> bool:
+    """Does this argument take part in type promotion? Masks do not."""
+    return site.op._schema.arguments[index].name not in ("condition", "mask")
+
+
+def _promoted(site: Site) -> list[Tensor]:
+    """The arguments that take part in type promotion."""
+    return [
+        site.meta(i)
+        for i, value in enumerate(site.args)
+        if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _promotes(site, i)
+    ]
+
+
+def _common_dtype(site: Site) -> torch.dtype:
+    """The dtype in which the operator computes for one member.
+
+    A tensor without dimensions has less of a say in it than others, or none. With a member axis it would have the same
+    say as they; so it is cast beforehand to what they agree on alone.
+    """
+    tensors = _promoted(site)
+    if mutates(site.node):
+        return tensors[0].dtype
+    wide, weak = ({t.dtype for t in tensors if bool(t.dim()) == has_dims} for has_dims in (True, False))
+    agreed = [reduce(torch.promote_types, dtypes) for dtypes in (wide, weak) if dtypes]
+    if len(agreed) == 1:
+        return agreed[0]
+    return torch.result_type(torch.empty(1, dtype=agreed[0]), torch.empty((), dtype=agreed[1]))
 
 
 def _exact(site: Site) -> bool:
@@ -147,16 +185,16 @@ def _exact(site: Site) -> bool:
     return name.rstrip("_") in _EXACT or name in _EXACT
 
 
-@rule(
-    aten.copy_.default,
-    aten.fill_.Tensor,
-    aten.fill_.Scalar,
-    aten.zero_.default,
-    aten.masked_fill_.Tensor,
-    aten.masked_fill_.Scalar,
-)
+@rule(aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar)
 def in_place(site: Site) -> Run:
     return pointwise(site)
+
+
+@rule(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+def filled(site: Site) -> Run:
+    """With a tensor of one number, of which each member may have its own: torch takes nothing with dimensions there."""
+    place = len(site.args) - 1
+    return once_per_member(site) if site.stacked(place) else pointwise(site)
 
 
 def _cast_like(x: Tensor, other: Tensor) -> Tensor:

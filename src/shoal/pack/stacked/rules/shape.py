@@ -177,6 +177,8 @@ def transposed(site: Site) -> Run:
     ndim = site.ndim(0)
     if ndim < 2:
         return lambda x: x
+    if site.op is aten.adjoint.default:
+        return lambda x: x.mH
     if ndim == 2 or site.op is aten.mT.default:
         return lambda x: x.mT
     return general(site)
