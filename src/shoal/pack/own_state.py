@@ -41,16 +41,22 @@ class OwnState:
     @contextmanager
     def noticing(self) -> Iterator[None]:
         """Around some steps: notice whether they draw from the generators of the modules `random` and `numpy`."""
-        if self.job is None or not self.watched or all(self.job.draws):
+        if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
             yield
             return
         python, numpy = random.getstate(), np.random.get_state()
         try:
             yield
         finally:
-            drew = self.job.draws
-            same = all(map(np.array_equal, numpy, np.random.get_state()))
-            self.job.draws = drew[0] or random.getstate() != python, drew[1] or not same
+            drew = random.getstate() != python, not all(map(np.array_equal, numpy, np.random.get_state()))
+            if self.job.draws is not None:
+                self.job.draws = self.job.draws[0] or drew[0], self.job.draws[1] or drew[1]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What could not be saved so far: where it is, and why."""
+        keepers = (self.job, self.driver)
+        return {where: why for keeper in keepers if keeper is not None for where, why in keeper.problems.items()}
 
     def capture(self) -> dict[str, Plain] | None:
         """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
