@@ -115,10 +115,11 @@ def member_problems(members: list[Member]) -> list[str]:
     lines: list[str] = []
     dry: dict[Any, list[str]] = {}
     for member in members:
-        found = [*batch_problems(member), *optimizer_problems(member)]
-        key = likeness(member)
-        if key not in dry:
-            dry[key] = dry_run(member) if not found else []
+        with trying(member.job):
+            found = [*batch_problems(member), *optimizer_problems(member)]
+            key = likeness(member)
+            if key not in dry:
+                dry[key] = dry_run(member) if not found else []
         lines += [f"job {member.name!r}: {line}" for line in [*found, *dry[key]]]
     return lines
 
@@ -151,7 +152,7 @@ def _pair_problems(
 def optimizer_problems(member: Member) -> list[str]:
     """Build the job's optimizer and schedule, to see that they can be."""
     job = member.job
-    with draws(member, keep=False), trying(job):
+    with draws(member, keep=False):
         try:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:

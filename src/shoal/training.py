@@ -22,6 +22,7 @@ from shoal.environment import environment
 from shoal.errors import ShoalError, describe
 from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
+from shoal.lost_state import watch_state
 from shoal.pack.board import Board, as_trained, beginning
 from shoal.pack.controls import Controls
 from shoal.pack.forking import processes_for
@@ -236,8 +237,10 @@ class _Work:
             tiers=self.tiers,
         )
         board.put_back = self._put_back
-        for member in members:
-            member.own.wanted = self.folder is not None or self.controls is not None
+        if self.folder is not None or self.controls is not None:
+            watch_state(members, board.recipes)
+        if self.folder is not None and not self.folder.passing:
+            self.folder.warn_of_lost_state(members)
         return board
 
     def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:

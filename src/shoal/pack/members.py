@@ -27,7 +27,7 @@ from shoal.job import Job
 from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
-from shoal.pack.own_state import OwnState
+from shoal.pack.own_state import OwnState, storable
 from shoal.pack.ownership import own_network
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
@@ -157,6 +157,7 @@ class Member:
         drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
         return {
             **{name: getattr(self, name) for name in _PLAIN},
+            "schedule_state": self.schedule_state if self.own.driver is None or storable(self.schedule_state) else None,
             "history": [dict(row) for row in self.history],
             "model": _stored(dict(self.model.state_dict())),
             "buffers": _stored(self._moved_buffers()),
