@@ -97,7 +97,7 @@ def test_memory_is_counted() -> None:
 
 
 def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
-    module = nn.Linear(6, 3)
+    module, x = nn.Linear(6, 3).double(), X.double()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     calls: list[int] = []
 
@@ -105,18 +105,19 @@ def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
         calls.append(len(outputs))
         return 0.0
 
-    these = [job(f"m{i}", model=module, val=(X, Y), metrics={"m": metric}, hparams={"lr": 0.1 + i}) for i in range(6)]
-    state, data = torch.get_rng_state(), X.clone()
+    changes: dict[str, Any] = {"model": module, "data": (x, Y), "val": (x, Y), "metrics": {"m": metric}}
+    these = [job(f"m{i}", **changes, hparams={"lr": 0.1 + i}) for i in range(6)]
+    state, data = torch.get_rng_state(), x.clone()
     told = shoal.explain(these, device="cpu")
     (part,) = told.plan.parts
     assert part.predicted["alone_seconds"] > 0 and part.predicted["step_seconds"] > 0
     assert part.predicted["gain"] == part.predicted["alone_seconds"] / part.predicted["step_seconds"]
     assert "training: about" in str(told) and f"{part.predicted['gain']:.1f}x" in str(told)
-    assert torch.equal(state, torch.get_rng_state()) and torch.equal(X, data)
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(x, data)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     first = shoal.train(these, device="cpu")[0].history[-1]["loss"]
-    assert first == pytest.approx(shoal.solo(these[0]).history[-1]["loss"], rel=1e-5)
+    assert first == pytest.approx(shoal.solo(these[0]).history[-1]["loss"], rel=1e-9)
 
 
 def test_where_stacking_loses_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

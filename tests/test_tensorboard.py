@@ -149,11 +149,11 @@ def test_names_of_folders(name: str, folder: str, tmp_path: Path) -> None:
 def test_many_members_keep_no_file_open(tmp_path: Path) -> None:
     listeners, it = listening(tmp_path), member()
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    start = time.perf_counter()
+    start = time.process_time()
     for index in range(300):
         it.index, it.name, it.epoch, it.step, it.history = index, f"m{index}", 0, 0, []
         epoch(listeners, it)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before + 2
     assert len(os.listdir(tmp_path)) == 300

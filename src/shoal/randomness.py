@@ -52,6 +52,22 @@ def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], d
     return out
 
 
+def draw_step(
+    draws: Sequence[Draw],
+    generators: Sequence[torch.Generator],
+    seeds: Sequence[int],
+    batches: Sequence[int],
+    device: torch.device,
+) -> list[Tensor]:
+    """Every draw of one step, members first: from their generators, or on a GPU counted from seed and batches."""
+    if device.type == "cpu" or not draws:
+        return draw_members(draws, generators, device)
+    seed = torch.tensor([signed(seed) for seed in seeds], device=device)
+    count = torch.tensor(list(batches), device=device)
+    sites = torch.tensor(site_numbers(draws, len(seeds)), device=device)
+    return [counter_draw(draw, seed, count, site) for draw, site in zip(draws, sites, strict=True)]
+
+
 _WHOLE = (torch.float32, torch.float64)
 
 

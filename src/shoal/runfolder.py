@@ -1,6 +1,6 @@
 """The run folder, `out=`: what was trained, how far it came, and what came of it.
 
-    jobs.json                   what the jobs were: names, settings, shapes, data fingerprints
+    jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
     plan.json                   how they ride, so that a resume replays the same arithmetic
     members/0003/a.safetensors  a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
     history/0003.jsonl          one row an epoch
@@ -28,15 +28,20 @@ from torch import Tensor
 from shoal.durable import atomic, store
 from shoal.durable.checkpoints import Checkpoints, Copy
 from shoal.durable.histories import Histories, from_text, to_text
-from shoal.durable.jobtable import describe_member, differences, job_key
+from shoal.durable.initial_weights import compare_weights, describe_weights
+from shoal.durable.jobdiff import compare, remarks
+from shoal.durable.jobtable import WEIGHTS, JobTable
 from shoal.durable.lock import Lock
 from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
-from shoal.pack.members import Member
+from shoal.pack.members import Member, build_model, seeded
 from shoal.results import Result, Results, finite
 
-VERSION = 2
+VERSION = 3
 """Of the folder's format."""
+READABLE = (2, VERSION)
+"""Format 2 says nothing of code and initial weights, which are then not compared."""
 FOLDERS = ("members", "history", "weights")
+OTHER_WEIGHTS = "other initial weights (was the seed or the factory changed?)"
 
 
 class Saved(Protocol):
@@ -94,8 +99,7 @@ class RunFolder:
         OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
         cannot be written; where its jobs.json is damaged.
         """
-        jobs = [describe_member(member) | dict(also or {}) for member in members]
-        self._jobs = {member.index: job_key(job) for member, job in zip(members, jobs, strict=True)}
+        table = JobTable.of(members, also, names_only=self.passing)
         if not self._is_run():
             raise OutError(
                 f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
@@ -103,7 +107,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            return self._claim(members, jobs)
+            return self._claim(members, table)
         except OSError as error:
             self._lock.release()
             raise OutError(
@@ -122,19 +126,16 @@ class RunFolder:
     def _saved(self) -> Iterator[Path]:
         return self.path.glob("members/*/[ab].safetensors")
 
-    def _claim(self, members: Sequence[Member], jobs: list[dict[str, Any]]) -> bool:
+    def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
         known = self.path / "jobs.json"
         held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
         if held is not None:
-            lines = differences(held["jobs"], jobs)
-            if lines:
-                more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
-                raise OutError(
-                    f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
-                    "use another folder, or remove this one"
-                )
+            there = JobTable.read(held)
+            self._check(members, there, table)
+            table = there  # whose keys the checkpoints have
         else:
-            atomic.write_sealed(known, {"version": VERSION, "jobs": jobs})
+            atomic.write_sealed(known, {"version": VERSION, **table.to_json()})
+        self._jobs = {member.index: key for member, key in zip(members, table.keys(), strict=True)}
         atomic.remove_left_overs(self.path)
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
@@ -144,6 +145,21 @@ class RunFolder:
         atomic.sync_folder(self.path / "members")
         return held is not None or any(self._saved())
 
+    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable) -> None:
+        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
+        seen = compare(held, here)
+        unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
+        changed = [name for name in seen.other_weights if name not in unstable]
+        lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in changed)]
+        if lines:
+            more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
+            raise OutError(
+                f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
+                "use another folder, or remove this one"
+            )
+        for text in remarks(seen, unstable, held, here):
+            warn(f"out={str(self.path)!r}: {text}")
+
     def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
         if not path.exists():
             return None
@@ -151,10 +167,12 @@ class RunFolder:
             content = atomic.read_sealed(path)
         except DamagedError as error:
             raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
-        if content.get("version") != VERSION:
+        if content.get("version") not in READABLE:
+            wrote = content.get("made_by", {}).get("shoal", "")
             raise OutError(
-                f"{str(path)!r} was written by another version of Shoal (format {content.get('version')}); "
-                "use another folder, or remove this one"
+                f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
+                f"{content.get('version')}; this one reads {' and '.join(map(str, READABLE))}); use that version, or "
+                "another folder"
             )
         return content
 
@@ -299,6 +317,17 @@ class RunFolder:
         file = io.BytesIO()
         torch.save(state, file)
         return stem.with_suffix(".pt"), [file.getvalue()]
+
+
+def _draws_elsewhere(member: Member, table: JobTable) -> bool:
+    """Whether a job's factory gives other weights each time: it draws from something that the seed does not set."""
+    job = next(job for job in table.jobs if job["name"] == member.name)
+    try:
+        with seeded(member.job.seed, member.device):
+            again = describe_weights(build_model(member.job))
+    except Exception:
+        return False
+    return compare_weights(table.parts[job[WEIGHTS]], again) != "same"
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from shoal.environment import environment
 from shoal.errors import ShoalError, describe
 from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
-from shoal.pack.board import Board, beginning
+from shoal.pack.board import Board, as_trained, beginning
 from shoal.pack.controls import Controls
 from shoal.pack.forking import processes_for
 from shoal.pack.guard import NotGuarded, can_guard, run_guarded, to_device
@@ -123,6 +123,8 @@ def carry_out(
                 folder.restore(member)
             kept = folder.plan()
             tiers = {int(index): tier for index, tier in kept["tiers"].items()} if kept is not None else {}
+            trained = as_trained(tiers, members)  # some may have left their stack on the way
+            tiers = trained if settings.device.type == "cuda" else tiers | trained
         with progress_for(members, progress) as watch:
             riding = Riding()
             tell = Listeners([riding, watch, *calls.listeners(), *([events] if events is not None else [])])
@@ -237,6 +239,8 @@ class _Work:
             tiers=self.tiers,
         )
         board.put_back = self._put_back
+        for member in members:
+            member.own.wanted = self.folder is not None or self.controls is not None
         return board
 
     def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:
@@ -251,10 +255,18 @@ class _Work:
             beginning(member)
 
     def _keep(self, board: Board, members: Sequence[Member]) -> None:
-        """Remember the tiers: a resumed run has them again."""
-        if self.folder is not None:
-            self.tiers |= {member.index: board.request(member).tier for member in members}
-            self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
+        """Remember the tiers: a resumed run has them again. On a GPU they are known when units are built."""
+        if self.folder is None:
+            return
+        if board.gpu:
+            board.arranged = lambda: self._keep_tiers(board.forms)
+        else:
+            self._keep_tiers({member.index: board.request(member).tier for member in members})
+
+    def _keep_tiers(self, tiers: Mapping[int, str]) -> None:
+        assert self.folder is not None
+        self.tiers |= tiers
+        self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 
     def _tell_start(self, plan: Plan | None) -> None:
         if self._told:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,13 @@ def test_a_file_trains_and_leaves_its_results(file: Path, capsys: pytest.Capture
 
 
 def test_the_same_as_the_job_in_python(file: Path) -> None:
-    (packed, _) = shoal.train(load_jobs(str(file)), device="cpu")
-    alone = shoal.solo(load_jobs(str(file))[0])
-    assert packed.history[-1]["loss"] == pytest.approx(alone.history[-1]["loss"], rel=1e-5)
+    jobs = [
+        replace(job, model=lambda job=job: job.model().double(), data=tuple(part.double() for part in job.data))
+        for job in load_jobs(str(file))
+    ]
+    (packed, _) = shoal.train(jobs, device="cpu")
+    alone = shoal.solo(jobs[0])
+    assert packed.history[-1]["loss"] == pytest.approx(alone.history[-1]["loss"], rel=1e-9)
 
 
 def test_a_diverged_job_is_status_1(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

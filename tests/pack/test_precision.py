@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,16 +122,31 @@ def job(seed: int, **changes: Any) -> shoal.Job:
     return shoal.Job(seed=seed, **(settings | changes))
 
 
+def rounding(own: shoal.Job, alone: shoal.Result, times: float = 1.0) -> float:
+    """How far the reference loop is from itself when the first layer and the loss sum in another order.
+
+    Rows stay in their order, so that dropout draws the same mask for each of them.
+    """
+
+    def step(model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = F.linear(x.flip(1), model[0].weight.flip(1))
+        return F.cross_entropy(model[1:](hidden).flip(0), y.flip(0)) * times
+
+    return max(distances(shoal.solo(replace(own, loss=None, step=step)), alone).values())
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_fifty_steps_with_batch_norm_and_dropout(kind: Any, precision: str, clip: float | None) -> None:
     """Two reference loops whose sums have another order are up to 2e-3 apart here in fp16 with AdamW, 1e-6 with SGD."""
-    tolerance = EPS[precision] * (10 if kind is torch.optim.AdamW else 1)
+    least = EPS[precision] * (1 if kind is torch.optim.AdamW else 0.1)
     pack = [job(s, optimizer=kind, precision=precision, clip_norm=clip) for s in (1, 2)]
     for result, own in zip(train(pack), pack, strict=True):
         assert result.tier == "stacked"
-        assert_close(result, shoal.solo(own), tolerance)
+        alone = shoal.solo(own)
+        assert_close(result, alone, 10 * max(least, rounding(own, alone)))
 
 
 def loud(times: float) -> Any:
@@ -139,21 +155,30 @@ def loud(times: float) -> Any:
 
 def test_an_overflow_skips_that_members_step_alone() -> None:
     """One scale for all would halve everybody's, and skip everybody's step."""
-    pack = [job(1, loss=loud(0.5)), job(2, loss=loud(1e3)), job(3, loss=loud(0.25))]
+    factors = (0.5, 1e3, 0.25)
+    pack = [job(s, loss=loud(times)) for s, times in enumerate(factors, 1)]
     assert len(planned(pack).parts) == 1
     results = train(pack)
     assert {result.tier for result in results} == {"stacked"}
-    for result, own in zip(results, pack, strict=True):
-        assert_close(result, shoal.solo(own), tolerance=1e-4)
+    for result, own, times in zip(results, pack, factors, strict=True):
+        assert_as_loop(result, own, times)
     steps = [float(optimizer_tensors(result)["0.weight/step"]) for result in results]
     assert steps[1] < min(steps[0], steps[2])
+
+
+def assert_as_loop(result: shoal.Result, own: shoal.Job, times: float) -> None:
+    """The same steps taken and skipped, exactly; weights and state within what another order of sums makes of them."""
+    alone = shoal.solo(own)
+    ours, theirs = optimizer_tensors(result), optimizer_tensors(alone)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items() if name.endswith("/step"))
+    assert_close(result, alone, 10 * max(EPS["fp16"], rounding(own, alone, times)))
 
 
 def test_a_first_step_that_overflows_leaves_no_optimizer_state() -> None:
     for steps in (1, 5, 9):
         pack = [job(1, loss=loud(0.5), steps=steps), job(2, loss=loud(1e3), steps=steps)]
-        for result, own in zip(train(pack), pack, strict=True):
-            assert_close(result, shoal.solo(own), tolerance=1e-4)
+        for result, own, times in zip(train(pack), pack, (0.5, 1e3), strict=True):
+            assert_as_loop(result, own, times)
 
 
 class Recurrent(nn.Module):
@@ -190,4 +215,5 @@ def test_a_model_in_a_dtype_of_its_own(dtype: torch.dtype) -> None:
     pack = [job(s, model=lambda: net().to(dtype), data=(X.to(dtype), Y), precision=None, steps=20) for s in (1, 2)]
     for result, own in zip(train(pack), pack, strict=True):
         assert result.tier == "stacked"
-        assert_close(result, shoal.solo(own), tolerance=0.1 if dtype is torch.bfloat16 else 1e-9)
+        alone = shoal.solo(own)
+        assert_close(result, alone, 10 * max(0.01, rounding(own, alone)) if dtype is torch.bfloat16 else 1e-9)

@@ -124,7 +124,7 @@ class _CapturedSolo:
         self.inputs, self.targets = work.data(task)
         self.device = device
         self.bf16 = work.precision == "bf16"
-        self.loss = torch.zeros((), device=device)
+        self.loss = torch.zeros((), device=device, dtype=next(self.model.parameters()).dtype)
         orders = work.orders(task)
         self.feed = Feed(orders.epoch, self._one, device, pool=pool)
 
@@ -198,9 +198,10 @@ class Vmap(Way):
         del models, params, buffers
         self.first = [torch.zeros_like(p) for p in self.params.values()]
         self.second = [torch.zeros_like(p) for p in self.params.values()]
-        self.count = torch.zeros((), device=device)
-        self.lr_M = torch.tensor([task.lr for task in work.tasks], device=device)
-        self.last_M = torch.zeros(len(work.tasks), device=device)
+        dtype = next(iter(self.params.values())).dtype
+        self.count = torch.zeros(1, device=device, dtype=dtype)  # 0-dim in float64 is not counted up by torch.compile
+        self.lr_M = torch.tensor([task.lr for task in work.tasks], device=device, dtype=dtype)
+        self.last_M = torch.zeros(len(work.tasks), device=device, dtype=dtype)
         self.criterion = work.tasks[0].kind.loss
         self.inputs, self.targets = self.work.data(work.tasks[0])
         self.device = device
@@ -241,7 +242,7 @@ class Vmap(Way):
         torch._foreach_lerp_(self.first, grads, 1 - beta1)
         torch._foreach_mul_(self.second, beta2)
         torch._foreach_addcmul_(self.second, grads, grads, 1 - beta2)
-        root = (1 - beta2**self.count).sqrt()
+        root = (1 - beta2**self.count).sqrt()[0]
         size_M = self.lr_M / (1 - beta1**self.count)
         below = torch._foreach_sqrt(self.second)
         torch._foreach_div_(below, root)

@@ -1,10 +1,14 @@
 """Alone beside packed: the numbers of the demonstration and its picture. Needs neither torch nor a GPU."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+EQUAL = 1e-9
+"""Largest relative difference of a weight, in float64, that is still rounding."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +33,14 @@ class Comparison:
     best_accuracy: float
     tiers: list[str]
     largest_difference: float
-    """Of any weight of any network between the two ways, relative to the largest weight of its tensor."""
+    """Of any weight of any network between the two ways, relative to the largest weight of its tensor; in float32,
+    where another order of summation can flip a ReLU: for information, not a verdict."""
+    float64_difference: float
+    """The same in float64, where both ways must agree."""
+    float64_networks: int
+    """How many networks were compared in float64 before time ran out."""
+    float64_steps: int
+    """How many steps each of them was trained for."""
     same_accuracy: int
     """How many of the networks trained alone reach exactly the accuracy that they reach packed."""
     picture: str | None = None
@@ -37,6 +48,11 @@ class Comparison:
     @property
     def alone_total(self) -> float:
         return self.alone_seconds if self.alone_seconds_estimated is None else self.alone_seconds_estimated
+
+    @property
+    def equal(self) -> bool:
+        """Whether packed networks are those trained alone, up to float64's rounding."""
+        return self.float64_difference <= EQUAL
 
     @property
     def verdict(self) -> str:
@@ -47,24 +63,26 @@ class Comparison:
         return asdict(self)
 
 
-def largest_difference(folder: Path, networks: int) -> float:
-    """Over every weight of the first so many networks: |packed - alone|, relative to the tensor's largest weight."""
+def largest_difference(alone: Mapping[str, np.ndarray[Any, Any]], packed: Mapping[str, np.ndarray[Any, Any]]) -> float:
+    """Over every weight that was trained alone: |packed - alone|, relative to the tensor's largest weight."""
+    assert alone, "nothing was trained alone"
     worst = 0.0
-    with np.load(folder / "alone.npz") as alone, np.load(folder / "packed.npz") as packed:
-        keys = [key for key in alone.files if int(key.split("/")[0]) < networks]
-        assert keys, "nothing was trained alone"
-        for key in keys:
-            a, b = packed[key].astype(np.float64), alone[key].astype(np.float64)
-            worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
+    for key in alone:
+        a, b = packed[key].astype(np.float64), alone[key].astype(np.float64)
+        worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
     return worst
 
 
-def compare(alone: dict[str, Any], packed: dict[str, Any], names: list[str], folder: Path) -> Comparison:
-    """Put the two workers' results beside each other."""
+def compare(
+    alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, Any], names: list[str], folder: Path
+) -> Comparison:
+    """Put the two workers' results beside each other, with what the check in float64 measured."""
     networks, trained = len(names), int(alone["trained"])
     seconds = float(alone["seconds"])
     estimated = None if trained == networks else seconds * networks / trained
     final = [history[-1] for history in packed["histories"]]
+    with np.load(folder / "alone.npz") as weights_alone, np.load(folder / "packed.npz") as weights_packed:
+        difference = largest_difference(weights_alone, weights_packed)
     best = max(range(networks), key=lambda i: (final[i]["accuracy"], -final[i]["val_loss"]))
     same = sum(final[i]["accuracy"] == history[-1]["accuracy"] for i, history in enumerate(alone["histories"]))
     return Comparison(
@@ -80,7 +98,10 @@ def compare(alone: dict[str, Any], packed: dict[str, Any], names: list[str], fol
         best_name=names[best],
         best_accuracy=final[best]["accuracy"],
         tiers=packed["tiers"],
-        largest_difference=largest_difference(folder, trained),
+        largest_difference=difference,
+        float64_difference=checked["difference"],
+        float64_networks=checked["trained"],
+        float64_steps=checked["steps"],
         same_accuracy=same,
     )
 

@@ -1,15 +1,27 @@
-"""What makes a job the same job, as plain data, so that a run folder knows its own."""
+"""What makes jobs the same jobs, as plain data, so that a run folder knows its own.
+
+A job's entry holds its settings as they are. What its functions and its network are made of, and the weights it begins
+with, are long and mostly the same for all jobs: they are in `parts`, each once, by the hash of its contents.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from shoal.data.dataset import DatasetSource
+from shoal.durable.codehash import MAGIC
+from shoal.durable.describer import Describer
+from shoal.durable.initial_weights import describe_weights
+from shoal.durable.origin import PYTHON, version_of
 from shoal.pack.members import Member
 
 PLAIN = (
@@ -28,10 +40,60 @@ PLAIN = (
     "keep",
 )
 NAMED = ("loss", "step", "collate", "params", "schedule")
+CODE, WEIGHTS = "code", "weights"
+"""Fields of a job's entry that name a part."""
 
 
-def describe_member(member: Member) -> dict[str, Any]:
-    """What makes a job the same job, as plain data. Code is not compared, beyond names."""
+@dataclass(slots=True)
+class JobTable:
+    """The jobs of a folder."""
+
+    jobs: list[dict[str, Any]]
+    parts: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, str] = field(default_factory=dict)
+    """The versions that wrote it: of Shoal, Python, its bytecode, and the libraries that the jobs use."""
+
+    @classmethod
+    def of(cls, members: Sequence[Member], also: Mapping[str, Any] | None = None, *, names_only: bool = False) -> Self:
+        """The table of these members. `also`: what else makes them the same jobs. `names_only`: without code and
+        weights, for a folder that nobody comes back to."""
+        table = cls([describe_settings(member) | dict(also or {}) for member in members])
+        libraries = {"shoal", "torch"}
+        for member, job in zip(members, table.jobs, strict=True):
+            if not names_only:
+                describer = _described(member)
+                job[CODE] = table._put({name: table._put(texts) for name, texts in describer.finish().items()})
+                job[WEIGHTS] = table._put(describe_weights(member.model))
+                libraries |= describer.libraries
+        table.made_by = {name: version_of(name) for name in sorted(libraries)}
+        table.made_by |= {PYTHON: platform.python_version(), "bytecode": MAGIC}
+        return table
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        """From what `to_json` gave; tables from before there were parts have none."""
+        return cls(content["jobs"], content.get("parts", {}), content.get("made_by", {}))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}
+
+    def keys(self) -> list[str]:
+        """A short name for what each job is."""
+        return [_hash(job) for job in self.jobs]
+
+    def code(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """The parts that a job's functions and network are made of, by their names, as keys of `parts`."""
+        names: dict[str, str] = self.parts[job[CODE]]
+        return names
+
+    def _put(self, content: dict[str, Any]) -> str:
+        key = _hash(content)
+        self.parts.setdefault(key, content)
+        return key
+
+
+def describe_settings(member: Member) -> dict[str, Any]:
+    """A job's settings, and the names of its functions."""
     job = member.job
     shapes = {name: [list(t.shape), str(t.dtype)] for name, t in _tensors(member.model).items()}
     described = {
@@ -51,31 +113,23 @@ def describe_member(member: Member) -> dict[str, Any]:
     return plain
 
 
-def job_key(described: dict[str, Any]) -> str:
-    """A short name for what a job is."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+def _described(member: Member) -> Describer:
+    """What a member's functions and network are made of."""
+    job, describer = member.job, Describer()
+    describer.add_model(member.model)
+    for name in (*NAMED, "optimizer", "stop"):
+        if getattr(job, name) is not None:
+            describer.add(name, getattr(job, name))
+    for name, metric in job.metrics.items():
+        describer.add(f"metric {name!r}", metric)
+    for name, view in (("data", member.data), ("val", member.val)):
+        if view is not None and isinstance(view.source, DatasetSource):
+            describer.add(name, type(view.source.dataset))
+    return describer
 
 
-def differences(held: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> list[str]:
-    """What differs between the jobs in a folder and these, in words."""
-    there, here = {job["name"]: job for job in held}, {job["name"]: job for job in jobs}
-    lines = [f"job {name!r} is not in it" for name in here if name not in there]
-    lines += [f"it has job {name!r}" for name in there if name not in here]
-    for name in (name for name in here if name in there):
-        for field in {**here[name], **there[name]}:
-            old, new = there[name].get(field), here[name].get(field)
-            if json.dumps(old) != json.dumps(new):  # as text: NaN is not itself otherwise
-                if isinstance(old, dict) and isinstance(new, dict):
-                    old, new = _apart(old, new), _apart(new, old)
-                lines.append(f"job {name!r} has {field} {old!r} there and {new!r} here")
-    if not lines and [job["name"] for job in held] != [job["name"] for job in jobs]:
-        lines.append("the same jobs are in it in another order")
-    return lines
-
-
-def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What is not the same in another table."""
-    return {key: value for key, value in one.items() if key not in other or json.dumps(value) != json.dumps(other[key])}
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -55,6 +55,10 @@ class Board:
         self._parts: dict[int, Part] = {}
         """By the ride's number."""
         self._taken = 0
+        self.forms: dict[int, str] = {}
+        """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
+        self.arranged: Callable[[], object] = lambda: None
+        """Called when `forms` has changed."""
         self.put_back: Callable[[Member], None] = beginning
         """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
         self.add(members)
@@ -69,6 +73,8 @@ class Board:
             found = requests(groups, tried, self.tiers, exact=self._matters(groups))
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        for member in members:
+            member.own.watched = member.index not in self.recipes
         self.groups += groups
         everybody = [member for own in self.groups for member in own.members]
         self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
@@ -151,12 +157,21 @@ class Board:
         if self.gpu:
             from shoal.pack.captured.arrange import arrange
 
-            parts, units = arrange(groups, self.kitchen, self.compile)
+            parts, units = arrange(groups, self.kitchen, self.compile, self.tiers)
+            self._note_forms(units)
         else:
             parts = self._parts_of(groups)
             units = build(Plan(str(self.device), parts), groups, self.kitchen)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
+
+    def _note_forms(self, units: Sequence[Unit]) -> None:
+        before = dict(self.forms)
+        for unit in units:
+            name = unit.tier + (learned.COMPILED if getattr(unit, "compiled", False) else "")
+            self.forms |= {member.index: name for member in unit.members}
+        if self.forms != before:
+            self.arranged()
 
     def whole_plan(self, members: Sequence[Member]) -> Plan:
         """What would ride together if all of them rode at once."""
@@ -166,6 +181,17 @@ class Board:
     def _parts_of(self, groups: list[Group]) -> list[Part]:
         asked = [self._requests[member.index] for own in groups for member in own.members]
         return plan(asked, (), Device(str(self.device))).parts
+
+    def alone(self, member: Member, reason: str) -> Part:
+        """From now on a member trains by itself, wherever it was; its part of the plan."""
+        for own in self.groups:
+            own.members = [other for other in own.members if other is not member]
+            own.recipes = [recipe for recipe in own.recipes if recipe.member is not member]
+        self.groups = [own for own in self.groups if own.members]
+        self.groups.append(Group([member], reason=reason))
+        self.recipes.pop(member.index, None)
+        self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
+        return plan([self.request(member)], (), Device(str(self.device))).parts[0]
 
     def boarded(self, ride: Ride, part: Part) -> None:
         """A ride begins."""
@@ -200,6 +226,13 @@ def _only(own: Group, wanted: set[int]) -> Group:
         [recipe for recipe in own.recipes if recipe.member.index in wanted],
         own.reason,
     )
+
+
+def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:
+    """The forms that members on a GPU have trained in: what was written down of those that have, or else the tier that
+    is in their checkpoints. Folders of earlier versions have tiers written down that were planned and not taken."""
+    known = {member.index: (member.tier, tiers.get(member.index, "")) for member in members if member.batches}
+    return {index: form if form.partition(" ")[0] == tier else tier for index, (tier, form) in known.items() if tier}
 
 
 def beginning(member: Member) -> None:

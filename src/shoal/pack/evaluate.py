@@ -106,6 +106,7 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
             with _blame(slot), _watching(places[slot]):
                 found[slot] = sheets[slot].values()
     finally:
+        unit.adopt_buffers(slots)
         for slot, home in homes.items():
             unit.members[slot].model.to(home)
     return found

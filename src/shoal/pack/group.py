@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from shoal.pack.members import Member
+from shoal.pack.prove import prove_training
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.signature import difference, skeleton
 from shoal.pack.stacked.program import Program
@@ -44,7 +45,26 @@ def group(members: list[Member], kitchen: Kitchen) -> list[Group]:
     for found in groups:
         if found.stackable:
             found.reason = _refusal(found, kitchen)
-    return groups
+    return [proven for found in groups for proven in _proven(found, kitchen)]
+
+
+def _proven(found: Group, kitchen: Kitchen) -> list[Group]:
+    """The group without those whose own step does something else than its graph: each of them is by itself."""
+    if not found.recipes:
+        return [found]
+    reasons: dict[int, str] = {}
+    if found.stackable:
+        reasons = prove_training(found.recipes, kitchen)
+    if found.members[0].device.type == "cuda" and (reasons or not found.stackable):
+        found.reason = found.reason or next(iter(reasons.values()))
+        reasons = prove_training(found.recipes, kitchen, solo=True)  # side by side on streams, then
+    kept = Group(
+        [member for member in found.members if member.index not in reasons],
+        [recipe for recipe in found.recipes if recipe.member.index not in reasons],
+        found.reason,
+    )
+    apart = [Group([m], reason=reasons[m.index]) for m in found.members if m.index in reasons]
+    return [*([kept] if kept.members else []), *apart]
 
 
 def _refusal(found: Group, kitchen: Kitchen) -> str:

@@ -8,12 +8,13 @@ clearly lose to be given up. A second, smaller stack gives the line on which the
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from functools import wraps
 from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +23,13 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.pack import learned
 from shoal.pack.learned import digest
-from shoal.pack.members import Member, autocast, make_optimizer, run_step
+from shoal.pack.members import Member, autocast, make_optimizer, run_step, scratch_copy, trying
 from shoal.pack.planner import Curve
 from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stacked.unit import LEAST, StackedUnit
 from shoal.pack.unit import Unit
-from shoal.randomness import generator_at
 
 LOSES = 0.97
 """Stacked below this times the speed of solo steps: not stacked."""
@@ -48,6 +48,19 @@ MOST_ROWS, REFINE_SECONDS = 64, 0.25
 """A pack's own size is tried too, up to so many rows, where its step should take no longer than this."""
 
 _verdicts: dict[str, Verdict] = {}
+T = TypeVar("T")
+
+
+def _undone(measure: Callable[..., T]) -> Callable[..., T]:
+    """A measurement of a member or a recipe, after which Python state (a counter in a closure) is as it was."""
+
+    @wraps(measure)
+    def inner(what: Recipe | Member, *args: Any, **kwargs: Any) -> T:
+        member = what.member if isinstance(what, Recipe) else what
+        with trying(member.job, step=member.own.watched):
+            return measure(what, *args, **kwargs)
+
+    return inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,6 @@ class Verdict:
     solo: float
     ratio: float
     """The median of solo over stacked, measured in turns."""
-    agrees: bool = True
     pair: float = 0.0
     """Seconds of a step of the smallest stack, both rows together; 0: not measured."""
 
@@ -83,8 +95,6 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why not stacked; empty where it should be."""
-        if not self.agrees:
-            return "the stacked step gave other numbers than the solo step"
         if self.ratio < (WORTH if self.large else LOSES):
             return f"a stacked step runs at {self.ratio:.2f} times the speed of solo steps"
         return ""
@@ -179,6 +189,7 @@ def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
     learned.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
 
 
+@_undone
 def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -> float:
     """Seconds of a step of so many copies of the recipe's member, stacked."""
     runner = _stacked(recipe, kitchen, rows)
@@ -187,16 +198,18 @@ def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -
     return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
+@_undone
 def lone_seconds(member: Member, rounds: int = 2) -> float:
     """Seconds of a step of a copy of this member alone, with as many threads as torch has now."""
-    runner = _Runner(SerialUnit(_scratch(member)))
+    runner = _Runner(SerialUnit(scratch_copy(member)))
     runner.run(1)
     return min(runner.run(1) for _ in range(rounds))
 
 
+@_undone
 def plain_seconds(member: Member, steps: int = 10) -> float:
     """Seconds of a step of a copy of this member in a plain loop on its GPU, without anything of ours."""
-    own, job = _scratch(member), member.job
+    own, job = scratch_copy(member), member.job
     model = own.model.to(own.device).train()
     optimizer = make_optimizer(job, model)
     batch = own.data.take(0, min(job.batch_size, own.num_rows))
@@ -216,14 +229,15 @@ def plain_seconds(member: Member, steps: int = 10) -> float:
 
 
 def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
-    member = _scratch(recipe.member)
+    member = scratch_copy(recipe.member)
     own = Recipe(member, recipe.steps, plan_optimizer(member))
     return _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
 
 
+@_undone
 def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdict:
     """Step copies of the recipe's member, stacked and alone, in turns; as so many, or as the canonical few."""
-    alone = _Runner(SerialUnit(_scratch(recipe.member)))
+    alone = _Runner(SerialUnit(scratch_copy(recipe.member)))
     alone.run(1)
     first = alone.run(1)
     count, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
@@ -231,7 +245,6 @@ def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdi
     together, two = _stacked(recipe, kitchen, rows), _stacked(recipe, kitchen, LEAST)
     together.run(2)
     two.run(2)
-    agrees = _agree(alone, together)
     ratios, stacked, solo, pair = [], [], [], []
     for number in range(rounds):
         if number % 2:
@@ -243,7 +256,7 @@ def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdi
         ratios.append(solo[-1] / stacked[-1])
         pair.append(two.run(1))
     middle = statistics.median
-    return Verdict(middle(stacked), middle(solo), middle(ratios), agrees, middle(pair))
+    return Verdict(middle(stacked), middle(solo), middle(ratios), middle(pair))
 
 
 class _Runner:
@@ -274,31 +287,3 @@ class _Runner:
     def weights(self) -> list[Tensor]:
         self.unit.write_back()
         return [p.detach().double() for p in self.unit.members[0].model.parameters()]
-
-
-def _agree(alone: _Runner, together: _Runner) -> bool:
-    """Same losses and, taken together, same weights after the same batches, up to rounding."""
-    a, b = alone.weights(), together.weights()
-    half = alone.unit.members[0].job.precision is not None or any(
-        p.dtype in (torch.float16, torch.bfloat16) for p in alone.unit.members[0].model.parameters()
-    )
-    tolerance = 0.1 if half else 1e-2
-    for x, y in zip(alone.losses, together.losses, strict=False):
-        if x == x and not abs(x - y) <= tolerance * max(abs(x), abs(y), 1e-3):
-            return False
-    difference = sum(float(((x - y) ** 2).sum()) for x, y in zip(a, b, strict=True)) ** 0.5
-    size = sum(float((x**2).sum()) for x in a) ** 0.5
-    return not difference > tolerance * max(size, 1e-6)
-
-
-def _scratch(member: Member) -> Member:
-    """A member to try things on: nothing done to it reaches the real one."""
-    return replace(
-        member,
-        model=copy.deepcopy(member.model),
-        rng=generator_at(member.rng.get_state()),
-        orders=generator_at(member.orders.get_state()),
-        history=[],
-        optimizer_state={},
-        best=None,
-    )

@@ -160,7 +160,7 @@ def arrange(
         from shoal.pack.captured.executor import CapturedExecutor
 
         seated, waiting = _seated(groups, str(members[0].device), budget)
-        parts, units = arrange_captured(seated, kitchen, compile)
+        parts, units = arrange_captured(seated, kitchen, compile, tiers)
         _fill(parts, seated)
         return Plan(str(members[0].device), parts, waiting, budget), units, CapturedExecutor()
     tried = try_out(groups, kitchen) if timed else {}

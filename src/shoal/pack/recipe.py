@@ -20,10 +20,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
-from shoal.pack.fingerprint import fingerprint
-from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
+from shoal.job import Job
+from shoal.pack.fingerprint import fingerprint, without_floats
+from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
-from shoal.pack.signature import skeleton
+from shoal.pack.python_state import PythonState
+from shoal.pack.signature import Path, skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, trace
 from shoal.pack.used import used_params
 
@@ -88,6 +90,51 @@ class Recipe:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
+class Proofs:
+    """What has been proven in a run."""
+
+    reasons: dict[Hashable, str] = field(default_factory=dict)
+    """By kind: why it may not be stacked; empty where it may."""
+    lifted: dict[Hashable, set[Path | int]] = field(default_factory=dict)
+    """By graph: the numbers and constants that were proven with different values for different members."""
+    steps: int = 0
+    """Steps of users' own code that were run for it."""
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def number(self, key: Hashable) -> int:
+        """A number that stands for a key, which may be long."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Something to be computed in eval mode, without gradients."""
+
+    function: Hashable
+    """What it is, for Python: equal for the same code."""
+    call: Call
+    precision: str | None = None
+
+    @classmethod
+    def forward(cls, precision: str | None = None) -> Evaluation:
+        """A model's outputs; a batch is the tuple of its inputs."""
+        return cls("forward", lambda model, batch: model(*batch), precision)
+
+    @classmethod
+    def validation(cls, job: Job, wanted: bool) -> Evaluation:
+        """A job's step on a validation batch: `((loss, logs), outputs)`; outputs only if wanted."""
+
+        def call(model: nn.Module, batch: Any) -> Any:
+            if job.step is not None:
+                return run_step(job, model, batch), model(*batch[:-1]) if wanted else None
+            assert job.loss is not None
+            outputs = model(*batch[:-1])
+            return (job.loss(outputs, batch[-1]), {}), outputs if wanted else None
+
+        return cls(("validation", job.step, job.loss, wanted), call, job.precision)
+
+
 class Kitchen:
     """Makes recipes, tracing each distinct step once."""
 
@@ -97,8 +144,13 @@ class Kitchen:
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._known: dict[Hashable, Trace] = {}
-        """Code that was recorded twice already, and its first trace."""
+        """Code that was recorded already, and its first trace."""
+        self._kinds: dict[Hashable, int] = {}
+        """Code, whatever the floating-point numbers in it."""
+        self._shapes: dict[Hashable, tuple[str, str]] = {}
+        """Of two batches of a streamed source."""
         self._programs: dict[Hashable, Program] = {}
+        self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
         """Compiled steps, for `captured`: by what they compute and its shape."""
 
@@ -135,36 +187,32 @@ class Kitchen:
 
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
-        return self.step_on(member, sample(member, rows))
+        batch = sample(member, rows)
+        if member.data.source.streamed:
+            self._refuse_other_shapes(member, rows, batch)
+        return self.step_on(member, batch)
 
-    def step_on(self, member: Member, batch: Any) -> Trace:
-        """The training step on a batch like this one."""
+    def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
+        """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""
+        view = member.data
+        key = (id(view.source), rows, len(view))
+        if key not in self._shapes:
+            self._shapes[key] = (_shapes(batch), _shapes(sample(member, rows, last=True)))
+        first, last = self._shapes[key]
+        if first != last:
+            raise Untraceable(f"its batches have different shapes ({first}, {last})")
+
+    def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
+        """The training step on a batch like this one; `twice`: see `trace`."""
         job = member.job
         call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
-        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision)
+        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
 
-    def validation(self, member: Member, batch: Any, wanted: bool) -> Trace:
-        """The eval-mode step on a validation batch: `(((loss, logs), outputs), buffers)`; outputs only if wanted."""
-        job = member.job
-
-        def call(model: nn.Module, batch: Any) -> Any:
-            if job.step is not None:
-                return run_step(job, model, batch), model(*batch[:-1]) if wanted else None
-            assert job.loss is not None
-            outputs = model(*batch[:-1])
-            return (job.loss(outputs, batch[-1]), {}), outputs if wanted else None
-
-        function = ("validation", job.step, job.loss, wanted)
-        return self.graph(member.model, function, call, batch, precision=job.precision, evaluating=True)
-
-    def forward(self, member: Member, inputs: Any) -> Trace:
-        """The eval-mode forward pass on these inputs."""
-        return self.forward_of(member.model, inputs, member.job.precision)
-
-    def forward_of(self, model: nn.Module, inputs: Any, precision: str | None = None) -> Trace:
-        """The eval-mode forward pass of any model."""
-        call = lambda model, batch: model(*batch)  # noqa: E731
-        return self.graph(model, "forward", call, inputs, precision=precision, evaluating=True)
+    def evaluation(self, model: nn.Module, what: Evaluation, batch: Any, *, twice: bool = True) -> Trace:
+        """What is evaluated, on a batch like this one; `twice`: see `trace`."""
+        return self.graph(
+            model, what.function, what.call, batch, precision=what.precision, evaluating=True, twice=twice
+        )
 
     def graph(
         self,
@@ -175,6 +223,7 @@ class Kitchen:
         *,
         precision: str | None,
         evaluating: bool = False,
+        twice: bool = True,
     ) -> Trace:
         """`call(model, batch)` as a graph, traced once for all models, functions and batches that look the same."""
         leaves, spec = pytree.tree_flatten(batch)
@@ -186,12 +235,14 @@ class Kitchen:
         code = (self._prints[model], fingerprint(function), repr(spec), precision, evaluating)
         key = (code, shapes)
         if key not in self._traces:
+            kind = without_floats(code)
             try:
                 there = _beside(model, leaves)
                 self._traces[key] = made = trace(
                     there, call, batch, precision=precision, evaluating=evaluating, reached=function,
-                    twice=code not in self._known,
+                    twice=twice and kind not in self._kinds,
                 )  # fmt: skip
+                made.kind = self._kinds.setdefault(kind, len(self._kinds))
                 first = self._known.setdefault(code, made)
                 if made is not first and made.like(first):
                     made.first = first
@@ -232,9 +283,33 @@ def batch_sizes(member: Member) -> list[int]:
     return sorted({full, n % job.batch_size or full}, reverse=True)
 
 
-def sample(member: Member, rows: int) -> Any:
-    """A batch of so many rows, for its shapes."""
-    return member.data.take(0, rows)
+def sample(member: Member, rows: int, last: bool = False) -> Any:
+    """A batch of so many rows, for its shapes: the first ones, or the last.
+
+    Raises:
+        Untraceable: when they cannot be read.
+    """
+    start = len(member.data) - rows if last else 0
+    try:
+        return member.data.take(start, start + rows)
+    except Exception as error:
+        raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
+
+
+def _shapes(batch: Any) -> str:
+    """The shapes of a batch, in words."""
+    return ", ".join(
+        str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
+    )
+
+
+def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
+    if not state.changes() and runner.can_table():
+        saved = runner.state_dict()
+        runner.step()
+        runner.load_state_dict(saved)
+    return bool(state.changes() or state.unrestorable)
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:
@@ -243,6 +318,11 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     Raises:
         Untraceable: when only the real loop can drive it.
     """
+    with trying(member.job) as state:
+        return _plan_optimizer(member, state)
+
+
+def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     job, model = member.job, member.model
     with draws(member, keep=False):
         optimizer = make_optimizer(job, model)
@@ -263,7 +343,7 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign:
+    if runner.foreign or (state is not None and _keeps_state(runner, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

@@ -13,11 +13,10 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,17 +25,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from shoal.pack.fingerprint import fingerprint
-from shoal.pack.kept import kept
+from shoal.pack.first_call import record_repeatable
+from shoal.pack.patches import Untraceable as Untraceable
+from shoal.pack.patches import patched
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Call = Callable[[nn.Module, Any], Any]
 """What is traced: `(model, batch) -> outputs`."""
-
-
-class Untraceable(Exception):
-    """The step cannot be written down as a graph; the message says why, in the user's words."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +54,12 @@ class Trace:
     """What `used_params` found."""
     skeleton: Hashable | None = None
     """What `signature.skeleton` found."""
+    kind: int = -1
+    """Equal for graphs of code that differs in floating-point numbers alone; see `Kitchen.graph`."""
+    checked: bool = False
+    """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
+    caches: bool = False
+    """Whether a first call leaves something in Python behind, such as a mask that is made once."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
 
@@ -103,26 +105,36 @@ def trace(
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
     _refuse_at_sight(model)
-    try:
-        twin = copy.deepcopy(model)
-        twin = twin.eval() if evaluating else twin
-    except Exception as error:
-        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
-    before = fingerprint(twin, tensors=False)
-    with kept(twin, reached, skip=twin) as state:
-        first = _record(twin, call, batch, precision)
-        if fingerprint(twin, tensors=False) != before:
-            raise Untraceable("its forward changes python attributes of the model")
-        if state.changed:
-            raise Untraceable("it changes python state (a counter, an iterator, random numbers of its own)")
-        if state.written:
-            raise Untraceable("it changes a tensor that is neither a parameter nor a buffer")
-        again = _record(twin, call, batch, precision) if twice else first
+    pair = record_repeatable(
+        lambda: _copy(model, evaluating),
+        reached,
+        lambda twin: _record(twin, call, batch, precision, not evaluating),
+        lambda twin: _run(twin, call, batch, precision, not evaluating),
+        twice=twice,
+    )
+    first, again = pair.first, pair.again
+    first.caches = pair.caches
     if not _same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
     return first
+
+
+def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
+    try:
+        twin = copy.deepcopy(model)
+        return twin.eval() if evaluating else twin
+    except Exception as error:
+        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+
+
+def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
+    """The call for real, for what it leaves behind in Python."""
+    device = next(model.parameters()).device
+    with _quiet(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
+        warnings.simplefilter("ignore")
+        call(model, batch)
 
 
 class _Recorded(nn.Module):
@@ -138,11 +150,12 @@ class _Recorded(nn.Module):
         return out, dict(self.model.named_buffers(remove_duplicate=False))
 
 
-def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> Trace:
+def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> Trace:
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     leaves, batch_spec = pytree.tree_flatten(batch)
     wrapper = _Recorded(model, call)
+    checks: list[Tensor] | None = [] if grad else None
     out_spec: list[pytree.TreeSpec] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
@@ -150,6 +163,9 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
         out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
+        if checks:
+            (loss, logs), after = out
+            out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
         outputs, spec = pytree.tree_flatten(out)
         out_spec.append(spec)
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
@@ -158,7 +174,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
     device = inputs[0].device
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with _poisoned(), _quiet(), warnings.catch_warnings(), torch.enable_grad(), autocast(precision, device):
+        mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
+        with patched(checks), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
@@ -176,25 +193,9 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None) -> 
     ):
         raise Untraceable("it draws from python's or numpy's random numbers inside the step")
     trainable = [param.requires_grad for param in params.values()]
-    return Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
-
-
-# What Python can do that a graph of operators would silently lose.
-_POISON: tuple[tuple[Any, str, str], ...] = (
-    (torch.autograd.Function, "apply", "a custom autograd.Function (its own backward is not in the graph)"),
-    (
-        torch.autograd.function,
-        "_is_setup_context_defined",
-        "a custom autograd.Function (its own backward is not in the graph)",
-    ),
-    (torch.autograd, "grad", "torch.autograd.grad inside the step"),
-    (torch.autograd, "backward", "a backward pass inside the step"),
-    (torch.Tensor, "backward", "a backward pass inside the step"),
-    (torch.Tensor, "register_hook", "a gradient hook on a tensor"),
-    (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
-    (torch, "manual_seed", "torch.manual_seed inside the step"),
-)
-"""The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is patched."""
+    recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
+    recorded.checked = bool(checks)
+    return recorded
 
 
 @contextmanager
@@ -207,33 +208,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, reason in _POISON:
-
-            def refuse(*_: Any, reason: str = reason, **__: Any) -> None:
-                raise Untraceable(f"it uses {reason}")
-
-            stack.enter_context(mock.patch.object(owner, name, refuse))
-        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guarded()))
-        # laying weights side by side for cuDNN asks for their addresses, which fake tensors do not have
-        stack.enter_context(mock.patch.object(nn.RNNBase, "flatten_parameters", lambda _: None))
-        yield
-
-
-class _Guarded:
-    """Stands for torch's own generator, which a step may look at (checkpointing does) but not turn back."""
-
-    def get_state(self) -> Tensor:
-        return torch.default_generator.get_state()
-
-    def _refuse(self, *_: Any) -> Any:
-        raise Untraceable("it seeds torch's random numbers inside the step, or asks for their seed")
-
-    set_state = manual_seed = seed = initial_seed = _refuse
 
 
 def _refuse_at_sight(model: nn.Module) -> None:
@@ -321,8 +295,6 @@ def _refuse_in_graph(recorded: Trace) -> None:
             value = getattr(recorded.module, str(node.target), None)
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
                 raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
-            if value.requires_grad:
-                raise Untraceable("it trains a tensor that is not a parameter of the model")
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise Untraceable(f"it reads a number out of a tensor ({node.target})")

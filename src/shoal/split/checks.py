@@ -8,8 +8,8 @@ from shoal.checks import prepare
 from shoal.dry import step_problems
 from shoal.errors import JobError
 from shoal.job import Job
-from shoal.pack.kept import kept
 from shoal.pack.members import Member, draws, make_optimizer, names, needs_closure
+from shoal.pack.python_state import preserved
 
 
 def checked(job: Job) -> Member:
@@ -42,7 +42,8 @@ def shard_problems(member: Member, workers: int) -> None:
     ends = [len(range(shard, rows, workers)) % job.batch_size for shard in range(workers)]
     if 1 not in ends or job.drop_last or job.batch_size == 1:
         return
-    with draws(member, keep=False), kept(job.step, job.loss, member.model, skip=member.model):
+    roots = {"step": job.step, "loss": job.loss, "model": member.model}
+    with draws(member, keep=False), preserved(roots, skip=member.model):
         if not step_problems(member, 1, short=True):
             return
     raise JobError(

@@ -140,6 +140,12 @@ class Alone:
         self.optimizer = cls(self.params, **{"foreach": False, **hparams})
         self.step_count = 0
 
+    def take(self, other: Alone) -> None:
+        """Start from another member's weights and targets, in this one's dtype."""
+        with torch.no_grad():
+            for ours, theirs in zip([*self.params, *self.targets], [*other.params, *other.targets], strict=True):
+                ours.copy_(theirs)
+
     def step(self) -> None:
         for param, target in zip(self.params, self.targets, strict=True):
             param.grad = gradient(param.detach(), target, self.step_count)

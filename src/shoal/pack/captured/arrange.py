@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 from shoal.pack.captured.choose import choose, why_not
@@ -14,32 +16,51 @@ from shoal.pack.stacked.unit import StackedUnit
 from shoal.pack.unit import Unit
 
 
-def arrange(groups: list[Group], kitchen: Kitchen, compile: bool | Literal["auto"]) -> tuple[list[Part], list[Unit]]:
-    """Parts of the plan and their units, for members on a GPU."""
+def arrange(
+    groups: list[Group],
+    kitchen: Kitchen,
+    compile: bool | Literal["auto"],
+    recorded: Mapping[int, str] | None = None,
+) -> tuple[list[Part], list[Unit]]:
+    """Parts of the plan and their units, for members on a GPU.
+
+    `recorded`: the forms that members had in the run that is resumed ("serial", "streams compiled"), by their places.
+    They have them again where that is possible.
+    """
+    recorded = recorded or {}
     parts: list[Part] = []
     units: list[Unit] = []
     cache: Cache = kitchen.executables
     for found in groups:
         reason = told(found, groups)
-        if not found.recipes:
-            for member in found.members:
-                parts.append(Part("serial", [member.index], [member.name], reason))
+        for member in found.members:
+            before = recorded.get(member.index) == "serial"
+            if before or not found.recipes:
+                why = f"{reason}; serial as in the run before" if before and found.recipes else reason
+                parts.append(Part("serial", [member.index], [member.name], why))
                 units.append(SerialUnit(member))
-            continue
-        for recipes in _alike(found.recipes):
-            part, unit = _captured(found, recipes, kitchen, cache, compile, reason)
+        for form, recipes in _alike(found.recipes, recorded):
+            part, unit = _captured(found, recipes, kitchen, cache, compile, reason, form)
             parts.append(part)
             units += unit
     return parts, units
 
 
 def _captured(
-    found: Group, recipes: list[Recipe], kitchen: Kitchen, cache: Cache, compile: bool | Literal["auto"], reason: str
+    found: Group,
+    recipes: list[Recipe],
+    kitchen: Kitchen,
+    cache: Cache,
+    compile: bool | Literal["auto"],
+    reason: str,
+    recorded: str,
 ) -> tuple[Part, list[Unit]]:
     members = [recipe.member for recipe in recipes]
     places, names = [m.index for m in members], [m.name for m in members]
     refused = why_not(recipes[0])
-    chosen = None if refused else choose(recipes, kitchen, cache, compile, stackable=found.stackable)
+    chosen = None
+    if not refused:
+        chosen = choose(recipes, kitchen, cache, compile, stackable=found.stackable, recorded=recorded)
     if chosen is None:
         why = f"{reason}; not captured: {refused or 'the device refused'}"
         if not found.stackable:
@@ -52,10 +73,20 @@ def _captured(
     return Part(form.tier, places, names, reason, predicted), [unit]
 
 
-def _alike(recipes: list[Recipe]) -> list[list[Recipe]]:
-    """Members that read the same data, since a captured step gathers from one data set; and those that cannot be
-    captured by themselves, or the others would not be either."""
+def _alike(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
+    """Members that read the same data, since a captured step gathers from one data set; those that cannot be captured
+    by themselves, or the others would not be either; and those that had the same form in the run before, which comes
+    with them. Members without one go with the most of those that have one."""
     groups: dict[tuple[int, bool], list[Recipe]] = {}
     for recipe in recipes:
-        groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
-    return list(groups.values())
+        if recorded.get(recipe.member.index) != "serial":
+            groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
+    parted: list[tuple[str, list[Recipe]]] = []
+    for alike in groups.values():
+        forms = Counter(form for recipe in alike if (form := recorded.get(recipe.member.index)))
+        usual = forms.most_common(1)[0][0] if forms else ""
+        by_form: dict[str, list[Recipe]] = {}
+        for recipe in alike:
+            by_form.setdefault(recorded.get(recipe.member.index, usual), []).append(recipe)
+        parted += by_form.items()
+    return parted

@@ -83,15 +83,33 @@ def choose(
     compile: bool | Literal["auto"],
     *,
     stackable: bool = True,
+    recorded: str = "",
 ) -> tuple[Form, CapturedUnit] | None:
-    """The fastest form found, and a unit of it; None where nothing could be captured."""
+    """The fastest form found, and a unit of it; None where nothing could be captured.
+
+    `recorded`: the form that these had in the run that is resumed. They have it again if it can be captured.
+    """
     trials = Trials(recipes, kitchen, cache)
     with timed("trials"):
+        before = _recorded(recorded, len(recipes), compile, stackable)
+        form = None if before is None else trials.time(before)
+        if form is not None and form.compiled and not trials.made_here(form):
+            form = trials.confirm(form)
+        if form is not None:
+            return form, trials.unit(form)
         form = _choose(trials, compile, stackable)
         while form is not None and form.compiled and not trials.made_here(form):
             trials.confirm(form)
             form = _choose(trials, compile, stackable)
     return None if form is None else (form, trials.unit(form))
+
+
+def _recorded(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
+    """The form of this name for so many members; None where they cannot have it."""
+    tier, _, compiled = name.partition(" ")
+    if tier not in ("streams", "stacked") or (tier == "stacked" and not stackable):
+        return None
+    return Form(1 if tier == "streams" else max(2, count), bool(compiled) and compile is not False)
 
 
 _Place = tuple[str, int, str]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import evaluating
-from shoal.pack.recipe import Kitchen
+from shoal.pack.prove import prove_evaluation
+from shoal.pack.recipe import Evaluation, Kitchen
 from shoal.pack.signature import skeleton
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.site import NotStackable
@@ -24,7 +25,7 @@ class Forward:
     def __init__(self, models: Sequence[nn.Module], precision: str | None = None) -> None:
         self.models = list(models)
         self.precision = precision
-        self._kitchen = Kitchen()
+        self._kitchen, self._what = Kitchen(), Evaluation.forward(precision)
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
         self.calls = 0
         """Stacked programs run so far."""
@@ -52,7 +53,7 @@ class Forward:
         found: dict[Hashable, tuple[list[int], list[Trace]]] = {}
         for place, model in enumerate(self.models):
             try:
-                graph = self._kitchen.forward_of(model, inputs, self.precision)
+                graph = self._kitchen.evaluation(model, self._what, inputs)
             except Untraceable:
                 found[("alone", place)] = ([place], [])
                 continue
@@ -69,7 +70,9 @@ class Forward:
         device = next(self.models[places[0]].parameters()).device
         try:
             program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
-        except NotStackable:
+            models = [self.models[place] for place in places]
+            prove_evaluation(models, [self._what] * len(models), traces, inputs, self._kitchen)
+        except (NotStackable, Untraceable):
             return None
         if program.draws:
             return None

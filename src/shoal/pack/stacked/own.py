@@ -22,6 +22,8 @@ class OwnOptimizers:
         members = span.members
         self.twins = [copy.deepcopy(member.model) for member in members]
         self._point()
+        for member in members:
+            member.own.begin(member.job, member.model)
         self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
         self.schedules = [make_schedule(m.job, opt) for m, opt in zip(members, self.optimizers, strict=True)]
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
@@ -30,6 +32,10 @@ class OwnOptimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        self.failed: dict[int, Exception] = {}
+        """Whose optimizer raised in its last step, by slots, and what."""
+        for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
+            member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -51,7 +57,10 @@ class OwnOptimizers:
                 continue
             for param, grad in zip(self._params[slot], grads, strict=True):
                 param.grad = None if grad is None else grad[slot]
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                self.failed[slot] = error
             for param in self._params[slot]:
                 param.grad = None
 
@@ -74,6 +83,7 @@ class OwnOptimizers:
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
         new.schedules = [*self.schedules, *other.schedules]
+        new.failed = {}
         new._point()
         return new
 
@@ -89,5 +99,6 @@ class OwnOptimizers:
         kept.twins = [self.twins[slot] for slot in slots]
         kept.optimizers = [self.optimizers[slot] for slot in slots]
         kept.schedules = [self.schedules[slot] for slot in slots]
+        kept.failed = {}
         kept._point()
         return kept

@@ -299,6 +299,13 @@ def _check_alike(traces: Sequence[Trace]) -> None:
             raise NotStackable(f"members do different things here: {difference(distinct[0], other)}")
 
 
+def as_column(value: Any, rows: int) -> Tensor:
+    """A step's log as one number per row of the stack."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
+    return torch.full((rows,), float(value), dtype=torch.float64)
+
+
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)

@@ -1,0 +1,64 @@
+"""Whether two Python values, tensors or states of random numbers are the same, as far as any code can tell."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same object, or plain values that no code can tell apart."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, int | float | complex | str | bytes | np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes() if isinstance(a, np.generic) else repr(a) == repr(b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__ and a.__self__ is b.__self__
+    return isinstance(a, torch.device | frozenset | range | slice) and bool(a == b)
+
+
+def equal_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same, or lists, dicts and sets of the same values."""
+    if same_value(a, b):
+        return True
+    if type(a) is not type(b) or type(a) not in (list, tuple, dict, set) or len(a) != len(b):
+        return False
+    if isinstance(a, set):
+        return bool(a == b)
+    if isinstance(a, dict):
+        return all(equal_value(x, y) and equal_value(a[x], b[y]) for x, y in zip(a, b, strict=True))
+    return all(map(equal_value, a, b))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits, whatever they mean."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been written to; those made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return tensor if tensor.dtype == torch.bool else tensor.view(torch.uint8)
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Whether two states of a generator of random numbers are the same."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_numbers(a[key], b[key]) for key in a)
+    return bool(a == b)

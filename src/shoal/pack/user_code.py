@@ -1,0 +1,84 @@
+"""Whose code it is: the user's own, whose globals and classes a step may read, or an installed library's."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+_LIBRARIES = frozenset({"torch", "numpy", "shoal", "builtins"})
+"""Libraries wherever their files are: a working copy of torch is torch."""
+_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def is_library_module(name: str, file: str | None = None) -> bool:
+    """Whether a module is Python's own or an installed one. Scripts, notebooks and working copies are the user's."""
+    return _is_library(name, file if file is not None else getattr(sys.modules.get(name), "__file__", None))
+
+
+def is_library_function(function: types.FunctionType) -> bool:
+    """Whether a function reads a library's globals; a wrapper that a library puts around the user's function does."""
+    space = function.__globals__
+    return is_library_module(str(space.get("__name__", "__main__")), space.get("__file__"))
+
+
+def is_library_class(kind: type) -> bool:
+    """Whether a class is a library's."""
+    return is_library_module(str(kind.__module__))
+
+
+def is_standard_class(kind: type) -> bool:
+    """Whether a class is Python's own, or of a module of the standard library."""
+    top = str(kind.__module__).partition(".")[0]
+    return top in sys.stdlib_module_names or top in sys.builtin_module_names
+
+
+def in_library_tables(values: Iterable[Any]) -> set[int]:
+    """Ids of those objects that a library's module or class holds too. Slow: it looks through all modules, once."""
+    wanted = set(map(id, values))
+    if not wanted:
+        return wanted
+    shared: set[int] = set()
+    for space in _library_spaces():
+        for held in list(space.values()):
+            if id(held) in wanted:
+                shared.add(id(held))
+            if issubclass(type(held), type):
+                shared |= wanted.intersection(map(id, list(type.__dict__["__dict__"].__get__(held).values())))
+    return shared
+
+
+def _library_spaces() -> Iterator[dict[str, Any]]:
+    """Their modules' globals, read without asking the modules: some import things, or warn, when they are asked."""
+    for name, module in list(sys.modules.items()):
+        space = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else None
+        if space is not None and is_library_module(name, space.get("__file__")):
+            yield space
+
+
+@lru_cache(maxsize=4096)
+def _is_library(name: str, file: str | None) -> bool:
+    top = name.partition(".")[0]
+    if top == "__main__":
+        return False
+    if top in _LIBRARIES or top in sys.builtin_module_names:
+        return True
+    if file is None:
+        return top in sys.stdlib_module_names
+    path = os.path.realpath(file)
+    if not _FOLDERS.isdisjoint(path.split(os.sep)):
+        return True
+    return any(path.startswith(folder) for folder in _installed())
+
+
+@lru_cache(maxsize=1)
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(folder) + os.sep for folder in folders})
