@@ -85,7 +85,9 @@ def train(
         compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
             refused.
         checkpoint_every: Seconds between checkpoints, or a time such as "5m", where there is `out`.
-        deterministic: Use torch's deterministic algorithms, and raise where there is none.
+        deterministic: The same bits every time: torch's deterministic algorithms alone, and an error where there is
+            none. On a CPU with one thread (which is then the default) a job's result also has the same bits whichever
+            jobs run beside it, and no clock decides how it is run; that may cost time.
         policy: Who goes first where not all can ride: "fifo", "priority", "shortest", "round-robin", "fair", or a
             shoal.Policy of your own.
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
@@ -232,6 +234,7 @@ class _Work:
         board = Board(
             members,
             timed=not settings.deterministic,
+            deterministic=settings.deterministic,
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
@@ -387,6 +390,8 @@ def applied(settings: Settings) -> Iterator[None]:
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        elif settings.deterministic and settings.device.type == "cpu":
+            torch.set_num_threads(1)  # as in a process of its own: bits must not depend on how many there are
         if settings.deterministic:
             if settings.device.type == "cuda":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -138,7 +138,9 @@ class Evaluation:
 class Kitchen:
     """Makes recipes, tracing each distinct step once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone."""
+        self.deterministic = deterministic
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._known: dict[Hashable, Trace] = {}
@@ -178,7 +180,9 @@ class Kitchen:
         if key not in self._programs:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = Program(traces, device=device, stacked_batch=stacked_batch)
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+            )
         return self._programs[key]
 
     def step(self, member: Member, rows: int) -> Trace:
