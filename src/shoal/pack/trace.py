@@ -156,10 +156,12 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     leaves, batch_spec = pytree.tree_flatten(batch)
     wrapper = _Recorded(model, call)
     checks: list[Tensor] | None = [] if grad else None
+    traced: list[Tensor] = []
     out_spec: list[pytree.TreeSpec] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
         names = [f"model.{name}" for name in (*params, *buffers)]
+        traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
         out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
@@ -175,7 +177,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
-        with patched(checks), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
+        with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
