@@ -126,6 +126,8 @@ class _Generator:
 
 
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+_GRADIENTS = (_GRAD.__get__, _GRAD.__set__)
 
 
 _TRACER = ("torch._", "torch.fx", "torch.utils._")
@@ -141,11 +143,13 @@ def _caller() -> str:
 
 
 class _Switches(TorchFunctionMode):
-    """Refuses to switch the gradients of a leaf, which leaves nothing behind in a graph."""
+    """Refuses what leaves nothing behind in a graph: to switch the gradients of a leaf, and to look at gradients."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SWITCHES and not _caller().startswith(_TRACER):
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
             if bool(wanted) != args[0].requires_grad:
                 raise Untraceable("it switches requires_grad inside the step")
+        if func in _GRADIENTS and not _caller().startswith(_TRACER):
+            raise Untraceable("it reads or sets gradients (.grad) inside the step")
         return func(*args, **(kwargs or {}))

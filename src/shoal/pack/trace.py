@@ -289,6 +289,16 @@ def origin(node: Node) -> Node:
     return node
 
 
+def writes_params(recorded: Trace) -> bool:
+    """Whether the graph writes to a parameter."""
+    params = set(recorded.nodes[: len(recorded.params)])
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and origin(node.all_input_nodes[0]) in params:
+            return True
+    return False
+
+
 def _refuse_in_graph(recorded: Trace) -> None:
     for node in recorded.nodes:
         if node.op == "get_attr":

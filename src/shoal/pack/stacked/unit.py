@@ -23,7 +23,7 @@ from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import LEAST as LEAST
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
-from shoal.pack.trace import Untraceable, autocast
+from shoal.pack.trace import Untraceable, autocast, writes_params
 from shoal.pack.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.randomness import Draw, draw_step, generator_at
 
@@ -361,12 +361,24 @@ class StackedUnit(Unit):
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
-    def adopt_buffers(self, slots: list[int]) -> None:
-        named = [dict(self.members[slot].model.named_buffers()) for slot in slots]
+    def undo_validation(self) -> Callable[[], None]:
+        buffers = self.stack.buffers
+        saved = [buffer.clone() for buffer in buffers]
+
+        def undo() -> None:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
+        names = [*self.stack.param_names, *self.stack.buffer_names]
         with torch.no_grad():
-            for slot, buffers in zip(slots, named, strict=True):
-                for name, stacked in zip(self.stack.buffer_names, self.stack.buffers, strict=True):
-                    stacked[slot].copy_(buffers[name])
+            for slot in slots:
+                model = self.members[slot].model
+                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                for name, stacked in zip(names, self.stack.state, strict=True):
+                    stacked[slot].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
@@ -380,7 +392,8 @@ class StackedUnit(Unit):
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked, or draws."""
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
+        parameters (an embedding with max_norm), which the members' own models keep."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
@@ -391,7 +404,7 @@ class StackedUnit(Unit):
                 rows = [traces[row] for row in self.stack.rows]
                 program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
                 prove_evaluation(models, whats, traces, batch, self.kitchen)
-                self._forwards[key] = None if program.draws else program
+                self._forwards[key] = None if program.draws or writes_params(traces[0]) else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
