@@ -138,7 +138,9 @@ class Evaluation:
 class Kitchen:
     """Makes recipes, tracing each distinct step once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone."""
+        self.deterministic = deterministic
         self._traces: dict[Hashable, Trace | Untraceable] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._known: dict[Hashable, Trace] = {}
@@ -178,7 +180,9 @@ class Kitchen:
         if key not in self._programs:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = Program(traces, device=device, stacked_batch=stacked_batch)
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+            )
         return self._programs[key]
 
     def step(self, member: Member, rows: int) -> Trace:
@@ -225,6 +229,8 @@ class Kitchen:
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
             self._prints[model] = fingerprint(model)

@@ -289,14 +289,15 @@ def origin(node: Node) -> Node:
     return node
 
 
-def writes_params(recorded: Trace) -> bool:
-    """Whether the graph writes to a parameter."""
-    params = set(recorded.nodes[: len(recorded.params)])
+def written_params(recorded: Trace) -> list[int]:
+    """The parameters that the graph itself writes to, by their place."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
     for node in recorded.nodes:
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and origin(node.all_input_nodes[0]) in params:
-            return True
-    return False
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
 
 
 def _refuse_in_graph(recorded: Trace) -> None:
@@ -305,11 +306,15 @@ def _refuse_in_graph(recorded: Trace) -> None:
             value = getattr(recorded.module, str(node.target), None)
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
                 raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
+            if value.layout != torch.strided:
+                raise Untraceable(f"it reads a tensor of layout {value.layout}")
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise Untraceable(f"it reads a number out of a tensor ({node.target})")
             if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
                 raise Untraceable(f"the shape of a result depends on the data ({node.target})")
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise Untraceable(f"it uses a tensor of layout {value.layout} ({node.target})")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Untraceable(f"it uses a higher-order operator ({node.target})")
 
@@ -333,6 +338,8 @@ def _same_graph(a: Trace, b: Trace) -> bool:
 def _same_constant(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
         return type(a) is type(b)
+    if a.layout != torch.strided:
+        return True  # it is refused, with its own reason
     try:
         return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
     except Exception as error:

@@ -23,7 +23,7 @@ from shoal.pack.stacked.site import NotStackable
 from shoal.pack.stacked.stack import LEAST as LEAST
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
-from shoal.pack.trace import Untraceable, autocast, writes_params
+from shoal.pack.trace import Untraceable, autocast
 from shoal.pack.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.randomness import Draw, draw_step, generator_at
 
@@ -87,7 +87,7 @@ class StackedUnit(Unit):
         try:
             for index in range(batches):
                 self._batch(feed, index)
-                if self._undone or self._aside or self.rates_of.failed:
+                if self._undone or self._aside or self._failed or self.rates_of.failed:
                     break
         except Exception as error:
             undraw(self, before, range(len(before)) if self._noise is not None else ())
@@ -215,6 +215,7 @@ class StackedUnit(Unit):
         if self._noise is None:
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
+        weights = [(stack.params[index].detach(), stack.params[index].detach().clone()) for index in program.written]
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
@@ -225,6 +226,8 @@ class StackedUnit(Unit):
                 stack.reserve()
         except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            for param, value in weights:
+                param.copy_(value)
             raise
         self._noise = None
         for member in self.members:
@@ -236,7 +239,13 @@ class StackedUnit(Unit):
         if before:
             stack.set_buffers(after, ok, before)
         if last:
-            stack.apply(self._grads, ok)
+            try:
+                stack.apply(self._grads, ok)
+            except Exception as error:
+                if context_lost(error) or out_of_memory(error):
+                    raise
+                # some weights have moved and others not: nobody can go on from here
+                self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
             self.rates_of.step()
@@ -404,7 +413,7 @@ class StackedUnit(Unit):
                 rows = [traces[row] for row in self.stack.rows]
                 program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
                 prove_evaluation(models, whats, traces, batch, self.kitchen)
-                self._forwards[key] = None if program.draws or writes_params(traces[0]) else program
+                self._forwards[key] = None if program.draws or program.written else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
