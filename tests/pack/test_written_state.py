@@ -116,13 +116,15 @@ class Conjugate(Net):
         self.c = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x[:, :3], x[:, 3:]) * self.c.conj()[0]
-        return super().forward(torch.view_as_real(z @ self.c.conj().t()).flatten(1))
+        z = torch.complex(x[:, :3], x[:, 3:]) @ self.c.conj().t()
+        return super().forward(torch.view_as_real(z).flatten(1))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
-def test_gradients_may_be_conjugated_views(optimizer: Any) -> None:
-    assert_as_alone(jobs(Conjugate, optimizer=optimizer))
+def test_gradients_may_be_conjugated_views() -> None:
+    made = jobs(Conjugate)
+    for job in made:
+        job.hparams = {**job.hparams, "momentum": 0.9}
+    assert_as_alone(made)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.3])
@@ -199,14 +201,15 @@ def test_weights_that_a_step_writes_are_put_back_where_it_raises() -> None:
         with torch.no_grad():
             model.a.weight.mul_(0.9)
         h = torch.tanh(model.a(x))
-        k = h.t() @ h / len(h) - 0.02 * torch.eye(D).double()
+        k = h.t() @ h / len(h) - 3e-4 * torch.eye(D).double()
         try:
             h = h @ torch.linalg.cholesky(k)
         except RuntimeError:
             h = h @ torch.linalg.cholesky(k + torch.eye(D).double())
         return F.cross_entropy(model.b(h), y)
 
-    assert_as_alone(jobs(step=step, batch_size=8), tier=None)
+    results = assert_as_alone(jobs(step=step, batch_size=9, epochs=4, val=None), tier=None)
+    assert {result.tier for result in results} == {"stacked", "serial"}
 
 
 def test_an_update_that_breaks_off_ends_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
