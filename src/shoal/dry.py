@@ -71,15 +71,18 @@ def dry_run(member: Member) -> list[str]:
             return []
         for size in sizes:
             lines = step_problems(member, size, short=size != sizes[0])
-            if lines:
+            if lines and step_problems(member, size, short=size != sizes[0], built=True):
                 return lines
-        return _metric_problems(member) if member.val is not None else []
+        if member.val is None:
+            return []
+        lines = _metric_problems(member)
+        return lines if lines and _metric_problems(member, built=True) else []
 
 
-def step_problems(member: Member, size: int, short: bool) -> list[str]:
+def step_problems(member: Member, size: int, short: bool, built: bool = False) -> list[str]:
     """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch."""
     job = member.job
-    model = _twin(member)
+    model = _twin(member, built)
     try:
         batch = member.data.take(0, size)
     except Exception as error:
@@ -127,13 +130,18 @@ def read_problems(member: Member, size: int, error: Exception) -> list[str]:
     return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
 
 
-def _twin(member: Member) -> nn.Module:
-    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again."""
-    try:
-        return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
-    except Exception:
-        with seeded(member.job.seed, member.device):
-            return build_model(member.job).to(member.device)
+def _twin(member: Member, built: bool = False) -> nn.Module:
+    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again.
+
+    `built`: build it, because a copy did not work: the hooks of a copy may still be closures over the original.
+    """
+    if not built:
+        try:
+            return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
+        except Exception:
+            pass
+    with seeded(member.job.seed, member.device):
+        return build_model(member.job).to(member.device)
 
 
 def _index_problems(member: Member) -> list[str]:
@@ -235,12 +243,12 @@ def _ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _metric_problems(member: Member) -> list[str]:
+def _metric_problems(member: Member, built: bool = False) -> list[str]:
     """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))
-    model, sheet = _twin(member), Sheet(job)
+    model, sheet = _twin(member, built), Sheet(job)
     try:
         batch = member.val.take(0, size)
         with evaluating(model), autocast(job, member.device):

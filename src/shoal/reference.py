@@ -187,7 +187,7 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
     optimizer.zero_grad()
     model.zero_grad()  # parameters that the optimizer does not have
     for number_in_group, rows in enumerate(group, 1):
-        before = {name: buffer.clone() for name, buffer in _buffers(model)}
+        before = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
         try:
             batch = data.source.take(data.rows(rows), seed=job.order_seed, epoch=state.epoch)
             with _drawing(state):
@@ -205,8 +205,8 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
         except Exception as error:
             state.status, state.error = "failed", describe(error)
         if state.status != "running":
-            for name, buffer in _buffers(model):
-                buffer.copy_(before[name]) if name in before else None
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
             return
         state.losses.append(number(loss))
         state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
@@ -307,5 +307,9 @@ def _clip(state: _Solo) -> None:
         nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, b) for name, b in model.named_buffers() if not nn.parameter.is_lazy(b))
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every buffer with the module that has it: a step may put another tensor in its place."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not nn.parameter.is_lazy(buffer):
+                yield module, name, buffer

@@ -127,6 +127,8 @@ class _Generator:
 
 
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+_GRADIENTS = (_GRAD.__get__, _GRAD.__set__)
 
 
 _TRACER = ("torch._", "torch.fx", "torch.utils._")
@@ -142,7 +144,7 @@ def _caller() -> str:
 
 
 class _Switches(TorchFunctionMode):
-    """Refuses to switch the gradients of a parameter, which leaves nothing behind in a graph."""
+    """Refuses what leaves nothing behind in a graph: to switch the gradients of a parameter, and to look at gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__()
@@ -153,4 +155,6 @@ class _Switches(TorchFunctionMode):
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
             if bool(wanted) != args[0].requires_grad and any(args[0] is param for param in self._params):
                 raise Untraceable("it switches requires_grad inside the step")
+        if func in _GRADIENTS and not _caller().startswith(_TRACER):
+            raise Untraceable("it reads or sets gradients (.grad) inside the step")
         return func(*args, **(kwargs or {}))

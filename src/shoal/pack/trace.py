@@ -291,6 +291,17 @@ def origin(node: Node) -> Node:
     return node
 
 
+def written_params(recorded: Trace) -> list[int]:
+    """The parameters that the graph itself writes to, by their place."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
+
+
 def _refuse_in_graph(recorded: Trace) -> None:
     for node in recorded.nodes:
         if node.op == "get_attr":

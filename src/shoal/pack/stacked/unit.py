@@ -87,7 +87,7 @@ class StackedUnit(Unit):
         try:
             for index in range(batches):
                 self._batch(feed, index)
-                if self._undone or self._aside or self.rates_of.failed:
+                if self._undone or self._aside or self._failed or self.rates_of.failed:
                     break
         except Exception as error:
             undraw(self, before, range(len(before)) if self._noise is not None else ())
@@ -215,6 +215,7 @@ class StackedUnit(Unit):
         if self._noise is None:
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
+        weights = [(stack.params[index].detach(), stack.params[index].detach().clone()) for index in program.written]
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
@@ -225,6 +226,8 @@ class StackedUnit(Unit):
                 stack.reserve()
         except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            for param, value in weights:
+                param.copy_(value)
             raise
         self._noise = None
         for member in self.members:
@@ -236,7 +239,13 @@ class StackedUnit(Unit):
         if before:
             stack.set_buffers(after, ok, before)
         if last:
-            stack.apply(self._grads, ok)
+            try:
+                stack.apply(self._grads, ok)
+            except Exception as error:
+                if context_lost(error) or out_of_memory(error):
+                    raise
+                # some weights have moved and others not: nobody can go on from here
+                self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
             self.rates_of.step()
@@ -361,12 +370,24 @@ class StackedUnit(Unit):
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
-    def adopt_buffers(self, slots: list[int]) -> None:
-        named = [dict(self.members[slot].model.named_buffers()) for slot in slots]
+    def undo_validation(self) -> Callable[[], None]:
+        buffers = self.stack.buffers
+        saved = [buffer.clone() for buffer in buffers]
+
+        def undo() -> None:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
+        names = [*self.stack.param_names, *self.stack.buffer_names]
         with torch.no_grad():
-            for slot, buffers in zip(slots, named, strict=True):
-                for name, stacked in zip(self.stack.buffer_names, self.stack.buffers, strict=True):
-                    stacked[slot].copy_(buffers[name])
+            for slot in slots:
+                model = self.members[slot].model
+                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                for name, stacked in zip(names, self.stack.state, strict=True):
+                    stacked[slot].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
@@ -380,7 +401,8 @@ class StackedUnit(Unit):
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked, or draws."""
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
+        parameters (an embedding with max_norm), which the members' own models keep."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
@@ -391,7 +413,7 @@ class StackedUnit(Unit):
                 rows = [traces[row] for row in self.stack.rows]
                 program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
                 prove_evaluation(models, whats, traces, batch, self.kitchen)
-                self._forwards[key] = None if program.draws else program
+                self._forwards[key] = None if program.draws or program.written else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
