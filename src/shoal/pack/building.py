@@ -10,8 +10,8 @@ from torch import nn
 from shoal.data import Pool
 from shoal.errors import JobError, describe
 from shoal.job import Job
-from shoal.pack.members import Member, in_train_mode, open_data, seeded
-from shoal.pack.ownership import call_factory, copied, gives_out_shared, overlapping, spans
+from shoal.pack.members import Member, open_data, seeded
+from shoal.pack.ownership import call_factory, copied, gives_out_shared, in_train_mode, overlapping, spans
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
