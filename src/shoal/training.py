@@ -34,6 +34,7 @@ from shoal.pack.run import Run
 from shoal.pack.times import collected, timed
 from shoal.pack.unit import context_lost
 from shoal.pack.workers import run_shared
+from shoal.plain import plain_int
 from shoal.progress import progress_for
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
@@ -299,6 +300,7 @@ def make_settings(
     device: Any, memory: Any, threads: Any, compile: Any, checkpoint_every: Any, deterministic: Any, policy: Any
 ) -> Settings:
     """Check and convert what `train` was given."""
+    threads = plain_int(threads)
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
     if not isinstance(compile, bool) and compile != "auto":
