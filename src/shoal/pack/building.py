@@ -38,6 +38,9 @@ def build_network(job: Job, device: torch.device, own: bool = False) -> tuple[nn
                 f"building the model raised {describe(error)}; call job.model() by itself to see where"
             ) from error
         rng.set_state(torch.get_rng_state())
+    empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
+    if empty is not None:
+        raise JobError(f"its parameter {empty} is on the meta device, without numbers; build the network on the CPU")
     return model, rng
 
 
