@@ -16,6 +16,7 @@ from shoal.job import RESERVED, Job
 from shoal.pack.evaluate import Sheet
 from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
 from shoal.pack.python_state import preserved
+from shoal.plain import plain_number
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -119,14 +120,17 @@ def step_problems(member: Member, size: int, short: bool, built: bool = False) -
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
-    """Of a first batch that cannot be read. Where single rows can be, a bad one ends its job when its turn comes."""
+    """Of a first batch that cannot be read. Where only some of its rows cannot be, they end the job when their turn
+    comes; where each can be read and all together cannot, or none can be, it is a mistake."""
+    readable = 0
     for row in range(size):
         try:
             member.data.take(row, row + 1)
+            readable += 1
         except Exception:
             continue
-        if size > 1:
-            return []
+    if 0 < readable < size:
+        return []
     return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
 
 
@@ -196,7 +200,7 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
     for name, value in logs.items():
         if name in RESERVED:
             lines.append(f"step logs {name!r}, which is the name of a history column; call it something else")
-        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+        if not isinstance(plain_number(value), (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
     return lines
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
+from shoal.plain import plain_int, plain_number, plain_numbers
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -37,6 +38,8 @@ class EarlyStop:
     """An improvement smaller than this does not count."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", plain_int(self.patience))
+        object.__setattr__(self, "min_delta", plain_number(self.min_delta))
         if self.mode not in ("min", "max"):
             raise JobError(f"EarlyStop: mode is {self.mode!r}; it says which way is better: use 'min' or 'max'")
         if not _whole(self.patience) or self.patience < 1:
@@ -119,6 +122,12 @@ class Job:
     """Larger goes first where jobs wait for a device. It never changes a result."""
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            setattr(self, name, plain_int(getattr(self, name)))
+        for name in ("clip_norm", "shuffle", "drop_last"):
+            setattr(self, name, plain_number(getattr(self, name)))
+        if isinstance(self.hparams, Mapping):
+            self.hparams = plain_numbers(self.hparams)
         lines = self.problems()
         if lines:
             label = f"job {self.name!r}" if self.name else "job"
@@ -132,6 +141,10 @@ class Job:
     def order_seed(self) -> int:
         """The seed of the row order: `data_seed`, or `seed` where that is None."""
         return self.seed if self.data_seed is None else self.data_seed
+
+
+_WHOLE = ("batch_size", "epochs", "steps", "seed", "data_seed", "accumulate", "val_every", "priority")
+"""Fields that are whole numbers, of Python or of any library."""
 
 
 def _whole(value: object) -> bool:

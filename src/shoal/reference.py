@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.data import Pool, View
 from shoal.environment import environment
 from shoal.errors import describe
+from shoal.host import training_mode
 from shoal.job import Job
 from shoal.monitor import Monitor, validates
 from shoal.pack.evaluate import Sheet
@@ -140,7 +141,7 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
     pool = Pool(device)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
-    with seeded(job.seed, device):
+    with training_mode(), seeded(job.seed, device):
         model = build_model(job).to(device)
         optimizer = make_optimizer(job, model)
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None

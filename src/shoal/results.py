@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.job import Job
+from shoal.plain import plain_int, tensor_of
 from shoal.tables import render
 
 if TYPE_CHECKING:
@@ -178,9 +179,10 @@ class Results(Sequence[Result]):
         """
         from shoal.pack.stacked.forward import Forward
 
+        batch_size = plain_int(batch_size)
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; use a whole number, 1 or more")
-        inputs = pytree.tree_map_only(np.ndarray, torch.tensor, inputs)
+        inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
         forward = Forward([result.model for result in self])
         if batch_size is None:
             return forward(inputs)
