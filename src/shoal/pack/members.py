@@ -330,7 +330,8 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     """
     roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
     if step:
-        roots |= {"step": job.step, "loss": job.loss}
+        factory = None if isinstance(job.model, nn.Module) else job.model
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
     users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
     return preserved(roots) if users else nullcontext()
 
