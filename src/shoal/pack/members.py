@@ -25,6 +25,7 @@ from shoal.job import Job
 from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
+from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
 
@@ -301,12 +302,16 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
-    """The job's schedule on this optimizer; JobError, in words, where there can be none."""
+def make_schedule(job: Job, optimizer: Optimizer, *, begun: bool = False) -> LRScheduler | None:
+    """The job's schedule on this optimizer; JobError, in words, where there can be none.
+
+    `begun`: training is under way, so that asking the schedule for its beginning must not change anything.
+    """
     if job.schedule is None:
         return None
     try:
-        scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
+        with preserved({"schedule": job.schedule}) if begun else nullcontext():
+            scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
     except JobError:
         raise
     except Exception as error:

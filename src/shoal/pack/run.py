@@ -20,6 +20,7 @@ from shoal.events import Event, Riding, happened
 from shoal.pack import garbage
 from shoal.pack.policy import Fifo, Policy, Ticket
 from shoal.pack.queue import Queue
+from shoal.pack.renewal import Renewals
 from shoal.pack.ride import Host, Ride
 from shoal.pack.turns import turn
 from shoal.pack.unit import Outcome, out_of_memory, words
@@ -55,16 +56,15 @@ class Run(Host):
         self.rides: list[Ride] = []
         self.riding = Riding()
         self._listener = tell
-        self._queue = Queue(policy or Fifo())
+        self._queue, self._renewals = Queue(policy or Fifo()), Renewals(board)
         self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
         self._save_every, self._saved = save_every, time.monotonic()
         self._unsaved: list[Member] = []
-        self._changed = True
+        self._changed, self._interrupted = True, False
         self._most = math.inf
         """Bytes that may ride: less than planned, once memory was full."""
         self._seats = math.inf
         """Members that may ride: fewer than all, once not even units of theirs could be built."""
-        self._interrupted = False
         self.numbers = itertools.count(1)  # of the rides
         self.everybody: list[Member] = list(members)
         """All members, of other processes and at their end too; then those that were added while it ran."""
@@ -234,6 +234,8 @@ class Run(Host):
 
     def _turn(self) -> None:
         self.rides = [ride for ride in self.rides if ride.ready()]
+        self._seat(self._renewals.take_out(self.rides, self.waiting.values()))
+        self.rides = [ride for ride in self.rides if ride.members]
         if not self.rides:
             return
         apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
@@ -242,7 +244,7 @@ class Run(Host):
         if self.before is not None:
             pairs = zip(self.rides, batches, strict=True)
             self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
-        outcomes = turn(self.rides, batches, self.board.executor, self._look)
+        outcomes = turn(self.rides, batches, self.board.executor, self._look, self._renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
         self.rides = [ride for ride in self.rides if ride.members]
         if full:
@@ -276,8 +278,7 @@ class Run(Host):
             member = ride.members[0]
             member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
             ride.leave({0: "failed"})
-            self.rides = []
-            self._most = math.inf
+            self.rides, self._most = [], math.inf
             return
         self.board.full(ride.members)
         self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
@@ -359,6 +360,7 @@ class Run(Host):
         """Do what was asked for since the last round; whether there is something to train."""
         for order in self.controls.take() if self.controls is not None else []:
             order(self)
+            self._renewals.due = True
         return bool(self.waiting or self.rides)
 
     def end(self, index: int, status: str, error: str | None = None) -> bool:

@@ -32,7 +32,7 @@ class SerialUnit(Unit):
         self.model = member.model.to(member.device)
         with draws(member, keep=not member.batches):
             self.optimizer = make_optimizer(self.job, self.model)
-            self.schedule = make_schedule(self.job, self.optimizer)
+            self.schedule = make_schedule(self.job, self.optimizer, begun=member.batches > 0)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
         self._stream = Stream()

@@ -23,7 +23,8 @@ class OwnOptimizers:
         self.twins = [copy.deepcopy(member.model) for member in members]
         self._point()
         self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
-        self.schedules = [make_schedule(m.job, opt) for m, opt in zip(members, self.optimizers, strict=True)]
+        pairs = zip(members, self.optimizers, strict=True)
+        self.schedules = [make_schedule(m.job, optimizer, begun=m.batches > 0) for m, optimizer in pairs]
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
             if member.optimizer_state:
                 optimizer.load_state_dict(member.optimizer_state)
