@@ -28,6 +28,7 @@ from shoal.pack.members import (
     needs_closure,
     number,
     seeded,
+    trying,
 )
 
 
@@ -46,14 +47,12 @@ def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
                 members.append(build_member(job, index, called[index], pool))
             except JobError as error:
                 found = list(error.lines)
-            except Exception as error:
-                found = [f"building the model raised {describe(error)}; call job.model() by itself to see where"]
         lines += [f"job {called[index]!r}: {line}" for line in found]
     lines += owner_problems(members)
     lines += member_problems(members)
     if lines:
         raise JobError(*dict.fromkeys(lines))
-    warn_of_nan(members)
+    warn_of_data(members)
     return members
 
 
@@ -190,7 +189,7 @@ def _pair_problems(
 def optimizer_problems(member: Member) -> list[str]:
     """Build the job's optimizer and schedule, to see that they can be."""
     job = member.job
-    with draws(member, keep=False):
+    with draws(member, keep=False), trying(job):
         try:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:
@@ -224,8 +223,8 @@ def _settings(job: Job) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in job.hparams.items()) or "its defaults"
 
 
-def warn_of_nan(members: list[Member]) -> None:
-    """NaN in the data can be meant, so it is a warning: one for each data set, naming the first job that has it."""
+def warn_of_data(members: list[Member]) -> None:
+    """What can be meant, and so is a warning: one for each data set, naming the first job that has it."""
     seen: set[int] = set()
     for member in members:
         for which, view in (("data", member.data), ("val", member.val)):
@@ -235,3 +234,11 @@ def warn_of_nan(members: list[Member]) -> None:
             count = view.source.num_nan()
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
+            if not view.source.steady:
+                warnings.warn(
+                    f"job {member.name!r}: {which} gives another item when the same row is read again, by something of "
+                    "its own, so that results depend on what else is read; draw from torch's, numpy's or python's "
+                    "random functions, or from a generator that is an attribute of the Dataset",
+                    ShoalWarning,
+                    stacklevel=4,
+                )

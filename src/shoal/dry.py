@@ -82,7 +82,7 @@ def step_problems(member: Member, size: int, short: bool) -> list[str]:
     try:
         batch = member.data.take(0, size)
     except Exception as error:
-        return [f"reading the first {size} rows of data raised {describe(error)}"]
+        return read_problems(member, size, error)
     if member.device.type == "cuda":
         lines = _index_problems(member)
         if lines:
@@ -112,6 +112,18 @@ def step_problems(member: Member, size: int, short: bool) -> list[str]:
                 shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
     return loss_problems(job, loss, logs)
+
+
+def read_problems(member: Member, size: int, error: Exception) -> list[str]:
+    """Of a first batch that cannot be read. Where single rows can be, a bad one ends its job when its turn comes."""
+    for row in range(size):
+        try:
+            member.data.take(row, row + 1)
+        except Exception:
+            continue
+        if size > 1:
+            return []
+    return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
 
 
 def _twin(member: Member) -> nn.Module:

@@ -13,6 +13,8 @@ Points that a user may want to look up here:
 - Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
   mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step.
 - A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
+- An exception ends the job as failed: from its data, step or optimizer with buffers from before that batch, whose step
+  is not counted; from its schedule after the step, which is.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.data import Pool, View
-from shoal.data.pool import batch_rows
 from shoal.environment import environment
 from shoal.errors import describe
 from shoal.job import Job
@@ -174,19 +175,20 @@ def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) 
             state.status = "stopped"
             return
         group = batches[start : start + job.accumulate]
-        _step(state, [data.source.take(data.rows(b), seed=job.order_seed, epoch=state.epoch) for b in group])
+        _step(state, data, group)
         if state.status != "running":
             return
 
 
-def _step(state: _Solo, group: list[Any]) -> None:
-    """One optimizer step over a group of batches."""
+def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
+    """One optimizer step over a group of batches, each of these rows."""
     job, model, optimizer = state.job, state.model, state.optimizer
     optimizer.zero_grad()
     model.zero_grad()  # parameters that the optimizer does not have
-    for batch in group:
+    for number_in_group, rows in enumerate(group, 1):
         before = {name: buffer.clone() for name, buffer in _buffers(model)}
         try:
+            batch = data.source.take(data.rows(rows), seed=job.order_seed, epoch=state.epoch)
             with _drawing(state):
                 with autocast(job, state.device):
                     loss, logs = run_step(job, model, batch)
@@ -197,6 +199,8 @@ def _step(state: _Solo, group: list[Any]) -> None:
                 state.status, state.error = "diverged", f"the loss became {number(loss)} after step {state.step}"
             elif needs_closure(optimizer):
                 _closure_step(state, batch, loss)
+            elif number_in_group == len(group):
+                _apply(state)
         except Exception as error:
             state.status, state.error = "failed", describe(error)
         if state.status != "running":
@@ -204,13 +208,19 @@ def _step(state: _Solo, group: list[Any]) -> None:
                 buffer.copy_(before[name]) if name in before else None
             return
         state.losses.append(number(loss))
-        state.records.append((batch_rows(batch), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
-    if not needs_closure(optimizer):
-        _apply(state)
+        state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
     state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
     if state.schedule is not None and job.schedule_every == "step":
-        state.schedule.step()
+        _move_schedule(state)
+
+
+def _move_schedule(state: _Solo, *metric: float) -> None:
+    assert state.schedule is not None
+    try:
+        state.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
+    except Exception as error:
+        state.status, state.error = "failed", describe(error)
 
 
 @contextmanager
@@ -230,8 +240,8 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
     state.epoch += 1
     total = sum(rows for rows, _ in state.records)
     row: dict[str, float] = {"epoch": state.epoch, "step": state.step}
-    for name in state.records[0][1]:
-        row[name] = sum(rows * values[name] for rows, values in state.records) / total
+    for name in dict.fromkeys(name for _, values in state.records for name in values):
+        row[name] = sum(rows * values.get(name, float("nan")) for rows, values in state.records) / total
     if val is not None and validates(job, state.epoch, state.finished()):
         try:
             row |= _validate(state, val)
@@ -242,9 +252,11 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
     value = state.monitor.value(row)
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
-            state.schedule.step()
+            _move_schedule(state)
         elif value is not None:
-            state.schedule.step(value)
+            _move_schedule(state, value)
+        if state.status != "running":
+            return
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
         state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}

@@ -121,8 +121,8 @@ def carry_out(
                 folder.restore(member)
             kept = folder.plan()
             tiers = {int(index): tier for index, tier in kept["tiers"].items()} if kept is not None else {}
-            if settings.device.type == "cuda":
-                tiers = as_trained(tiers, members)
+            trained = as_trained(tiers, members)  # some may have left their stack on the way
+            tiers = trained if settings.device.type == "cuda" else tiers | trained
         with progress_for(members, progress) as watch:
             riding = Riding()
             tell = Listeners([riding, watch, *calls.listeners(), *([events] if events is not None else [])])
@@ -236,6 +236,8 @@ class _Work:
             tiers=self.tiers,
         )
         board.put_back = self._put_back
+        for member in members:
+            member.own.wanted = self.folder is not None or self.controls is not None
         return board
 
     def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:

@@ -106,7 +106,12 @@ def test_one_program_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, "__call__", lambda self, *a: (calls.append(self.members), run(self, *a))[1])
     before = [buffer.clone() for buffer in unit.stack.buffers]
     found = evaluate(unit, [0, 1, 3])
-    assert calls == [4, 4, 4] and sorted(found) == [0, 1, 3], "23 rows are three batches of 8"
+    assert calls == [2, 4, 4, 2, 4] and sorted(found) == [0, 1, 3], (
+        "23 rows are three batches of 8; each shape is proven"
+    )
+    calls.clear()
+    assert evaluate(unit, [0, 1, 3]) == found
+    assert calls == [4, 4, 4]
     assert all(torch.equal(a, b) for a, b in zip(before, unit.stack.buffers, strict=True))
     deal(members)
 

@@ -49,13 +49,13 @@ def recipe(member: Member) -> tuple[Recipe, Kitchen]:
     return kitchen.recipe(member), kitchen
 
 
-def test_a_trial_agrees_and_disturbs_nothing() -> None:
+def test_a_trial_disturbs_nothing() -> None:
     (member,) = members(1)
     weights = [p.detach().clone() for p in member.model.parameters()]
     states = [g.get_state() for g in (member.rng, member.orders)]
     before = torch.get_rng_state()
     found = measure.trial(*recipe(member))
-    assert found.agrees and found.ratio > 0 and found.stacked > 0 and found.solo > 0
+    assert found.ratio > 0 and found.stacked > 0 and found.solo > 0
     assert all(torch.equal(a, b) for a, b in zip(weights, member.model.parameters(), strict=True))
     assert all(torch.equal(a, g.get_state()) for a, g in zip(states, (member.rng, member.orders), strict=True))
     assert torch.equal(before, torch.get_rng_state()) and member.batches == 0 and not member.history
@@ -66,7 +66,7 @@ def test_a_wrong_rule_is_seen_and_the_job_is_not_stacked(monkeypatch: pytest.Mon
     monkeypatch.setattr(_product, "product", lambda a, b, bias=None: 1.1 * right(a, b, bias))
     made, _, _ = plan.arrange(members())
     assert [part.tier for part in made.parts] == ["serial"] * 3
-    assert made.parts[0].reason == "the stacked step gave other numbers than the solo step"
+    assert "its own step does something else: the loss differs" in made.parts[0].reason
 
 
 def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

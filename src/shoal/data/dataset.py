@@ -1,14 +1,12 @@
 """Map-style Datasets: made into tensors when that is exact and cheap, else read ahead by worker processes.
 
-An item that draws at random (an augmentation) is read under a seed of its own, a function of (data seed, epoch, row):
-what it gives depends on the job alone, not on the number of workers or on who else reads it.
+An item that cannot be read is no reason not to begin: it raises when its turn comes, and ends the job that reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import random
 import time
 import weakref
 from collections import deque
@@ -21,8 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from shoal.data.items import Items, same
 from shoal.data.source import Source, as_bytes
-from shoal.errors import JobError
+from shoal.errors import JobError, describe
 
 MAX_BYTES = 512 << 20
 """A Dataset larger than this is streamed."""
@@ -42,7 +41,9 @@ class DatasetSource(Source):
         self.collate = collate or default_collate
         self.device = device
         self.length = len(dataset)
-        self.item_seconds = _item_seconds(dataset, self.length)
+        self.items = Items(dataset)
+        self.item_seconds, self.steady = _probed(self.items, self.length)
+        """Seconds to read an item; whether an item is the same when it is read again under the same seed."""
         self.note = "the Dataset is read as training goes"
         self._shared: dict[tuple[Any, ...], weakref.ref[_Reading]] = {}
 
@@ -51,8 +52,7 @@ class DatasetSource(Source):
             raise ValueError(
                 f"rows have shape {list(rows.shape)}; a Dataset gives one batch at a time: use one dimension"
             )
-        items = [read_item(self.dataset, row, seed, epoch) for row in rows.tolist()]
-        return self._move(self.collate(items))
+        return self._move(self.collate([self.items(row, seed, epoch) for row in rows.tolist()]))
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
         key = (seed, epoch, batch_size, hashlib.sha256(rows.contiguous().numpy().tobytes()).digest())
@@ -67,14 +67,20 @@ class DatasetSource(Source):
     def _load(self, batches: list[list[int]], seed: int, epoch: int) -> Iterator[Any]:
         slow = bool(batches) and self.item_seconds * len(batches[0]) > SLOW_BATCH
         loader: DataLoader[Any] = DataLoader(
-            _Seeded(self.dataset, seed, epoch),
+            _Seeded(self.items, seed, epoch),
             batch_sampler=batches,
             collate_fn=self.collate,
             num_workers=min(4, os.cpu_count() or 1, len(batches)) if slow else 0,
             generator=torch.Generator(),  # else the loader draws from the default generator, which belongs to a member
             pin_memory=self.device.type == "cuda",
         )
-        for batch in loader:
+        loaded = iter(loader)
+        for rows in batches:
+            try:
+                batch = next(loaded)
+            except Exception:
+                self.take(torch.tensor(rows), seed=seed, epoch=epoch)  # raises the same, without a worker's traceback
+                raise
             yield self._move(batch)
 
     def _move(self, batch: Any) -> Any:
@@ -85,8 +91,13 @@ class DatasetSource(Source):
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__} {self.length}".encode())
         for row in (0, self.length // 2, self.length - 1):
-            for leaf in pytree.tree_leaves(read_item(self.dataset, row, 0, 0)):
-                digest.update(as_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+            try:
+                item = self.items(row, 0, 0)
+            except Exception as error:
+                item = describe(error)
+            for leaf in pytree.tree_leaves(item):
+                plain = isinstance(leaf, Tensor) and leaf.layout == torch.strided
+                digest.update(as_bytes(leaf) if plain else repr(leaf).encode())
         return digest.hexdigest()[:16]
 
 
@@ -95,6 +106,7 @@ class _Reading:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
+        self.error: Exception | None = None
         self.kept: deque[Any] = deque()
         self.first = 0
         self.readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
@@ -106,7 +118,13 @@ class _Reading:
 
     def get(self, place: int) -> Any:
         while self.first + len(self.kept) <= place:
-            self.kept.append(next(self.batches))
+            if self.error is not None:
+                raise self.error  # the next reader's too
+            try:
+                self.kept.append(next(self.batches))
+            except Exception as error:
+                self.error = error
+                raise
         return self.kept[place - self.first]
 
     def let_go(self) -> None:
@@ -132,26 +150,11 @@ class _Reader(Iterator[Any]):
 class _Seeded(Dataset[Any]):
     """A Dataset whose items are read under their own seed, in a worker or not."""
 
-    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+    def __init__(self, items: Items, seed: int, epoch: int) -> None:
+        self.items, self.seed, self.epoch = items, seed, epoch
 
     def __getitem__(self, row: int) -> Any:
-        return read_item(self.dataset, row, self.seed, self.epoch)
-
-
-def read_item(dataset: Any, row: int, seed: int, epoch: int) -> Any:
-    """One item, with torch's, numpy's and python's generators seeded by (seed, epoch, row), and put back after."""
-    kept = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    word = int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {row}".encode(), digest_size=8).digest(), "little")
-    try:
-        torch.default_generator.manual_seed(word)
-        np.random.seed(word & 0xFFFFFFFF)
-        random.seed(word)
-        return dataset[row]
-    finally:
-        torch.default_generator.set_state(kept[0])
-        np.random.set_state(kept[1])
-        random.setstate(kept[2])
+        return self.items(row, self.seed, self.epoch)
 
 
 def check_dataset(data: Any) -> None:
@@ -173,52 +176,45 @@ def check_dataset(data: Any) -> None:
 def materialise(dataset: Any) -> Any | None:
     """The whole Dataset as collated tensors, or None where that might not be the same thing or would cost too much.
 
-    It is the same thing when items hold tensors and numbers alone, reading them draws nothing from a global generator,
-    and items read twice are equal.
+    It is the same thing when items hold tensors and numbers alone, reading them draws from no generator, and items read
+    twice are equal.
     """
-    length = len(dataset)
-    first = dataset_probe(dataset, 0)
-    if first is None or _bytes(first) * length > MAX_BYTES or _item_seconds(dataset, length) * length > MAX_SECONDS:
+    items = Items(dataset)
+    try:
+        return _whole(items, len(dataset))
+    except Exception:  # an item that cannot be read, or items of different shape: batches show it, and name the job
         return None
-    items = []
+
+
+def _whole(items: Items, length: int) -> Any | None:
+    first = items.plain(0)
+    if first is None or _bytes(first) * length > MAX_BYTES or _probed(items, length)[0] * length > MAX_SECONDS:
+        return None
+    found = []
     for row in range(length):
-        item = dataset_probe(dataset, row)
+        item = items.plain(row)
         if item is None:
             return None
-        items.append(item)
-    if not all(_same(items[row], dataset_probe(dataset, row)) for row in _spread(length, 16)):
+        found.append(item)
+    again = ((found[row], items.plain(row)) for row in _spread(length, 16))
+    if not all(b is not None and same(a, b) for a, b in again):
         return None
-    try:
-        return default_collate(items)
-    except (
-        RuntimeError,
-        TypeError,
-        KeyError,
-    ):  # items of different shape: the user's own collate, or an error that names the job
-        return None
+    return default_collate(found)
 
 
-def dataset_probe(dataset: Any, row: int) -> Any | None:
-    """The item, or None where it is not made of tensors and numbers or where reading it drew at random."""
-    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    item = dataset[row]
-    drew = not torch.equal(before[0], torch.default_generator.get_state()) or random.getstate() != before[2]
-    drew = drew or not all(np.array_equal(a, b) for a, b in zip(before[1], np.random.get_state(), strict=True))
-    torch.default_generator.set_state(before[0])
-    np.random.set_state(before[1])
-    random.setstate(before[2])
-    plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
-        isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
-    )
-    return item if plain and not drew else None
-
-
-def _item_seconds(dataset: Any, length: int) -> float:
-    rows = _spread(length, 4)
-    start = time.perf_counter()
-    for row in rows:
-        read_item(dataset, row, 0, 0)
-    return (time.perf_counter() - start) / len(rows)
+def _probed(items: Items, length: int) -> tuple[float, bool]:
+    """Seconds that an item takes to read, and whether items are the same when they are read again, tried on a few."""
+    seconds: list[float] = []
+    steady = True
+    for row in _spread(length, 4):
+        start = time.perf_counter()
+        try:
+            item = items(row, 0, 0)
+            seconds.append(time.perf_counter() - start)
+            steady = steady and same(item, items(row, 0, 0))
+        except Exception:  # it ends the job that comes to read it
+            continue
+    return (sum(seconds) / len(seconds) if seconds else 0.0), steady
 
 
 def _spread(length: int, count: int) -> Sequence[int]:
@@ -227,14 +223,3 @@ def _spread(length: int, count: int) -> Sequence[int]:
 
 def _bytes(item: Any) -> int:
     return sum(leaf.nbytes if isinstance(leaf, (Tensor, np.ndarray)) else 8 for leaf in pytree.tree_leaves(item))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if b is None:
-        return False
-    leaves_a, spec_a = pytree.tree_flatten(a)
-    leaves_b, spec_b = pytree.tree_flatten(b)
-    return bool(spec_a == spec_b) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(np.array_equal(x, y))
-        for x, y in zip(leaves_a, leaves_b, strict=True)
-    )

@@ -22,6 +22,8 @@ class Source(ABC):
     device: torch.device
     streamed: bool = False
     """Whether batches are read as training goes, so that readers should keep step with each other."""
+    steady: bool = True
+    """Whether a row is the same when it is read again."""
     note: str = ""
     """What a user may want to know about how this data is read."""
 

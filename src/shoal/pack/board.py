@@ -17,6 +17,7 @@ from shoal.pack.members import Member
 from shoal.pack.plan import Part, Plan, build, predicted, requests, try_out
 from shoal.pack.planner import Device, Kinds, Request, cost, plan
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.renewal import Renewals
 from shoal.pack.times import timed
 from shoal.pack.unit import Executor, Unit
 from shoal.pack.watch import Watch
@@ -47,6 +48,7 @@ class Board:
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()
         """Members whose steps have become others since the run began."""
+        self.renewals = Renewals(self)
         self.executor: Executor = Executor()
         memory.keep_heap()
         if self.gpu:
@@ -91,6 +93,8 @@ class Board:
     def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        for member in (member for own in groups for member in own.members):
+            member.own.watched = member.index not in self.recipes
         self.groups += groups
         alone = {request.index for request in found if request.tier == "serial" and not self.gpu}
         self.watch.drop(alone | {m.index for own in groups if not own.recipes for m in own.members})
@@ -239,6 +243,17 @@ class Board:
     def _parts_of(self, groups: list[Group]) -> list[Part]:
         asked = [self._requests[member.index] for own in groups for member in own.members]
         return plan(asked, (), Device(str(self.device))).parts
+
+    def alone(self, member: Member, reason: str) -> Part:
+        """From now on a member trains by itself, wherever it was; its part of the plan."""
+        for own in self.groups:
+            own.members = [other for other in own.members if other is not member]
+            own.recipes = [recipe for recipe in own.recipes if recipe.member is not member]
+        self.groups = [own for own in self.groups if own.members]
+        self.groups.append(Group([member], reason=reason))
+        self.recipes.pop(member.index, None)
+        self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
+        return plan([self.request(member)], (), Device(str(self.device))).parts[0]
 
     def boarded(self, ride: Ride, part: Part) -> None:
         """A ride begins."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
+from functools import wraps
 from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.pack import learned
 from shoal.pack.learned import digest
-from shoal.pack.members import Member, autocast, make_optimizer, run_step, scratch_copy
+from shoal.pack.members import Member, autocast, make_optimizer, run_step, scratch_copy, trying
 from shoal.pack.planner import Curve
 from shoal.pack.recipe import Kitchen, Recipe, plan_optimizer
 from shoal.pack.serial import SerialUnit
@@ -46,6 +48,19 @@ MOST_ROWS, REFINE_SECONDS = 64, 0.25
 """A pack's own size is tried too, up to so many rows, where its step should take no longer than this."""
 
 _verdicts: dict[str, Verdict] = {}
+T = TypeVar("T")
+
+
+def _undone(measure: Callable[..., T]) -> Callable[..., T]:
+    """A measurement of a member or a recipe, after which Python state (a counter in a closure) is as it was."""
+
+    @wraps(measure)
+    def inner(what: Recipe | Member, *args: Any, **kwargs: Any) -> T:
+        member = what.member if isinstance(what, Recipe) else what
+        with trying(member.job, step=member.own.watched):
+            return measure(what, *args, **kwargs)
+
+    return inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +189,7 @@ def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
     learned.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
 
 
+@_undone
 def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -> float:
     """Seconds of a step of so many copies of the recipe's member, stacked."""
     runner = _stacked(recipe, kitchen, rows)
@@ -182,6 +198,7 @@ def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -
     return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
+@_undone
 def lone_seconds(member: Member, rounds: int = 2) -> float:
     """Seconds of a step of a copy of this member alone, with as many threads as torch has now."""
     runner = _Runner(SerialUnit(scratch_copy(member)))
@@ -189,6 +206,7 @@ def lone_seconds(member: Member, rounds: int = 2) -> float:
     return min(runner.run(1) for _ in range(rounds))
 
 
+@_undone
 def plain_seconds(member: Member, steps: int = 10) -> float:
     """Seconds of a step of a copy of this member in a plain loop on its GPU, without anything of ours."""
     own, job = scratch_copy(member), member.job
@@ -216,6 +234,7 @@ def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
     return _Runner(StackedUnit.around(Stack([own], size=rows), kitchen))
 
 
+@_undone
 def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdict:
     """Step copies of the recipe's member, stacked and alone, in turns; as so many, or as the canonical few."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)))

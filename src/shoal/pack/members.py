@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,13 @@ from torch.utils import _pytree as pytree
 
 from shoal.counted import CounterMode, OpenRecurrent
 from shoal.data import Pool, View
+from shoal.data.source import as_bytes
 from shoal.errors import JobError, describe
 from shoal.job import Job
 from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
+from shoal.pack.own_state import OwnState
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
@@ -80,9 +83,15 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
+    own: OwnState = field(init=False)
+    """Python state that no state_dict() has."""
+    constants: dict[str, str] = field(init=False)
+    """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
     def __post_init__(self) -> None:
-        self.monitor = Monitor.of(self.job)
+        self.monitor, self.own = Monitor.of(self.job), OwnState()
+        large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
+        self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
 
     @property
     def num_rows(self) -> int:
@@ -149,6 +158,8 @@ class Member:
             **{name: getattr(self, name) for name in _PLAIN},
             "history": [dict(row) for row in self.history],
             "model": _stored(dict(self.model.state_dict())),
+            "buffers": _stored(self._moved_buffers()),
+            "python": _stored(self.own.capture()),
             "optimizer": _stored(self.optimizer_state),
             "best": self.best,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
@@ -158,12 +169,18 @@ class Member:
             "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
         }
 
+    def _moved_buffers(self) -> dict[str, Tensor]:
+        buffers = other_buffers(self.model)
+        return {n: b for n, b in buffers.items() if n not in self.constants or self.constants[n] != content_hash(b)}
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Be where `state()` was taken: the same training goes on, here or in another process."""
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
         self.model.load_state_dict(state["model"])
+        load_other_buffers(self.model, state.get("buffers", {}))
+        self.own.load(state.get("python"))
         self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
@@ -171,6 +188,8 @@ class Member:
         self.order = self.order_state = self.ahead = None
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        if self.status != "running":
+            self.own.finish(self.job, self.model, self.device)
 
 
 def scratch_copy(member: Member) -> Member:
@@ -186,6 +205,8 @@ def scratch_copy(member: Member) -> Member:
     )
 
 
+LARGE_BUFFER = 1 << 16
+"""Bytes of a buffer from which it is saved only once it has changed."""
 _PLAIN = (
     "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
     "schedule_state", "scaler_state",
@@ -203,6 +224,36 @@ def _stored(value: Any) -> Any:
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
     return pytree.tree_map(own, value)
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers that are not in its state_dict()."""
+    modules = ((f"{name}." if name else "", module) for name, module in model.named_modules())
+    buffers = (
+        (f"{prefix}{name}", module._buffers.get(name))
+        for prefix, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name in sorted(module._non_persistent_buffers_set)
+    )
+    return {name: buffer for name, buffer in buffers if buffer is not None and not is_lazy(buffer)}
+
+
+def content_hash(tensor: Tensor) -> str:
+    """Of what a tensor holds."""
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
+
+
+def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put back what `other_buffers` gave."""
+    for name, value in saved.items():
+        prefix, _, last = name.rpartition(".")
+        buffers = model.get_submodule(prefix)._buffers
+        held = buffers.get(last)
+        if held is not None and not is_lazy(held) and held.shape == value.shape and held.dtype == value.dtype:
+            held.detach().copy_(value)
+        else:
+            buffers[last] = value.clone()
 
 
 def names(jobs: Sequence[Job]) -> list[str]:
@@ -227,7 +278,14 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     """Build one member, leaving the process's own generators as they were."""
     rng = torch.Generator()
     with seeded(job.seed, pool.device):
-        model = build_model(job)
+        try:
+            model = build_model(job)
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"building the model raised {describe(error)}; call job.model() by itself to see where"
+            ) from error
         rng.set_state(torch.get_rng_state())
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
@@ -241,6 +299,8 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
         return pool.open(getattr(job, which), job.collate)
     except JobError as error:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
+    except Exception as error:
+        raise JobError(f"{which} cannot be opened: it raised {describe(error)}; look at it by itself") from error
 
 
 @contextmanager
@@ -291,6 +351,18 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
+    """Inside, optimizers and schedules may be made and moved to see what they are like, with `step` also the step.
+
+    After: whatever Python state that has changed (a counter in a closure) is as it was.
+    """
+    roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
+    if step:
+        roots |= {"step": job.step, "loss": job.loss}
+    users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
+    return preserved(roots) if users else nullcontext()
+
+
 def _own_copy(value: Tensor) -> Tensor:
     """Schedulers write into a learning rate that is a tensor; the user's, which jobs may share, stays as it is."""
     return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
@@ -302,16 +374,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def make_schedule(job: Job, optimizer: Optimizer, *, begun: bool = False) -> LRScheduler | None:
-    """The job's schedule on this optimizer; JobError, in words, where there can be none.
-
-    `begun`: training is under way, so that asking the schedule for its beginning must not change anything.
-    """
+def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
+    """The job's schedule on this optimizer; JobError, in words, where there can be none."""
     if job.schedule is None:
         return None
     try:
-        with preserved({"schedule": job.schedule}) if begun else nullcontext():
-            scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
+        scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
     except JobError:
         raise
     except Exception as error:

@@ -22,7 +22,7 @@ from shoal.pack.newcomers import Settings, device_of, make_member, refill
 from shoal.pack.own_changes import LoopChanges
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
-from shoal.pack.some import step_alone, step_some
+from shoal.pack.some import asked_ids, in_order, step_alone, step_some
 from shoal.pack.stacked.forward import Forward, joined
 from shoal.pack.stacked.handed import HandedStack
 from shoal.pack.stacked.site import NotStackable
@@ -186,8 +186,7 @@ class Pack:
             step: Its schedule, a function of the step, goes on as after so many steps; None: from where it is.
             seed: Its random draws begin again, from this seed; None: they go on.
         """
-        if id not in self._members:
-            raise KeyError(f"no member {id} in this pack; it has {', '.join(map(str, self.ids)) or 'none'}")
+        asked_ids([id], self.ids)
         refill(self._members[id], state_dict, optimizer_state, seed)
         if not self._place(id, step) and id not in self._waiting:
             self._waiting.append(id)
@@ -205,8 +204,7 @@ class Pack:
 
     def _written(self, id: int) -> Member:
         """The member, with its weights and optimizer state its own."""
-        if id not in self._members:
-            raise KeyError(f"no member {id} in this pack; it has {', '.join(map(str, self.ids)) or 'none'}")
+        asked_ids([id], self.ids)
         for unit in self._units:
             for slot, member in enumerate(unit.members):
                 if member.index == id:
@@ -233,35 +231,38 @@ class Pack:
         with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is raised and
         nothing has changed.
         """
-        asked = self.ids if members is None else list(members)
+        asked = self.ids if members is None else asked_ids(members, self.ids)
         leaves, spec = self._read(batch, per_member, len(asked))
         self._look_for_changes()
         batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
         if self._waiting:
             self._arrange(batches)
         if len(batches.places) < len(self):
-            some = self._in_order(step_some(self._units, batches, self._dissolve), asked)
-            self._settle(some, {}, asked)
+            losses_of, failed = step_some(self._units, batches, self._dissolve)
+            self._raise_if_all(failed, asked)
+            some = in_order(losses_of, asked, self.device)
+            self._settle(some, failed, asked)
             return some
         for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
             self._prepare(stack, batches)
         found: dict[int, Tensor] = {}
-        failed: dict[int, Exception] = {}
+        failed = {}
         whole: Tensor | None = None
         for unit in list(self._units):
-            losses, errors = self._advance(unit, batches)
+            parts, errors = self._advance(unit, batches)
             failed |= errors
-            if losses is not None:
-                for member in unit.members:
-                    member.step += 1
-                ids = [member.index for member in unit.members]
+            for ids, losses in parts:
                 whole = losses if ids == self.ids else None
                 found |= {} if whole is not None else dict(zip(ids, losses, strict=True))
-        if failed and len(failed) == sum(member.status == "running" for member in self._members.values()):
-            raise next(iter(failed.values()))
-        out = whole if whole is not None else self._in_order(found, self.ids)
+        self._raise_if_all(failed, self.ids)
+        out = whole if whole is not None else in_order(found, self.ids, self.device)
         self._settle(out, failed, self.ids)
         return out if asked == self.ids else out[[self.ids.index(id) for id in asked]]
+
+    def _raise_if_all(self, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
+        """Raise what everybody's step raised: then it is the batch, or the loop, and not a member."""
+        if failed and len(failed) == sum(self._members[id].status == "running" for id in stepped):
+            raise next(iter(failed.values()))
 
     def _read(self, batch: tuple[Any, ...], per_member: bool, count: int) -> tuple[list[Tensor], pytree.TreeSpec]:
         if not self._members:
@@ -332,28 +333,27 @@ class Pack:
         self._tiers |= {one.member.index: ("serial", reason) for one in alone}
         return alone
 
-    def _advance(self, unit: HandedStack | SerialUnit, batches: Batches) -> tuple[Tensor | None, dict[int, Exception]]:
-        """The losses of a unit's members, those that failed taken out; None where all of them failed."""
+    def _advance(
+        self, unit: HandedStack | SerialUnit, batches: Batches
+    ) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
+        """The ids of a unit's members with their losses, and what some of them raised."""
         if isinstance(unit, SerialUnit):
             return step_alone(unit, batches)
         try:
-            return unit.step(batches.key, batches.rows(unit)), {}
-        except Exception as error:
-            raising = unit.raising([batches.of(member) for member in unit.members])
-            if not raising:
-                raise error
+            return unit.step(batches.key, batches.rows(unit))
+        except Exception as caught:
+            raising, reason = unit.raising([batches.of(member) for member in unit.members]), describe(caught)
+        if not raising:  # their own Python may handle what a stack does not
+            alone = [step_alone(one, batches) for one in self._dissolve(unit, f"a stacked step raised {reason}")]
+            errors = {id: error for _, own in alone for id, error in own.items()}
+            return [part for parts, _ in alone for part in parts], errors
         failed = {unit.members[slot].index: error for slot, error in raising.items()}
         if len(raising) == len(unit.members):
-            return None, failed
+            return [], failed
         self._drop(unit, list(raising))
         self._prepare(unit, batches)
-        losses, more = self._advance(unit, batches) if unit in self._units else (None, {})
-        return losses, failed | more
-
-    def _in_order(self, found: dict[int, Tensor], ids: Sequence[int]) -> Tensor:
-        dtype = next(iter(found.values())).dtype if found else torch.get_default_dtype()
-        nan = torch.full((), math.nan, dtype=dtype, device=self.device)
-        return torch.stack([found.get(id, nan).to(dtype) for id in ids])
+        parts, more = self._advance(unit, batches) if unit in self._units else ([], {})
+        return parts, failed | more
 
     def _settle(self, losses: Tensor, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
         """Let those go who are at their end; what they have stays theirs."""

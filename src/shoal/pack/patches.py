@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -131,11 +132,19 @@ _TRACER = ("torch._", "torch.fx", "torch.utils._")
 """Code of torch that makes fake tensors of real ones, and gives them their flags."""
 
 
+def _caller() -> str:
+    """The module that called a torch function, past the modes that it went through."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 class _Switches(TorchFunctionMode):
     """Refuses to switch the gradients of a leaf, which leaves nothing behind in a graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SWITCHES and not sys._getframe(1).f_globals.get("__name__", "").startswith(_TRACER):
+        if func in _SWITCHES and not _caller().startswith(_TRACER):
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
             if bool(wanted) != args[0].requires_grad:
                 raise Untraceable("it switches requires_grad inside the step")

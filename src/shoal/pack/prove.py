@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ from shoal.tables import size as format_bytes
 
 if TYPE_CHECKING:
     from shoal.pack.recipe import Evaluation, Kitchen, Proofs, Recipe
+
+_T = TypeVar("_T")
 
 MOST_ROWS = 4
 """Members that are proven in one program."""
@@ -137,7 +139,7 @@ def _compare_steps(rows: Sequence[_Case], kitchen: Kitchen, *, wide: bool, solo:
             _step_trace(case.steps[size], member, batch, kitchen, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = _run_program(members, traces, batches, apart=apart, solo=solo)
+        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo)
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = _in_float64(wide, _run_step, member, batches[place])
@@ -184,11 +186,10 @@ def _twin(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
     return trace
 
 
-def _in_float64(wide: bool, run: Any, *args: Any) -> Observed:
+def _in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
     """Run; what raises in float64 may still run in the model's own dtypes."""
     try:
-        observed: Observed = run(*args)
-        return observed
+        return run(*args)
     except Exception as error:
         if wide and not (out_of_memory(error) or context_lost(error)):
             raise _NotInFloat64 from error
@@ -196,7 +197,7 @@ def _in_float64(wide: bool, run: Any, *args: Any) -> Observed:
 
 
 def _run_program(
-    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], *, apart: bool, solo: bool
+    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], apart: bool, solo: bool
 ) -> list[Observed]:
     """What the program gives for each member, from where the members are; nothing of theirs changes."""
     trace, device = traces[0], members[0].device
@@ -314,8 +315,9 @@ def _compare_outputs(rows: Sequence[_Case], batch: Any, kitchen: Kitchen, *, wid
     program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
     if program.draws:
         return ["it draws random numbers in eval mode"] * len(rows)
+    state = _stacked_state(models, traces[0])
     with torch.no_grad(), autocast_for(precision, device):
-        outputs, after = program(_stacked_state(models, traces[0]), leaves, lambda index: torch.empty(0))
+        outputs, after = _in_float64(wide, program, state, leaves, lambda index: torch.empty(0))
     reasons = []
     for place, (model, what, trace) in enumerate(zip(models, whats, traces, strict=True)):
         start = state_of(model)

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from shoal.errors import describe
 from shoal.job import Job
 from shoal.pack.fingerprint import fingerprint, without_floats
-from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step
+from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
-from shoal.pack.python_state import preserved
+from shoal.pack.python_state import PythonState
 from shoal.pack.signature import Path, skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, same_graph, trace
 from shoal.pack.used import used_params
@@ -170,6 +170,8 @@ class Kitchen:
         """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
         """Code, whatever the floating-point numbers in it."""
+        self._shapes: dict[Hashable, tuple[str, str]] = {}
+        """Of two batches of a streamed source."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
@@ -188,7 +190,7 @@ class Kitchen:
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
-        refuse_changes(member, optimizer.runner)
+        refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
 
     def program(self, traces: Sequence[Trace], stacked_batch: Sequence[bool], device: torch.device) -> Program:
@@ -208,7 +210,20 @@ class Kitchen:
 
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
-        return self.step_on(member, sample(member, rows))
+        batch = sample(member, rows)
+        if member.data.source.streamed:
+            self._refuse_other_shapes(member, rows, batch)
+        return self.step_on(member, batch)
+
+    def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
+        """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""
+        view = member.data
+        key = (id(view.source), rows, len(view))
+        if key not in self._shapes:
+            self._shapes[key] = (_shapes(batch), _shapes(sample(member, rows, last=True)))
+        first, last = self._shapes[key]
+        if first != last:
+            raise Untraceable(f"its batches have different shapes ({first}, {last})")
 
     def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
         """The training step on a batch like this one; `twice`: see `trace`."""
@@ -302,9 +317,33 @@ def batch_sizes(member: Member) -> list[int]:
     return sorted({full, n % job.batch_size or full}, reverse=True)
 
 
-def sample(member: Member, rows: int) -> Any:
-    """A batch of so many rows, for its shapes."""
-    return member.data.take(0, rows)
+def sample(member: Member, rows: int, last: bool = False) -> Any:
+    """A batch of so many rows, for its shapes: the first ones, or the last.
+
+    Raises:
+        Untraceable: when they cannot be read.
+    """
+    start = len(member.data) - rows if last else 0
+    try:
+        return member.data.take(start, start + rows)
+    except Exception as error:
+        raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
+
+
+def _shapes(batch: Any) -> str:
+    """The shapes of a batch, in words."""
+    return ", ".join(
+        str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
+    )
+
+
+def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
+    if not state.changes() and runner.can_table():
+        saved = runner.state_dict()
+        runner.step()
+        runner.load_state_dict(saved)
+    return bool(state.changes() or state.unrestorable)
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:
@@ -313,13 +352,11 @@ def plan_optimizer(member: Member) -> OptimizerPlan:
     Raises:
         Untraceable: when only the real loop can drive it.
     """
-    if not member.batches:
-        return _plan_optimizer(member)
-    with preserved({"schedule": member.job.schedule}):  # asking it for its beginning must not change anything now
-        return _plan_optimizer(member)
+    with trying(member.job) as state:
+        return _plan_optimizer(member, state)
 
 
-def _plan_optimizer(member: Member) -> OptimizerPlan:
+def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     job, model = member.job, member.model
     with draws(member, keep=False):
         optimizer = make_optimizer(job, model)
@@ -340,7 +377,7 @@ def _plan_optimizer(member: Member) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign:
+    if runner.foreign or (state is not None and _keeps_state(runner, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

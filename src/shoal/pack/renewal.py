@@ -51,14 +51,15 @@ class Renewals:
                     )
         self.due = self.due or ending
 
-    def take_out(self, rides: Sequence[Ride], waiting: Iterable[Member]) -> list[Member]:
-        """Members whose steps have become others, with new recipes, taken out of their units."""
+    def take_out(self, rides: list[Ride], waiting: Iterable[Member]) -> list[Member]:
+        """Members whose steps have become others, with new recipes, taken out of their rides; empty ones go too."""
         moved = self._renew(rides, waiting)
         members: list[Member] = []
         for ride in rides if moved else ():
             slots = [slot for slot, member in enumerate(ride.members) if member.index in moved]
             members += ride.eject(slots) if slots else []
         if members:
+            rides[:] = [ride for ride in rides if ride.members]
             self.board.executor.forget()
         return members
 

@@ -47,6 +47,8 @@ class Ride:
         """Tells rides apart."""
         self.batch_seconds = 0.0
         """What a batch of all members took, lately."""
+        self.alone: dict[Member, str] = {}
+        """Members that have to go on by themselves after this turn, and why."""
         self._before: list[int] = []
         self._named()
 
@@ -108,8 +110,10 @@ class Ride:
             ends |= _advance(slot, member, before)
         if done:
             self.batch_seconds = outcome.seconds / done
+        self.alone |= {members[slot]: reason for slot, reason in outcome.alone.items()}
         if outcome.error is not None:
             ends[outcome.error.slot] = self._fail(outcome.error)
+        ends |= self._failures()
         at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
         if at_end:
             ends |= self._end_epoch(at_end)
@@ -121,6 +125,21 @@ class Ride:
         self.members[error.slot].error = describe(error.cause)
         return "failed"
 
+    def _failures(self) -> dict[int, str]:
+        """Members that end here, since their optimizer or their schedule raised."""
+        return {slot: self._fail(MemberError(slot, error)) for slot, error in self.unit.failures().items()}
+
+    def separate(self) -> list[tuple[Unit, str]]:
+        """Units of their own for members that cannot go on in this one, and why; it goes on without them."""
+        found: list[tuple[Unit, str]] = []
+        slots = [slot for slot, member in enumerate(self.members) if member in self.alone]
+        if slots:
+            reasons = [self.alone[self.members[slot]] for slot in slots]
+            found = list(zip(self.unit.alone(slots), reasons, strict=True))
+            self.drop(slots)
+        self.alone = {}
+        return found
+
     def _end_epoch(self, slots: list[int]) -> dict[int, str]:
         """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
         members, ends = self.members, dict[int, str]()
@@ -129,7 +148,7 @@ class Ride:
         for slot in slots:
             members[slot].epoch += 1
         due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].finished())]
-        values = evaluate(self.unit, due) if due else {}
+        values = self._validate(due) if due else {}
         watched: dict[int, float | None] = {}
         for slot in slots:
             member, val = members[slot], values.get(slot, {})
@@ -139,12 +158,24 @@ class Ride:
             member.history.append(history_row(member, rates[slot], val))
             watched[slot] = member.monitor.value(member.history[-1])
         self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
+        ends |= self._failures()
         for slot in slots:
             if slot in whole:
                 members[slot].close_epoch()
             if slot not in ends:
                 ends |= self._look(slot)
         return ends
+
+    def _validate(self, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
+        """What these members' validation gives; where it raises for all together, each is asked by itself."""
+        try:
+            return evaluate(self.unit, slots)
+        except Exception as error:
+            if context_lost(error):
+                raise
+            if len(slots) == 1:
+                return {slots[0]: MemberError(slots[0], error)}
+        return {slot: value for one in slots for slot, value in self._validate([one]).items()}
 
     def _look(self, slot: int) -> dict[int, str]:
         """After a member's epoch: keep its weights if they are its best, and see whether it is at its end."""

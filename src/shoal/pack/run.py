@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.events import Event, Riding, happened
 from shoal.pack import garbage
+from shoal.pack.interrupts import on_interrupt
+from shoal.pack.limits import Limits
 from shoal.pack.policy import Fifo, Policy, Ticket
 from shoal.pack.queue import Queue
-from shoal.pack.renewal import Renewals
 from shoal.pack.ride import Host, Ride
 from shoal.pack.turns import turn
 from shoal.pack.unit import Outcome, out_of_memory, words
@@ -56,15 +55,14 @@ class Run(Host):
         self.rides: list[Ride] = []
         self.riding = Riding()
         self._listener = tell
-        self._queue, self._renewals = Queue(policy or Fifo()), Renewals(board)
+        self._queue = Queue(policy or Fifo())
         self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
         self._save_every, self._saved = save_every, time.monotonic()
         self._unsaved: list[Member] = []
-        self._changed, self._interrupted = True, False
-        self._most = math.inf
-        """Bytes that may ride: less than planned, once memory was full."""
-        self._seats = math.inf
-        """Members that may ride: fewer than all, once not even units of theirs could be built."""
+        self._changed = True
+        self._limits = Limits()
+        """Less than planned, once memory was full."""
+        self._interrupted = False
         self.numbers = itertools.count(1)  # of the rides
         self.everybody: list[Member] = list(members)
         """All members, of other processes and at their end too; then those that were added while it ran."""
@@ -77,7 +75,7 @@ class Run(Host):
 
     def go(self) -> None:
         """Train all members to their ends; what came of them is then in the members."""
-        with self._interruptible():
+        with on_interrupt(self.interrupt) if self.folder is not None else nullcontext():
             try:
                 while self._obey():
                     self._admit()
@@ -98,23 +96,6 @@ class Run(Host):
     def interrupt(self) -> None:
         """Save everybody after this turn, and stop."""
         self._interrupted = True
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C lets the turn end, so that all can be saved; the second one does not wait."""
-        if threading.current_thread() is not threading.main_thread() or self.folder is None:
-            yield
-            return
-
-        def note(number: int, frame: Any) -> None:
-            self.interrupt()
-            signal.signal(signal.SIGINT, before)
-
-        before = signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _cancel(self) -> None:
         if self._interrupted:
@@ -141,6 +122,7 @@ class Run(Host):
         if not self.waiting or not (self._changed or sliced) or not all(ride.unit.settled for ride in self.rides):
             return
         self._changed = False
+        self._limits.lift({self.board.request(member).key for member in (*self.waiting.values(), *self._riding())})
         enough = self._fits(self._queue.tickets)
         admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
         if admission.leave:
@@ -152,11 +134,15 @@ class Run(Host):
             self._give_up()
 
     def _fits(self, tickets: list[Ticket]) -> bool:
-        return len(tickets) <= self._seats and (self._room == math.inf or self._bytes(tickets) <= self._room)
+        room = self._room
+        return len(tickets) <= self._limits.members and (room == math.inf or self._bytes(tickets) <= room)
+
+    def _riding(self) -> list[Member]:
+        return [member for ride in self.rides for member in ride.members]
 
     @property
     def _room(self) -> float:
-        return min(self.board.budget, self._most)
+        return min(self.board.budget, self._limits.bytes)
 
     def _bytes(self, tickets: list[Ticket]) -> float:
         return self.board.bytes([self.members[ticket.index] for ticket in tickets])
@@ -201,7 +187,7 @@ class Run(Host):
             said = words(error)
         self.board.executor.forget()
         self._changed = True
-        riding = [member for ride in self.rides for member in ride.members]
+        riding = self._riding()
         if not riding and len(members) == 1:
             members[0].error = f"memory was full ({said}) with nobody beside it; use a smaller network"
             members[0].status = "failed"
@@ -209,7 +195,7 @@ class Run(Host):
             self._tell_leave(members[0])
             return []
         fewer = [*riding, *members[: len(members) // 2]]
-        self._may_ride(fewer, [*riding, *members])
+        self._may_ride(fewer, [*riding, *members], members)
         sizes = [len(members) // 2, len(members) - len(members) // 2]
         self.tell("split", unit=None, reason=f"memory was full ({said})", sizes=sizes)
         for member in members:
@@ -234,8 +220,7 @@ class Run(Host):
 
     def _turn(self) -> None:
         self.rides = [ride for ride in self.rides if ride.ready()]
-        self._seat(self._renewals.take_out(self.rides, self.waiting.values()))
-        self.rides = [ride for ride in self.rides if ride.members]
+        self._seat(self.board.renewals.take_out(self.rides, self.waiting.values()))
         if not self.rides:
             return
         apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
@@ -244,11 +229,24 @@ class Run(Host):
         if self.before is not None:
             pairs = zip(self.rides, batches, strict=True)
             self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
-        outcomes = turn(self.rides, batches, self.board.executor, self._look, self._renewals.look_within)
+        outcomes = turn(self.rides, batches, self.board.executor, self._look, self.board.renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
+        self.rides += [own for ride in self.rides for own in self._separate(ride)]
         self.rides = [ride for ride in self.rides if ride.members]
         if full:
             self._make_room(*full[0])
+
+    def _separate(self, ride: Ride) -> list[Ride]:
+        """Rides of their own for members that cannot go on beside the others."""
+        units = ride.separate()
+        if units:
+            self.tell("split", unit=ride.number, reason=units[0][1], sizes=[len(ride.members), *[1] * len(units)])
+        rides = []
+        for unit, reason in units:
+            rides.append(Ride(unit, self, next(self.numbers)))
+            self.board.boarded(rides[-1], self.board.alone(unit.members[0], reason))
+            self._tell_join(rides[-1], unit.members[0])
+        return rides
 
     def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
         """A ride's turn is over; what came of it is settled after this."""
@@ -264,7 +262,7 @@ class Run(Host):
 
     def _make_room(self, ride: Ride, said: str) -> None:
         """Memory was full: half of the ride's members wait until there is room, or all others do."""
-        everybody = [member for other in self.rides for member in other.members]
+        everybody = self._riding()
         slots = list(range(len(ride.members)))
         reason = f"memory was full ({said})"
         if len(slots) > 1:
@@ -278,28 +276,30 @@ class Run(Host):
             member = ride.members[0]
             member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
             ride.leave({0: "failed"})
-            self.rides, self._most = [], math.inf
+            self.rides = []
             return
         self.board.full(ride.members)
         self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
         self.board.executor.forget()
         stay = [member for member in everybody if member.index not in gone]
         if self.board.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
-            self._may_ride(stay, everybody)
+            self._may_ride(stay, everybody, ride.members)
             gone |= {member.index for member in ride.members}
             self._changed = True
         else:
-            self._may_ride(stay, everybody, least=SAFER * self.board.bytes(everybody))
+            self._may_ride(stay, everybody, ride.members, least=SAFER * self.board.bytes(everybody))
         for index in gone:
             self._queue.move(index, riding=False, now=time.monotonic())
         self._eject(gone)
         self.board.executor.forget()
 
-    def _may_ride(self, fewer: list[Member], all: list[Member], least: float = 0.0) -> None:
-        """From now on no more may ride than these, of those who did not fit; so many bytes in any case."""
-        self._most = min(self._most, max(least, self.board.bytes(fewer)))
-        if self.board.bytes(fewer) >= self.board.bytes(all):  # it cannot tell them apart: one alone is two rows, too
-            self._seats = min(self._seats, len(fewer))
+    def _may_ride(self, fewer: list[Member], all: list[Member], full: list[Member], least: float = 0.0) -> None:
+        """From now on no more may ride than these, of all who did not fit; so many bytes in any case. `full`: those
+        whose unit it was."""
+        most = max(least, self.board.bytes(fewer))
+        alike = self.board.bytes(fewer) >= self.board.bytes(all)  # one alone is two rows, too
+        kinds = {self.board.request(member).key for member in full}
+        self._limits.lower(most, len(fewer) if alike else math.inf, kinds)
 
     # --- what is told and saved -------------------------------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class Run(Host):
         """Do what was asked for since the last round; whether there is something to train."""
         for order in self.controls.take() if self.controls is not None else []:
             order(self)
-            self._renewals.due = True
+            self.board.renewals.due = True
         return bool(self.waiting or self.rides)
 
     def end(self, index: int, status: str, error: str | None = None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.errors import MemberError
-from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
+from shoal.pack.members import (
+    Member,
+    autocast,
+    draws,
+    make_optimizer,
+    make_schedule,
+    needs_closure,
+    number,
+    run_step,
+    trying,
+)
 from shoal.pack.optim.schedules import jump_to
 from shoal.pack.stream import Stream
 from shoal.pack.unit import Unit, out_of_memory
@@ -30,15 +41,19 @@ class SerialUnit(Unit):
         self.member = member
         self.job = member.job
         self.model = member.model.to(member.device)
-        with draws(member, keep=not member.batches):
+        member.own.begin(self.job, self.model)
+        # of a member that has begun, asking the schedule for its beginning must not change what its step reads
+        with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
-            self.schedule = make_schedule(self.job, self.optimizer, begun=member.batches > 0)
+            self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
         self._stream = Stream()
         self._rate: float | None = None
         """The learning rate of the last step, where the schedule has moved on since."""
         self._stuck = False
+        self._failed: Exception | None = None
+        """What its schedule raised."""
         self._buffers = Buffers(self.model)
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._others = [p for p in self.model.parameters() if id(p) not in own]
@@ -55,6 +70,8 @@ class SerialUnit(Unit):
             self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         if self.scaler is not None and member.scaler_state is not None:
             self.scaler.load_state_dict(member.scaler_state)
+        started = member.batches > 0
+        member.own.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
 
     def run(self, batches: int) -> None:
         """Batches in the member's own random stream, which is swapped in once for all of them."""
@@ -65,7 +82,20 @@ class SerialUnit(Unit):
                 begin()
                 self._batch(feed)
                 member.batches += 1
+                if self._failed is not None:
+                    break
         self._stream.went(member)
+
+    def failures(self) -> dict[int, Exception]:
+        return {} if self._failed is None else {0: self._failed}
+
+    def _move(self, *metric: float) -> None:
+        """The schedule's next step."""
+        assert self.schedule is not None
+        try:
+            self.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
+        except Exception as error:
+            self._failed = error
 
     def rates(self) -> list[float]:
         return [self._current_rate() if self._rate is None else self._rate]
@@ -75,9 +105,9 @@ class SerialUnit(Unit):
             return
         if isinstance(self.schedule, ReduceLROnPlateau):
             if values[0] is not None:
-                self.schedule.step(values[0])
+                self._move(values[0])
         else:
-            self.schedule.step()
+            self._move()
 
     def write_back(self, slots: list[int] | None = None) -> None:
         member = self.member
@@ -87,7 +117,7 @@ class SerialUnit(Unit):
 
     def load(self, slot: int, step: int | None) -> None:
         """Go on from the member's own weights and optimizer state as they are now."""
-        member, self.job, self._stuck = self.member, self.member.job, False
+        member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
         if member.optimizer_state:
             self.optimizer.load_state_dict(member.optimizer_state)
         else:
@@ -146,7 +176,7 @@ class SerialUnit(Unit):
             self._apply()
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
-            self.schedule.step()
+            self._move()
         return value, logs
 
     def _forward(self, batch: Any) -> tuple[float, Tensor, dict[str, Any]]:
@@ -196,6 +226,15 @@ class SerialUnit(Unit):
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+
+
+def serial_unit(member: Member, grads: Mapping[str, Tensor | None] | None = None) -> SerialUnit:
+    """A member by itself, from where it is; `grads`: those of the batches before, where it is amid a group of them."""
+    unit = SerialUnit(member)
+    params = dict(unit.model.named_parameters())
+    for name, grad in (grads or {}).items():
+        params[name].grad = grad
+    return unit
 
 
 def serial_units(members: list[Member]) -> list[Unit]:

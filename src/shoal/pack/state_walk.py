@@ -33,7 +33,8 @@ MOST_OBJECTS = 200_000
 """Objects that are looked into at the most; `Walk.complete` says whether that was all."""
 _TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Attributes of a module that are looked at on their own; the last two are an RNN's other list of its parameters."""
-_HOOKS = (dict, collections.OrderedDict, set)
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""Containers that every module has, and that are empty in most."""
 _PLAIN = (
     int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
     Optimizer, Dataset, random.SystemRandom, types.CodeType, range, slice,
@@ -202,11 +203,11 @@ class Walk:
         if id(module) not in self._skipped:
             groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
         for own, group in groups.items():
-            if isinstance(group, dict) and group:  # those of a ScriptModule are none
+            if isinstance(group, dict) and group:  # those of a ScriptModule are not
                 self._note(places.Items((*path, f".{own}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
-        empty = [value for value in vars(module).values() if type(value) in _HOOKS and not value]
+        empty = [value for name in _HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
         self._note(places.Empties((*path, ".hooks"), empty))
         self._seen.update(map(id, empty))
         self._attributes(path, module, _TENSORS)

@@ -52,6 +52,7 @@ def run(units: list[Unit], executor: Executor | None = None, watch: Callable[[Me
     try:
         while rides := [ride for ride in rides if ride.ready()]:
             turn(rides, [ride.next_batches() for ride in rides], executor or Executor())
+            rides += [Ride(unit, ride.host) for ride in rides for unit, _ in ride.separate()]
     except KeyboardInterrupt:
         for ride in rides:
             ride.cancel()

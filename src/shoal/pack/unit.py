@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ class Unit(ABC):
 
     A member's `order`, `place`, `losses` and `logs` say where it is; a unit moves them on. A member whose loss turns
     non-finite keeps the weights, buffers and optimizer state from before that batch, and takes no further step. An
-    exception in one member's step is raised as MemberError(slot, cause), with that batch undone for it.
+    exception in one member's step is raised as MemberError(slot, cause), with that batch undone for it. What a member's
+    optimizer or schedule raises ends that member alone, see `failures`.
     """
 
     tier: str
@@ -32,7 +33,12 @@ class Unit(ABC):
 
     @abstractmethod
     def run(self, batches: int) -> None:
-        """The next `batches` batches of every member's epoch; nobody's epoch ends before that."""
+        """The next `batches` batches of every member's epoch; nobody's epoch ends before that.
+
+        Raises:
+            MemberError: when one member's step raises; the batch is undone for all of them.
+            Alone: when some members cannot take the batch together with others; it is undone for all of them.
+        """
 
     @abstractmethod
     def rates(self) -> list[float]:
@@ -41,6 +47,18 @@ class Unit(ABC):
     @abstractmethod
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
         """Move the epoch schedules of these slots on; the watched value, where measured, is for ReduceLROnPlateau."""
+
+    def failures(self) -> dict[int, Exception]:
+        """Members, by slots, that can take no further step, since their optimizer or their schedule raised.
+
+        `run` stops where there is one, after a batch of all members. An optimizer step that raised is not counted; one
+        after which the schedule raised is.
+        """
+        return {}
+
+    def alone(self, slots: list[int]) -> list[Unit]:
+        """Units of their own for these members, who leave this one: each goes on from where it is."""
+        raise NotImplementedError
 
     @abstractmethod
     def write_back(self, slots: list[int] | None = None) -> None:
@@ -142,12 +160,23 @@ def member_output(outputs: Any, place: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[place], outputs)
 
 
+class Alone(Exception):
+    """Members, by slots, whose own part of a stacked step raises, and what. Whether that ends them is for a plain loop
+    to say: their own Python may handle it, as in `try: cholesky(K) except: cholesky(K + jitter)`."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__(next(iter(self.reasons.values())))
+
+
 @dataclass(slots=True)
 class Outcome:
     """What became of one unit's turn."""
 
     seconds: float
     error: MemberError | None = None
+    alone: dict[int, str] = field(default_factory=dict)
+    """Slots of members that have to go on by themselves, and why."""
     full: str | None = None
     """The memory was full, in these words: what could be done is done, and nothing is lost. The exception itself would
     keep what filled it."""
@@ -190,8 +219,11 @@ class Executor:
     def _turn(self, unit: Unit, batches: int) -> Outcome:
         start = perf_counter()
         error, full = None, None
+        alone: dict[int, str] = {}
         try:
             unit.run(batches)
+        except Alone as caught:
+            alone = caught.reasons
         except MemberError as caught:
             if context_lost(caught.cause):
                 raise caught.cause from caught  # whose it was cannot be seen from here
@@ -200,4 +232,4 @@ class Executor:
             if not out_of_memory(caught):
                 raise
             full = words(caught)
-        return Outcome(perf_counter() - start, error, full)
+        return Outcome(perf_counter() - start, error, alone, full)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dis
 import types
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from shoal.pack.optim import ScheduleRunner
 from shoal.pack.patches import Untraceable
@@ -29,16 +32,18 @@ _WRITING |= {"remove", "set", "setattr", "setdefault", "update"}
 """Methods that change what they are called on; those of tensors end in an underscore."""
 
 
-def refuse_changes(member: Member, schedule: ScheduleRunner | None) -> None:
+def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: type[Optimizer]) -> None:
     """See that neither reading data nor the schedule changes what the member's step reads.
+
+    `settings`, `kind`: of its optimizer, group by group.
 
     Raises:
         Untraceable: when one of them does.
     """
     job = member.job
     streamed = member.data.source.streamed
-    stepped = schedule is not None and job.schedule is not None and job.schedule_every == "step"
-    if not streamed and not (stepped and _can_write(job.schedule)):
+    stepped = job.schedule is not None and job.schedule_every == "step" and _can_write(job.schedule)
+    if not streamed and not stepped:
         return
     read = Watch()
     read.add(member.index, {"step": job.step, "loss": job.loss}, member.model)
@@ -46,17 +51,14 @@ def refuse_changes(member: Member, schedule: ScheduleRunner | None) -> None:
         member.data.take(0, min(2, member.num_rows))
         _refuse(read, "reading its data")
     if stepped and read.shared_with(Walk({"schedule": job.schedule})):
-        assert schedule is not None
-        state = schedule.state_dict()
-        with preserved({"schedule": job.schedule, "scheduler": schedule}):
-            try:
-                _try_schedule(schedule, member, read)
-            finally:
-                schedule.load_state_dict(state)
+        with preserved({"schedule": job.schedule}):
+            _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), read)
 
 
-def _try_schedule(schedule: ScheduleRunner, member: Member, read: Watch) -> None:
+def _try_schedule(member: Member, schedule: ScheduleRunner, read: Watch) -> None:
     job = member.job
+    if member.optimizer_state:
+        schedule.resume(member.optimizer_state["param_groups"], member.schedule_state)
     steps = (job.steps or (job.epochs or 0) * -(-member.num_batches // job.accumulate)) - member.step
     for _ in range(min(steps, MOST_STEPS)):
         try:

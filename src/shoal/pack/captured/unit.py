@@ -88,7 +88,9 @@ class CapturedUnit(Unit):
         full = batches if self._mixed or not self._short else batches - 1
         for chunk in self.chunks:
             chunk.load(batches, self._full if full else self._short[0])
-        return full
+        raising = [chunk.view.rates_of.raises_in for chunk in self.chunks]
+        last_step = min((step for step in raising if step is not None), default=batches)
+        return full if last_step == batches else self.load(last_step)  # a schedule that raises is the end of its member
 
     def ready(self, recorder: Recorder) -> Graph | None:
         """The full batch's graph; None where so few are left that they are run operator by operator."""
@@ -200,6 +202,11 @@ class CapturedUnit(Unit):
             own = {places[slot][1]: value for slot, value in values.items() if places[slot][0] is chunk}
             if own:
                 chunk.view.end_epoch(own)
+
+    def failures(self) -> dict[int, Exception]:
+        errors = {id(chunk): chunk.view.rates_of.failures() for chunk in self.chunks if chunk.members}
+        places = enumerate(self._places())
+        return {slot: errors[id(chunk)][row] for slot, (chunk, row) in places if row in errors[id(chunk)]}
 
     # --- in and out -------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,9 @@ def needs_metric(scheduler: Any) -> bool:
 class ScheduleRunner:
     """One member's schedule. `values()` is what the next optimizer step uses.
 
+    A scheduler that raises does not raise here: it stays where it is from then on, and `error` says what it raised, so
+    that the run can end this member alone.
+
     >>> runner = ScheduleRunner([{"lr": 1.0}], torch.optim.SGD, lambda step: 0.5**step)
     >>> runner.step(); runner.values()[0]["lr"], runner.table(3)[0, runner.names.index("lr")].tolist()
     (0.5, [0.5, 0.25, 0.125])
@@ -98,6 +101,9 @@ class ScheduleRunner:
         if every not in ("step", "epoch"):
             raise ValueError(f"schedule_every is {every!r}; use 'step' or 'epoch'")
         self.every = every
+        self.error: Exception | None = None
+        self.raises_in: int | None = None
+        """As of the last `table`: the step, counted from 1, after which the scheduler raises; None: after none."""
         self.optimizer = _stand_in(optimizer_cls, hparams)
         self._scheduler = None if schedule is None else make_scheduler(self.optimizer, schedule)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the stand-in never steps; torch would warn
@@ -149,10 +155,19 @@ class ScheduleRunner:
         """After `count` optimizer steps."""
         if self._scheduler is not None and self.every == "step":
             for _ in range(count):
-                self._scheduler.step()
+                self._move()
+
+    def _move(self, *metric: float) -> None:
+        assert self._scheduler is not None
+        if self.error is None:
+            try:
+                self._scheduler.step(*metric)
+            except Exception as error:
+                self.error = error
 
     def jump(self, step: int) -> None:
         """Be where it is after so many steps, from wherever it is."""
+        self.error = None
         if self._scheduler is not None:
             jump_to(self._scheduler, step)
 
@@ -161,11 +176,11 @@ class ScheduleRunner:
         if self._scheduler is None or self.every == "step":
             return
         if not self.needs_metric:
-            self._scheduler.step()
+            self._move()
         elif metric is None:
             raise ValueError(f"{type(self._scheduler).__name__} needs a value each epoch, and this epoch has none")
         else:
-            self._scheduler.step(metric)
+            self._move(metric)
 
     def can_table(self) -> bool:
         """Whether the coming steps can be computed ahead and taken back: the scheduler's state must be complete."""
@@ -180,11 +195,13 @@ class ScheduleRunner:
         """What the next `steps` optimizer steps use, float64 [G, names, steps], the first being `values()`.
 
         Nothing has changed afterwards: call `step(steps)` when they are done. None when that cannot be promised.
-        A schedule every epoch is constant within one: its table holds until the next `epoch()`.
+        A schedule every epoch is constant within one: its table holds until the next `epoch()`. Where the scheduler
+        raises on the way, the numbers stay as they are there, and `raises_in` says where that is.
         """
+        self.raises_in = None
         if not self.can_table():
             return None
-        fixed = self._scheduler is None or self.every == "epoch"
+        fixed = self._scheduler is None or self.every == "epoch" or self.error is not None
         saved = None if fixed else self.state_dict()
         rows: list[list[list[float]]] = []
         try:
@@ -192,6 +209,8 @@ class ScheduleRunner:
                 for index in range(1 if fixed else steps):
                     if index:
                         self.step()
+                    if self.error is not None and self.raises_in is None and not fixed:
+                        self.raises_in = index
                     rows.append([[group[name] for name in self.names] for group in self.values()])
         finally:
             if saved is not None:
@@ -206,6 +225,7 @@ class ScheduleRunner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of a runner with the same schedule."""
+        self.error = None
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             for name, value in saved.items():
                 if isinstance(group.get(name), Tensor):

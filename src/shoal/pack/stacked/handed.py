@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -69,28 +68,48 @@ class HandedStack:
             Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
         """
         traces = [self.kitchen.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
+        count = traces[0].batch_spec.num_leaves
+        device = self.unit.stack.device
+        program = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
         recipes = []
         for recipe, batch, trace in zip(self.unit.stack.recipes, batches, traces, strict=True):
             recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # what a `Hand` hands out
             recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
         for reason in prove_training(recipes, self.kitchen).values():
             raise Disproved(reason)
-        count = traces[0].batch_spec.num_leaves
-        device = self.unit.stack.device
-        self._programs[key] = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
+        self._programs[key] = program
 
-    def step(self, key: Hashable, leaves: list[Tensor]) -> Tensor:
-        """One step of every member; their losses [M]. When it raises, nothing has changed."""
-        unit = self.unit
+    def step(self, key: Hashable, leaves: list[Tensor]) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
+        """One step of every member: their ids with their losses [M], and what optimizers or schedules of some raised.
+
+        When the step itself raises, nothing has changed, random streams included.
+        """
+        unit, program = self.unit, self._programs[key]
         if not self._ahead:
             unit.rates_of.settle()
-            with suppress(Exception):  # a schedule that ends within the look-ahead: it is asked step by step instead
-                unit.rates_of.begin(LOOK_AHEAD)
+            unit.rates_of.begin(LOOK_AHEAD)
             self._ahead = LOOK_AHEAD
         unit._losses, unit._logs = [], []
-        unit.advance(self._programs[key], leaves)
+        before = [generator.get_state() for generator in unit._generators] if program.draws else []
+        try:
+            unit.advance(program, leaves)
+        except Exception:
+            unit._noise = None
+            for generator, state in zip(unit._generators, before, strict=False):
+                generator.set_state(state)
+            raise
         self._ahead -= 1
-        return unit._losses[-1][: len(unit.members)]
+        for slot, member in enumerate(unit.members):
+            member.step += slot not in unit._undone
+        ids = [member.index for member in unit.members]
+        return [(ids, unit._losses[-1][: len(ids)])], self._failures()
+
+    def _failures(self) -> dict[int, Exception]:
+        unit = self.unit
+        if not unit._undone and not unit.rates_of.failed:
+            return {}
+        self._ahead = 0
+        return {unit.members[slot].index: error for slot, error in unit.failures().items()}
 
     def raising(self, batches: Sequence[Any]) -> dict[int, Exception]:
         """Whose own step raises on its batch, and what."""

@@ -125,6 +125,11 @@ class Optimizers:
             own = [None if grad is None else part.span.of(grad) for grad in grads]
             part.update(own, None if active is None else part.span.of(active))
 
+    def failures(self) -> dict[int, Exception]:
+        """Whose optimizer raised in the last update, by slots, and what; the others have had theirs."""
+        own = [part for part in self.parts if isinstance(part, OwnOptimizers)]
+        return {part.span.start + slot: error for part in own for slot, error in part.failed.items()}
+
     def rows(self, slot: int) -> list[Tensor]:
         """All that is a member's own, as it lies on the device."""
         part = self.at(slot)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoal.pack.members import make_optimizer, make_schedule
+from shoal.pack.members import make_optimizer, make_schedule, trying
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.optimizers import Grads, Span, StackedOptimizer
@@ -22,15 +23,25 @@ class OwnOptimizers:
         members = span.members
         self.twins = [copy.deepcopy(member.model) for member in members]
         self._point()
-        self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
-        pairs = zip(members, self.optimizers, strict=True)
-        self.schedules = [make_schedule(m.job, optimizer, begun=m.batches > 0) for m, optimizer in pairs]
+        for member in members:
+            member.own.begin(member.job, member.model)
+        self.optimizers: list[Any] = []
+        self.schedules: list[Any] = []
+        for member, twin in zip(members, self.twins, strict=True):
+            # of one that has begun, asking the schedule for its beginning must not change what its step reads
+            with trying(member.job) if member.batches else nullcontext():
+                self.optimizers.append(make_optimizer(member.job, twin))
+                self.schedules.append(make_schedule(member.job, self.optimizers[-1]))
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
             if member.optimizer_state:
                 optimizer.load_state_dict(member.optimizer_state)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+                optimizer._opt_called = True  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        self.failed: dict[int, Exception] = {}
+        """Whose optimizer raised in its last step, by slots, and what."""
+        for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
+            member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -52,7 +63,10 @@ class OwnOptimizers:
                 continue
             for param, grad in zip(self._params[slot], grads, strict=True):
                 param.grad = None if grad is None else grad[slot]
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                self.failed[slot] = error
             for param in self._params[slot]:
                 param.grad = None
 
@@ -75,6 +89,7 @@ class OwnOptimizers:
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
         new.schedules = [*self.schedules, *other.schedules]
+        new.failed = {}
         new._point()
         return new
 
@@ -90,5 +105,6 @@ class OwnOptimizers:
         kept.twins = [self.twins[slot] for slot in slots]
         kept.optimizers = [self.optimizers[slot] for slot in slots]
         kept.schedules = [self.schedules[slot] for slot in slots]
+        kept.failed = {}
         kept._point()
         return kept

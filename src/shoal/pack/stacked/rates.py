@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,20 @@ class Rates:
         self.settle()
         for part in self.parts:
             part.rest({slot - part.first for slot in slots})
+
+    @property
+    def raises_in(self) -> int | None:
+        """Of the steps that `begin` looked at: after which one the first schedule raises; None: after none."""
+        return min((part.raises_in for part in self.parts if part.raises_in is not None), default=None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a schedule has raised after the last step."""
+        return any(part.failed for part in self.parts)
+
+    def failures(self) -> dict[int, Exception]:
+        """What the schedules of members raised, by their slots, after steps that were taken."""
+        return {part.first + slot: error for part in self.parts for slot, error in part.failures().items()}
 
     @property
     def tables(self) -> list[Tensor | None]:
@@ -93,6 +108,7 @@ class _Ruled:
         self.first = self.span.start
         self.last = self._current()
         self.table: Tensor | None = None
+        self.raises_in: int | None = None
         self._ahead = 0
         self.rest(set())
 
@@ -102,9 +118,10 @@ class _Ruled:
             member.job.schedule is not None and member.job.schedule_every == "step" and slot not in slots
             for slot, member in enumerate(self.span.members)
         )
+        self.failed = any(runner.error is not None for _, runner in self._moving())
 
     def begin(self, steps: int, least: int) -> None:
-        self.table, self._ahead = None, 0
+        self.table, self._ahead, self.raises_in = None, 0, None
         if not self._stepped or steps < least:
             return
         still = self.optimizer.columns.packed.cpu().unsqueeze(-1).expand(-1, -1, -1, steps + 1)
@@ -112,6 +129,7 @@ class _Ruled:
             still[:, :, slot] if slot in self.resting else runner.table(steps + 1)
             for slot, runner in enumerate(self._runners())
         ]
+        self.raises_in = min((r.raises_in for _, r in self._moving() if r.raises_in is not None), default=None)
         if all(table is not None for table in tables):
             wide = torch.stack([tables[r] for r in self.span.rows], 2)  # type: ignore[misc]
             self.table = wide.to(self.span.device)
@@ -122,20 +140,31 @@ class _Ruled:
         if self.table is not None:
             self._ahead += 1
             self.optimizer.columns.packed.copy_(self.table[..., self._ahead])
+            self.failed = self._ahead == self.raises_in
             return
         self.last = self._current()
         for slot, runner in self._moving():
             runner.step()
+            self.failed |= runner.error is not None
             self._put(slot)
 
     def skip(self, steps: int) -> None:
         if self.table is not None:
             self._ahead += steps
+            self.failed = self._ahead == self.raises_in
         elif self._stepped:
             for slot, runner in self._moving():
                 runner.step(steps - 1)
                 self.last[slot] = runner.values()[0].get("lr", float("nan"))
                 runner.step()
+                self.failed |= runner.error is not None
+
+    def failures(self) -> dict[int, Exception]:
+        if not self.failed:
+            return {}
+        self.settle_rates()
+        self.settle()
+        return {slot: runner.error for slot, runner in self._moving() if runner.error is not None}
 
     def settle_rates(self) -> None:
         names = self.optimizer.columns.names
@@ -154,6 +183,7 @@ class _Ruled:
         runner = self._runners()[slot]
         if not runner.needs_metric or value is not None:
             runner.epoch(value)
+            self.failed |= runner.error is not None
         self._put(slot)
 
     def _put(self, slot: int) -> None:
@@ -180,11 +210,20 @@ class _Own:
     """Of members with optimizers and schedulers of their own."""
 
     table: Tensor | None = None
+    raises_in: int | None = None
 
     def __init__(self, optimizer: OwnOptimizers) -> None:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
+        self.errors: dict[int, Exception] = {}
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.errors)
+
+    def failures(self) -> dict[int, Exception]:
+        return self.errors
 
     def rest(self, slots: set[int]) -> None:
         """Nobody sits in the seats of others here."""
@@ -194,9 +233,16 @@ class _Own:
 
     def step(self) -> None:
         self.last = self._current()
-        for member, schedule in zip(self.span.members, self.optimizer.schedules, strict=True):
-            if schedule is not None and member.job.schedule_every == "step":
-                schedule.step()
+        for slot, (member, schedule) in enumerate(zip(self.span.members, self.optimizer.schedules, strict=True)):
+            if schedule is not None and member.job.schedule_every == "step" and slot not in self.optimizer.failed:
+                self._move(slot, schedule)
+
+    def _move(self, slot: int, schedule: Any, *metric: float) -> None:
+        if slot not in self.errors:
+            try:
+                schedule.step(*metric)
+            except Exception as error:
+                self.errors[slot] = error
 
     def skip(self, steps: int) -> None:
         raise AssertionError("steps of optimizers without a rule are never out of sight")
@@ -211,9 +257,9 @@ class _Own:
         schedule = self.optimizer.schedules[slot]
         if isinstance(schedule, ReduceLROnPlateau):
             if value is not None:
-                schedule.step(value)
+                self._move(slot, schedule, value)
         elif schedule is not None:
-            schedule.step()
+            self._move(slot, schedule)
 
     def _current(self) -> list[float]:
         return [float(opt.param_groups[0].get("lr", float("nan"))) for opt in self.optimizer.optimizers]

@@ -19,6 +19,9 @@ from shoal.pack.stacked import flat, transfer
 from shoal.pack.stacked.optimizers import Grads, Optimizers, ordered
 from shoal.pack.used import used_params
 
+LEAST = 2
+"""Rows of the smallest stack."""
+
 
 class Stack:
     """Members' training state with a member axis, and what one optimizer step does to it."""

@@ -10,23 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.errors import MemberError
-from shoal.pack.members import Member, draws, run_step
+from shoal.pack.members import Member
 from shoal.pack.prove import prove_evaluation, proven_together
 from shoal.pack.recipe import Evaluation, Kitchen, Recipe
+from shoal.pack.serial import serial_unit
+from shoal.pack.stacked.blame import added, check_shapes, culprits, gradients, row_of, undraw
 from shoal.pack.stacked.feed import Feed
 from shoal.pack.stacked.optimizers import kind
 from shoal.pack.stacked.program import Program, as_column
 from shoal.pack.stacked.rates import Rates
 from shoal.pack.stacked.site import NotStackable
+from shoal.pack.stacked.stack import LEAST as LEAST
 from shoal.pack.stacked.stack import Stack
 from shoal.pack.stream import Stream
 from shoal.pack.trace import Untraceable, autocast
-from shoal.pack.unit import Findings, Unit, context_lost, out_of_memory
-from shoal.randomness import Draw, draw_members, draw_step, generator_at
-
-LEAST = 2
-"""Rows of the smallest stack; see `stack`."""
+from shoal.pack.unit import Alone, Findings, Unit, context_lost, out_of_memory
+from shoal.randomness import Draw, draw_step, generator_at
 
 
 class StackedUnit(Unit):
@@ -57,6 +56,12 @@ class StackedUnit(Unit):
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
+        self._undone: dict[int, Exception] = {}
+        """Whose optimizer raised in the last step, which is not counted for them."""
+        self._failed: dict[int, Exception] = {}
+        """What parts of this unit, which ran apart, have for `failures`."""
+        self._aside: dict[int, list[Tensor | None]] = {}
+        """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
         self._forwards: dict[Any, Program | None] = {}
@@ -82,14 +87,30 @@ class StackedUnit(Unit):
         try:
             for index in range(batches):
                 self._batch(feed, index)
+                if self._undone or self._aside or self.rates_of.failed:
+                    break
         except Exception as error:
-            if out_of_memory(error):
-                self._undraw(before)
+            undraw(self, before, range(len(before)) if self._noise is not None else ())
+            self._stop()
+            if context_lost(error) or out_of_memory(error):
+                raise
+            raise Alone(culprits(self, error)) from error
+        except BaseException:
+            self._stop()
             raise
-        finally:
-            self.rates_of.settle_rates()
-            self._note()
+        undraw(self, before, list(self._aside))
+        self._stop()
         feed.used()
+        if self._aside:
+            raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
+
+    def _stop(self) -> None:
+        """The turn is over: what it gave, to the members."""
+        self.rates_of.settle_rates()
+        self._note()
+
+    def failures(self) -> dict[int, Exception]:
+        return {**self.rates_of.failures(), **self._undone, **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
@@ -100,17 +121,20 @@ class StackedUnit(Unit):
 
     def _run_apart(self, alike: list[list[int]], batches: int) -> None:
         """Members whose batches have the same shape go together, the others after them."""
-        caught: MemberError | None = None
+        alone: dict[int, str] = {}
         for slots in alike:
             part = self.keep(slots)
             assert isinstance(part, StackedUnit)
             try:
                 part.run(batches)
-            except MemberError as error:  # a second one raises again when its batch is tried again
-                caught = caught or MemberError(slots[error.slot], error.cause)
+            except Alone as caught:
+                alone |= {slots[slot]: reason for slot, reason in caught.reasons.items()}
+            failed = part.failures()
             self._take(slots, part)
-        if caught is not None:
-            raise caught from caught.cause
+            self._failed |= {slots[slot]: error for slot, error in failed.items()}
+            self._aside |= {slots[slot]: grads for slot, grads in part._aside.items()}
+        if alone:
+            raise Alone(alone)
 
     def _take(self, slots: list[int], part: StackedUnit) -> None:
         """Be, for these slots, where a part of this unit is."""
@@ -132,10 +156,12 @@ class StackedUnit(Unit):
             for name in names
         }
         for slot, member in enumerate(self.members):
-            member.losses += losses[slot]
-            member.place += done
+            own = done - (slot in self._undone or slot in self._aside)
+            member.batches -= done - own
+            member.losses += losses[slot][:own]
+            member.place += own
             if names or member.logs:
-                member.log(done, {name: values[slot] for name, values in logs.items()})
+                member.log(own, {name: values[slot][:own] for name, values in logs.items()})
         self._losses, self._logs = [], []
 
     @property
@@ -161,26 +187,22 @@ class StackedUnit(Unit):
         place, k = member.place + done, member.job.accumulate
         first = place - place % k
         group = min(k, member.num_batches - first)
-        try:
-            batch = feed.batch(index)
-            size = batch[0].shape[0 if feed.shared else 1]
-            program = self.program(size, [not feed.shared] * len(batch))
-            if self._noise is None:
-                self._drawn.append(program.draws)
-            active = self.stack.active.clone() if program.trace.checked else None
-            self.advance(program, batch, group, first == place, place + 1 == first + group)
-        except Exception as error:
-            raise self._blame(done, error) from error
+        batch = feed.batch(index)
+        size = batch[0].shape[0 if feed.shared else 1]
+        if not feed.in_memory:
+            check_shapes(self.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+        program = self.program(size, [not feed.shared] * len(batch))
+        if self._noise is None:
+            self._drawn.append(program.draws)
+        active = self.stack.active.clone() if program.trace.checked else None
+        grads = [] if first == place else self._grads
+        self.advance(program, batch, group, first == place, place + 1 == first + group)
         if active is not None and not self._everybody:
-            self._look_at_checks(done, active)
+            self._set_aside(active & ~self.stack.active, grads)
 
-    def _look_at_checks(self, done: int, before: Tensor) -> None:
-        """Where a check in the graph may have failed, let the member's own step say so."""
-        for slot in range(len(self.members)):
-            if before[slot] and not self.stack.active[slot]:
-                error = self._own_error(slot, done)
-                if error is not None:
-                    raise MemberError(slot, error) from error
+    def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
+        """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
+        self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -216,26 +238,28 @@ class StackedUnit(Unit):
         if last:
             stack.apply(self._grads, ok)
             self._grads = []
+            self._undo(stack.optimizer.failures(), before)
             self.rates_of.step()
 
-    def _draw(self, program: Program) -> list[Tensor]:
-        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
-        members = [self.members[row] for row in self.stack.rows]
-        seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
-        return draw_step(program.draws, self._generators, seeds, batches, self.stack.device)
+    def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
+        """Members whose optimizer raised have their buffers from before the batch."""
+        self._undone = failed
+        rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
+        for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
+            now[rows] = before[rows]
 
-    def _undraw(self, before: list[Tensor]) -> None:
-        """Let nobody have drawn for the batch that was not taken; `before`: the generators when the turn began."""
-        if self._noise is None or not self._drawn:
-            return
-        self._noise = None
-        self._drawn.pop()
-        if self.stack.device.type != "cpu":  # draws are counted there
-            return
-        for generator, state in zip(self._generators, before, strict=True):
-            generator.set_state(state)
-        for drawn in self._drawn:
-            draw_members(drawn, self._generators, self.stack.device)
+    def drawn(self, program: Program, slots: Sequence[int]) -> list[Tensor]:
+        """The draws that these members would have for their next batch; nobody has drawn afterwards."""
+        return self._draw(program, [generator_at(self._generators[slot].get_state()) for slot in slots], slots)
+
+    def _draw(
+        self, program: Program, generators: Sequence[torch.Generator] | None = None, slots: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
+        members = [self.members[slot] for slot in (self.stack.rows if slots is None else slots)]
+        seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
+        drawing = self._generators if generators is None else generators
+        return draw_step(program.draws, drawing, seeds, batches, self.stack.device)
 
     def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
@@ -261,33 +285,7 @@ class StackedUnit(Unit):
         if group > 1 or self.stack.scaler is not None:
             total = losses.sum()
         grads: list[Tensor | None] = list(torch.autograd.grad(total, self.stack.leaves, allow_unused=True))
-        return grads if first else [_sum(a, b) for a, b in zip(self._grads, grads, strict=True)]
-
-    def _blame(self, done: int, error: Exception) -> Exception:
-        """Find the member whose own step raises on this batch; the others lose nothing."""
-        if context_lost(error) or out_of_memory(error):
-            return error
-        for slot in range(len(self.members)):
-            raised = self._own_error(slot, done)
-            if raised is not None:
-                return MemberError(slot, raised)
-        return error
-
-    def _own_error(self, slot: int, done: int) -> Exception | None:
-        """What a member's own step raises on the batch after so many of this turn."""
-        member, job = self.members[slot], self.members[slot].job
-        self.stack.write_back([slot])
-        assert member.order is not None
-        start = (member.place + done) * job.batch_size
-        model = member.model.to(member.device)
-        try:
-            rows = member.order[start : start + job.batch_size]
-            batch = member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch)
-            with draws(member, keep=False), torch.no_grad(), autocast(job.precision, member.device):
-                run_step(job, model, batch)
-        except Exception as error:
-            return error
-        return None
+        return grads if first else [added(a, b) for a, b in zip(self._grads, grads, strict=True)]
 
     # --- in and out -------------------------------------------------------------------------------------------------
 
@@ -304,6 +302,10 @@ class StackedUnit(Unit):
         last = self.rates_of.last
         kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
         return kept
+
+    def alone(self, slots: list[int]) -> list[Unit]:
+        self.write_back(slots)
+        return [serial_unit(self.members[slot], gradients(self, slot)) for slot in slots]
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
         """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
@@ -396,9 +398,3 @@ class StackedUnit(Unit):
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a + b

@@ -1,0 +1,186 @@
+"""Items of a Dataset, read so that what a random one gives depends on the job alone.
+
+An item is read under a seed of its own, a function of (data seed, epoch, row): torch's, numpy's and python's global
+generators, and those that the Dataset keeps itself, are seeded for it and put back afterwards. So it does not matter
+how many workers read, in which order, or who else reads the same Dataset.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+MOST_OBJECTS, MOST_ITEMS = 10_000, 100
+"""How far a Dataset is searched for generators: so many objects, so many items of each list."""
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType)
+
+
+class Items:
+    """Reads the items of one Dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.generators = [(own, _salt(own)) for own in generators_of(dataset)]
+        """The Dataset's own, each with what tells two that were seeded differently apart."""
+
+    def __call__(self, row: int, seed: int, epoch: int) -> Any:
+        """One item, with all generators seeded by (seed, epoch, row), and put back after."""
+        before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        own = [(generator, _state(generator)) for generator, _ in self.generators]
+        word = _word(seed, epoch, row)
+        try:
+            torch.default_generator.manual_seed(word)
+            np.random.seed(word & 0xFFFFFFFF)
+            random.seed(word)
+            for generator, salt in self.generators:
+                _seed(generator, _word(seed, epoch, row, salt))
+            return self.dataset[row]
+        finally:
+            torch.default_generator.set_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+            for generator, state in own:
+                _restore(generator, state)
+
+    def plain(self, row: int) -> Any | None:
+        """The item, or None where it is not made of tensors and numbers, or where reading it drew at random."""
+        before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        own = [(generator, _state(generator)) for generator, _ in self.generators]
+        try:
+            item = self.dataset[row]
+            drew = not torch.equal(before[0], torch.default_generator.get_state()) or random.getstate() != before[2]
+            drew = drew or not _equal(before[1], np.random.get_state())
+            drew = drew or not all(_equal(state, _state(generator)) for generator, state in own)
+        finally:
+            torch.default_generator.set_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+            for generator, state in own:
+                _restore(generator, state)
+        plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
+            isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
+        )
+        return item if plain and not drew else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two items hold the same numbers, as far as they are tensors, arrays, numbers and strings."""
+    leaves_a, spec_a = pytree.tree_flatten(a)
+    leaves_b, spec_b = pytree.tree_flatten(b)
+    return bool(spec_a == spec_b) and all(_alike(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+
+
+def _alike(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        if x.layout != torch.strided or y.layout != torch.strided:
+            x, y = x.to_dense(), y.to_dense()
+        return x.dtype == y.dtype and x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
+    if isinstance(x, (np.ndarray, np.generic, int, float, complex, str, bytes)):
+        a, b = np.asarray(x), np.asarray(y)
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
+    return type(x) is type(y)
+
+
+def generators_of(dataset: Any) -> list[Generator]:
+    """Random generators that reading the Dataset may draw from, besides the global ones: those it keeps in attributes,
+    lists, transforms and closures, and those that its functions know as globals."""
+    shared = {id(torch.default_generator), id(getattr(random, "_inst", None)), id(np.random.mtrand._rand)}
+    found: list[Generator] = []
+    seen: set[int] = set(shared)
+    waiting: deque[Any] = deque([dataset, getattr(type(dataset), "__getitem__", None)])
+    while waiting and len(seen) < MOST_OBJECTS:
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen.add(id(value))
+        if isinstance(value, random.SystemRandom):
+            continue  # it has no state
+        if isinstance(value, _KINDS):
+            found.append(value)
+        else:
+            waiting.extend(_inside(value))
+    return found
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What an object holds."""
+    if isinstance(value, dict):
+        yield from list(value.values())[:MOST_ITEMS]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from list(value)[:MOST_ITEMS]
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                yield cell.cell_contents
+        yield from value.__defaults__ or ()
+        known = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (one for one in known if isinstance(one, _KINDS))
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for kind in type(value).__mro__:
+            if "__call__" in vars(kind) and isinstance(vars(kind)["__call__"], types.FunctionType):
+                yield vars(kind)["__call__"]
+
+
+def _word(*parts: object) -> int:
+    text = " ".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _restore(generator: Generator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Generator, word: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(word).state
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(word)
+    else:
+        generator.seed(word & 0xFFFFFFFF)
+
+
+def _salt(generator: Generator) -> str:
+    state = _state(generator)
+    data = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two states of a generator are the same."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Tensor):
+        return bool(torch.equal(a, b))
+    return bool(np.array_equal(a, b))

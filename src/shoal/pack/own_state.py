@@ -1,0 +1,111 @@
+"""What a member has become besides weights, optimizer state and schedule: Python state, and what its optimizer keeps.
+
+Only jobs whose step changes Python state, and those with optimizers or schedules of their own making, have any: for the
+others nothing is looked for and nothing saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from shoal.job import Job
+from shoal.pack.state_codec import Plain
+from shoal.pack.state_keeper import Keeper
+
+Saved = Mapping[str, Plain]
+
+
+class OwnState:
+    """The Python state of one member. Made anew in each process; what was saved elsewhere is loaded."""
+
+    def __init__(self) -> None:
+        self.watched = True
+        """Whether its step may change Python state; a step that could be traced does not."""
+        self.wanted = False
+        """Whether somebody will ask for it: a run folder, or an order to clone."""
+        self.job: Keeper | None = None
+        """Of what the job's functions and the model reach."""
+        self.driver: Keeper | None = None
+        """Of the optimizer and scheduler that train it now."""
+        self._loaded: Saved | None = None
+
+    def capture(self) -> dict[str, Plain] | None:
+        """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
+        if self.job is None and self.driver is None:
+            return None if self._loaded is None else dict(self._loaded)
+        parts = {"job": self.job, "driver": self.driver}
+        saved = {name: keeper.capture() for name, keeper in parts.items() if keeper is not None}
+        saved = {name: state for name, state in saved.items() if state is not None}
+        return saved or None
+
+    def load(self, saved: Saved | None) -> None:
+        """What was captured elsewhere; it is put in place when the member gets its optimizer."""
+        self._loaded, self.driver = saved, None
+
+    def begin(self, job: Job, model: nn.Module) -> None:
+        """Before an optimizer is made for the member: note what there is or, if it has trained, what it has become."""
+        if self._loaded is None and (self.job is not None or self.driver is not None):
+            self._loaded = self.capture()
+        if self.job is not None:
+            self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
+        elif self.wanted or self._loaded is not None:
+            self.job = Keeper(_roots(job, model if self.watched else None), model=model)
+
+    def attach(
+        self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
+    ) -> None:
+        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with others."""
+        self.driver = None
+        if has_own_state(optimizer, schedule):
+            foreign = schedule is not None and not _is_torchs(schedule)
+            roots = {"optimizer": optimizer, **({"scheduler": schedule} if foreign else {})}
+            self.driver = Keeper(roots, model=model, beside=self.job)
+        if self.job is not None:
+            self.job.know({("optimizer",): optimizer, ("scheduler",): schedule})
+        if started:
+            self._put_back(device)
+        self._loaded = None
+
+    def _put_back(self, device: torch.device) -> None:
+        saved = self._loaded or {}
+        if self.job is not None:
+            self.job.restore(saved.get("job"), device)
+        if self.driver is not None:
+            self.driver.restore(saved.get("driver"), device)
+
+    def finish(self, job: Job, model: nn.Module, device: torch.device) -> None:
+        """Put in place what a member at its end has become elsewhere, as far as it needs no optimizer."""
+        if self._loaded is not None and self._loaded.get("job") is not None:
+            self.job = self.job or Keeper(_roots(job, model), model=model)
+            self.job.restore(self._loaded["job"], device, partly=True)
+
+
+def _roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
+    """What a job's Python state can be reached from; without the model, what its optimizer and schedule can reach."""
+    roots: dict[str, Any] = {
+        "schedule": job.schedule,
+        "optimizer class": job.optimizer,
+        "params": job.params,
+    }
+    if model is not None:
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "collate": job.collate, "model": model}
+        if not isinstance(job.model, nn.Module):
+            roots["factory"] = job.model
+    return roots
+
+
+def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
+    """Whether an optimizer or a scheduler may have state that its `state_dict()` does not have."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    return not torchs or any(hooks) or (schedule is not None and not _is_torchs(schedule))
+
+
+def _is_torchs(scheduler: Any) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__ == lr_scheduler.__name__ and all(map(_is_torchs, parts))
