@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.errors import describe
 from shoal.job import RESERVED, Job
+from shoal.pack.evaluate import Sheet
 from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
 from shoal.pack.python_state import preserved
 
@@ -239,21 +240,17 @@ def _metric_problems(member: Member) -> list[str]:
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))
-    model = _twin(member)
+    model, sheet = _twin(member), Sheet(job)
     try:
         batch = member.val.take(0, size)
         with evaluating(model), autocast(job, member.device):
-            if job.step is not None:
-                run_step(job, model, batch)
-            outputs = model(*batch[:-1]) if job.step is None or job.metrics else None
-            if job.loss is not None:
-                job.loss(outputs, batch[-1])
+            sheet.add(model, batch)
     except Exception as error:
         return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
     lines = []
     for name, metric in job.metrics.items():
         try:
-            value = metric(outputs, batch[-1])
+            value = metric(sheet.outputs[0], batch[-1])
             if isinstance(value, Tensor) and value.numel() != 1:
                 lines.append(f"metric {name!r} gave a tensor of shape {list(value.shape)}; it must be one number")
         except (TypeError, AttributeError, NameError) as error:

@@ -61,7 +61,8 @@ class Job:
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    """A function that builds the network under the job's seed, or an nn.Module, which is copied first."""
+    """A function that builds the network under the job's seed, or an nn.Module, which is copied first. Weights that the
+    function would give out again, such as those of a shared backbone, are copied too: each job trains its own."""
     data: Any = field(repr=False)
     """Tensors or arrays in any tuple, dict or nesting with one first dimension, or a map-style Dataset."""
     val: Any = field(default=None, repr=False)

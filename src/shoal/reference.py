@@ -11,7 +11,8 @@ Points that a user may want to look up here:
   `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
   whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
 - Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
-  mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step.
+  mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step. A step or a network
+  that asks autograd for gradients itself, and so cannot run without them, is validated with gradients.
 - A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
 - An exception ends the job as failed: from its data, step or optimizer with buffers from before that batch, whose step
   is not counted; from its schedule after the step, which is.

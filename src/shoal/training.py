@@ -22,6 +22,7 @@ from shoal.environment import environment
 from shoal.errors import ShoalError, describe
 from shoal.events import Listener, Listeners, Riding, happened
 from shoal.job import Job
+from shoal.lost_state import watch_state
 from shoal.pack.board import Board, as_trained, beginning
 from shoal.pack.controls import Controls
 from shoal.pack.forking import processes_for
@@ -84,7 +85,9 @@ def train(
         compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
             refused.
         checkpoint_every: Seconds between checkpoints, or a time such as "5m", where there is `out`.
-        deterministic: Use torch's deterministic algorithms, and raise where there is none.
+        deterministic: The same bits every time: torch's deterministic algorithms alone, and an error where there is
+            none. On a CPU with one thread (which is then the default) a job's result also has the same bits whichever
+            jobs run beside it, and no clock decides how it is run; that may cost time.
         policy: Who goes first where not all can ride: "fifo", "priority", "shortest", "round-robin", "fair", or a
             shoal.Policy of your own.
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
@@ -231,13 +234,16 @@ class _Work:
         board = Board(
             members,
             timed=not settings.deterministic,
+            deterministic=settings.deterministic,
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
         )
         board.put_back = self._put_back
-        for member in members:
-            member.own.wanted = self.folder is not None or self.controls is not None
+        if self.folder is not None or self.controls is not None:
+            watch_state(members, board.recipes)
+        if self.folder is not None and not self.folder.passing:
+            self.folder.warn_of_lost_state(members)
         return board
 
     def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:
@@ -384,6 +390,8 @@ def applied(settings: Settings) -> Iterator[None]:
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        elif settings.deterministic and settings.device.type == "cpu":
+            torch.set_num_threads(1)  # as in a process of its own: bits must not depend on how many there are
         if settings.deterministic:
             if settings.device.type == "cuda":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.dataset import DatasetSource, check_dataset, materialise
 from shoal.data.rows import Rows
-from shoal.data.source import Source, TensorSource, is_tensors, tensor_leaves
+from shoal.data.source import Source, TensorSource, is_tensors, parts, tensor_leaves
 from shoal.errors import JobError
 
 
@@ -114,7 +114,8 @@ class Pool:
 
 
 def _identity(leaf: Tensor) -> tuple[Any, ...]:
-    return leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device)
+    memory = tuple((part.data_ptr(), part.stride()) for part in parts(leaf))
+    return memory, tuple(leaf.shape), leaf.dtype, str(leaf.layout), str(leaf.device)
 
 
 def batch_rows(batch: Any) -> int:

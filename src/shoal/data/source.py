@@ -58,8 +58,9 @@ class TensorSource(Source):
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
         """The batch of these rows: [B] gives leaves [B, ...]; [M, B], one row of rows per member, gives [M, B, ...]."""
         rows = rows.to(self.device)
-        flat = rows.reshape(-1)
-        taken = [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in self.leaves]
+        taken = [leaf.index_select(0, rows.reshape(-1)) for leaf in self.leaves]
+        if rows.ndim > 1:
+            taken = [leaf.view(*rows.shape, *leaf.shape[1:]) for leaf in taken]
         return pytree.tree_unflatten(taken, self.spec)
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
@@ -77,12 +78,25 @@ class TensorSource(Source):
             digest = hashlib.sha256(str(self.spec).encode())
             for leaf in self.leaves:
                 digest.update(f"{list(leaf.shape)}{leaf.dtype}".encode())
-                digest.update(_sample(leaf))
+                for part in parts(leaf):
+                    digest.update(_sample(part))
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
     def num_nan(self) -> int:
-        return sum(int(leaf.isnan().sum()) for leaf in self.leaves if leaf.is_floating_point() or leaf.is_complex())
+        values = [part for leaf in self.leaves for part in parts(leaf)]
+        return sum(int(value.isnan().sum()) for value in values if value.is_floating_point() or value.is_complex())
+
+
+def parts(leaf: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's numbers: itself, or what a sparse one is made of."""
+    if leaf.layout == torch.sparse_coo:
+        return leaf._indices(), leaf._values()
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return leaf.crow_indices(), leaf.col_indices(), leaf.values()
+    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return leaf.ccol_indices(), leaf.row_indices(), leaf.values()
+    return (leaf,)
 
 
 def _flat_tuple(length: int) -> pytree.TreeSpec:
@@ -91,6 +105,8 @@ def _flat_tuple(length: int) -> pytree.TreeSpec:
 
 def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
     """The tensor's bytes, or those of rows spread evenly over it where it is large."""
+    if not leaf.dim() or not leaf.numel():
+        return as_bytes(leaf)
     row = max(1, leaf[:1].numel())
     stride = max(1, -(-leaf.numel() // limit))
     return as_bytes(leaf[::stride][: max(1, limit // row)])

@@ -34,16 +34,18 @@ class Board:
         members: Sequence[Member],
         *,
         timed: bool = True,
+        deterministic: bool = False,
         compile: bool | Literal["auto"] = "auto",
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
     ) -> None:
-        """`tiers`: those that members had in the run that is resumed; they have them again."""
+        """`timed`: may a clock have a say in tiers? `deterministic`: see `Kitchen`. `tiers`: those that members had in
+        the run that is resumed; they have them again."""
         self.device = members[0].device
         self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
         self.gpu = self.device.type == "cuda"
         self.budget: float = math.inf if budget is None else budget
-        self.kitchen = Kitchen()
+        self.kitchen = Kitchen(deterministic=deterministic)
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()

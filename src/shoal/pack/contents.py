@@ -38,7 +38,8 @@ class TensorContent(Place):
         """Whether its content can be copied and compared."""
         value = self.owner
         plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
-        return plain and value.numel() <= self.most
+        odd = value.is_quantized or value.is_nested
+        return plain and not odd and value.numel() <= self.most
 
     @property
     def restorable(self) -> bool:  # type: ignore[override]

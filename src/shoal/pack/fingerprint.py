@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.data.source import parts
+
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Tensors that are looked at on their own; the last two are an RNN's other list of its parameters."""
@@ -33,6 +35,11 @@ def fingerprint(value: Any, *, tensors: bool = True, hold: list[Any] | None = No
     if isinstance(value, nn.Module):
         walker.trained = {id(t) for t in (*value.parameters(), *value.buffers())}
     return walker.visit(value, 0)
+
+
+def _in_plain_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read as bytes, which those of quantized ones cannot."""
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def without_floats(print: Hashable) -> Hashable:
@@ -105,14 +112,20 @@ class _Walker:
             return None
         tie = self.seen.setdefault(id(tensor), len(self.seen))
         content = None if id(tensor) in self.trained else self._tensor(tensor)
-        return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride(), tie, content)
+        strides = tensor.stride() if tensor.layout == torch.strided else str(tensor.layout)
+        return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides, tie, content)
 
     def _tensor(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor) and value.is_nested:
+            return ("identity", id(value))
         shape = (tuple(value.shape), str(value.dtype))
         if not self.tensors:
             return ("tensor", shape)
         if isinstance(value, Tensor):
-            if value.numel() > 1_000_000 or value.device.type == "meta":
+            held = parts(value)
+            if held[0] is not value:
+                return ("sparse", shape, str(value.layout), *map(self._tensor, held))
+            if value.numel() > 1_000_000 or value.device.type == "meta" or not _in_plain_memory(value):
                 return self._identity(value)
             # a copy: a tensor whose memory numpy has seen cannot be resized any more
             value = value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from shoal.pack.stacked.forward import Forward, joined
 from shoal.pack.stacked.handed import HandedStack
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.trace import Untraceable
-from shoal.pack.unit import Unlike
+from shoal.pack.unit import Unlike, evaluated
 
 UNDECIDED = ("", "decided at its first step")
 
@@ -396,5 +397,5 @@ class Pack:
         outputs = []
         for member in members:
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                outputs.append(member.model(*inputs))
+                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
         return joined(outputs)

@@ -6,12 +6,16 @@ others nothing is looked for and nothing saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
+from torch.utils import _pytree as pytree
 
 from shoal.job import Job
 from shoal.pack.state_codec import Plain
@@ -33,6 +37,26 @@ class OwnState:
         self.driver: Keeper | None = None
         """Of the optimizer and scheduler that train it now."""
         self._loaded: Saved | None = None
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Around some steps: notice whether they draw from the generators of the modules `random` and `numpy`."""
+        if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
+            yield
+            return
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            drew = random.getstate() != python, not all(map(np.array_equal, numpy, np.random.get_state()))
+            if self.job.draws is not None:
+                self.job.draws = self.job.draws[0] or drew[0], self.job.draws[1] or drew[1]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What could not be saved so far: where it is, and why."""
+        keepers = (self.job, self.driver)
+        return {where: why for keeper in keepers if keeper is not None for where, why in keeper.problems.items()}
 
     def capture(self) -> dict[str, Plain] | None:
         """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
@@ -59,7 +83,7 @@ class OwnState:
     def attach(
         self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
     ) -> None:
-        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with others."""
+        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with other ones."""
         self.driver = None
         if has_own_state(optimizer, schedule):
             foreign = schedule is not None and not _is_torchs(schedule)
@@ -97,6 +121,12 @@ def _roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
         if not isinstance(job.model, nn.Module):
             roots["factory"] = job.model
     return roots
+
+
+def storable(state: Any) -> bool:
+    """Whether a scheduler's state_dict() is plain values and tensors alone; otherwise its attributes are saved."""
+    leaves = pytree.tree_leaves(state)
+    return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
 
 
 def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:

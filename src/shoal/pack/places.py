@@ -244,7 +244,7 @@ class Items(Place):
         for key, held in value:
             if key not in self.owner or not same_value(self.owner[key], held):
                 self.owner[key] = held
-        if list(self.owner) != [key for key, _ in value]:
+        if list(map(id, self.owner)) != [id(key) for key, _ in value]:  # a key may be a tensor, which has no `==`
             self.owner.clear()
             self.owner.update(value)
 

@@ -139,7 +139,7 @@ def _compare_steps(rows: Sequence[_Case], kitchen: Kitchen, *, wide: bool, solo:
             _step_trace(case.steps[size], member, batch, kitchen, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo)
+        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo, kitchen.deterministic)
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = _in_float64(wide, _run_step, member, batches[place])
@@ -197,12 +197,19 @@ def _in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
 
 
 def _run_program(
-    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], apart: bool, solo: bool
+    members: Sequence[Member],
+    traces: Sequence[Trace],
+    batches: Sequence[Any],
+    apart: bool,
+    solo: bool,
+    deterministic: bool,
 ) -> list[Observed]:
     """What the program gives for each member, from where the members are; nothing of theirs changes."""
     trace, device = traces[0], members[0].device
     leaves = [pytree.tree_leaves(batch) for batch in batches]
-    program = Program(traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo)
+    program = Program(
+        traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic
+    )
     used = [a and b for a, b in zip(trace.trainable, used_params(trace), strict=True)]
     state = _stacked_state([member.model for member in members], trace)
     state = [tensor[0] for tensor in state] if solo else state
@@ -312,7 +319,7 @@ def _compare_outputs(rows: Sequence[_Case], batch: Any, kitchen: Kitchen, *, wid
         _twin(case.steps[0], wide, partial(kitchen.evaluation, model, what, batch, twice=False))
         for case, model, what in zip(rows, models, whats, strict=True)
     ]
-    program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
+    program = Program(traces, device=device, stacked_batch=[False] * len(leaves), deterministic=kitchen.deterministic)
     if program.draws:
         return ["it draws random numbers in eval mode"] * len(rows)
     state = _stacked_state(models, traces[0])

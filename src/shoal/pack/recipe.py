@@ -161,7 +161,9 @@ class _Record:
 class Kitchen:
     """Makes recipes, tracing each distinct step once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone."""
+        self.deterministic = deterministic
         self._traces: dict[tuple[_Code, Hashable], _Record] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -205,7 +207,9 @@ class Kitchen:
         if key not in self._programs:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = Program(traces, device=device, stacked_batch=stacked_batch)
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+            )
         return self._programs[key]
 
     def step(self, member: Member, rows: int) -> Trace:
@@ -258,6 +262,8 @@ class Kitchen:
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
             self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))

@@ -77,7 +77,7 @@ class SerialUnit(Unit):
         """Batches in the member's own random stream, which is swapped in once for all of them."""
         member = self.member
         feed = self._stream.at(member)
-        with draws(member) as begin:
+        with draws(member) as begin, member.own.noticing():
             for _ in range(batches):
                 begin()
                 self._batch(feed)

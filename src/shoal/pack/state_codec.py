@@ -56,11 +56,14 @@ class Encoder:
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
 
-    def value(self, value: Any) -> Plain:
-        """A value as plain data, with what it holds in `nodes`; NotSavable, and nothing written, where it cannot be."""
+    def value(self, value: Any, *, anew: bool = False) -> Plain:
+        """A value as plain data, with what it holds in `nodes`; NotSavable, and nothing written, where it cannot be.
+
+        `anew`: so that the reader makes an object like it, also where it has one already.
+        """
         count = len(self.nodes)
         try:
-            return self._value(value)
+            return self._number(value) if anew else self._value(value)
         except (NotSavable, RecursionError) as error:
             del self.nodes[count:]
             self._numbers = {key: number for key, number in self._numbers.items() if number < count}
@@ -73,8 +76,9 @@ class Encoder:
         if path is not None:
             return ["at", *path]
         direct = self._direct(value)
-        if direct is not None:
-            return direct
+        return self._number(value) if direct is None else direct
+
+    def _number(self, value: Any) -> Plain:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = number = len(self.nodes)
             self._held.append(value)

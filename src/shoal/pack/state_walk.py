@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shoal.pack import contents, places
@@ -37,9 +36,9 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 """Containers that every module has, and that are empty in most."""
 _PLAIN = (
     int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
-    Optimizer, Dataset, random.SystemRandom, types.CodeType, range, slice,
+    Dataset, random.SystemRandom, types.CodeType, range, slice,
 )  # fmt: skip
-"""Values that hold no state, or whose state is not the step's: optimizers and data are saved and read elsewhere."""
+"""Values that hold no state, or whose state is not the step's: data is read elsewhere."""
 _STANDARD = (
     types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap,
     functools.cached_property, functools.partialmethod,

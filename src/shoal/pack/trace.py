@@ -298,11 +298,15 @@ def _refuse_in_graph(recorded: Trace) -> None:
             value = getattr(recorded.module, str(node.target), None)
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
                 raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
+            if value.layout != torch.strided:
+                raise Untraceable(f"it reads a tensor of layout {value.layout}")
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise Untraceable(f"it reads a number out of a tensor ({node.target})")
             if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
                 raise Untraceable(f"the shape of a result depends on the data ({node.target})")
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise Untraceable(f"it uses a tensor of layout {value.layout} ({node.target})")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Untraceable(f"it uses a higher-order operator ({node.target})")
 
@@ -327,6 +331,8 @@ def same_graph(a: Trace, b: Trace) -> bool:
 def _same_constant(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
         return type(a) is type(b)
+    if a.layout != torch.strided:
+        return True  # it is refused, with its own reason
     try:
         return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
     except Exception as error:

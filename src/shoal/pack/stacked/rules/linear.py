@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.pack.stacked.rules._product import Affine, Linear, Product
-from shoal.pack.stacked.rules._registry import general, once_per_member, rule
+from shoal.pack.stacked.rules._registry import general, in_full_precision, once_per_member, rule
 from shoal.pack.stacked.site import Run, Site, pad_dims
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ def widened(x: Tensor, stacked: bool, members: int) -> Tensor:
     return x if stacked else x.unsqueeze(0).expand(members, *x.shape)
 
 
-@rule(aten.linear.default)
+@rule(aten.linear.default, steady=in_full_precision)
 def linear(site: Site) -> Run:
     members, (has_x, has_w) = site.members, (site.stacked(0), site.stacked(1))
     has_bias = site.args[2] is not None
@@ -95,7 +95,7 @@ def addmm(site: Site) -> Run:
     return run
 
 
-@rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default, steady=in_full_precision)
 def matmul(site: Site) -> Run:
     a, b = site.ndim(0), site.ndim(1)
     if a == 0 or b == 0:

@@ -33,7 +33,13 @@ def _lone(site: Site, x: Tensor) -> Tensor:
     return x if not site.members or site.stacked(0) else x.unsqueeze(0)
 
 
-@rule(aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default, aten.feature_dropout_.default)
+@rule(
+    aten.dropout.default,
+    aten.dropout_.default,
+    aten.feature_dropout.default,
+    aten.feature_dropout_.default,
+    steady=True,
+)
 def dropout(site: Site) -> Run:
     rates, training = _rates(site), site.args[2]
     if not training or all(p == 0 for (p,) in rates):
@@ -50,7 +56,7 @@ def dropout(site: Site) -> Run:
     return lambda x, *_: _lone(site, x) * draw()
 
 
-@rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+@rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default, steady=True)
 def alpha_dropout(site: Site) -> Run:
     rates, training = _rates(site), site.args[2]
     if not training or all(p == 0 for (p,) in rates):
@@ -91,24 +97,24 @@ def _plain(site: Site, kind: str, numbers: tuple[float, ...]) -> Run:
     return lambda *_: draw()
 
 
-@rule(aten.rand.default, aten.rand_like.default)
+@rule(aten.rand.default, aten.rand_like.default, steady=True)
 def rand(site: Site) -> Run:
     return _plain(site, "uniform", (0.0, 1.0))
 
 
-@rule(aten.randn.default, aten.randn_like.default)
+@rule(aten.randn.default, aten.randn_like.default, steady=True)
 def randn(site: Site) -> Run:
     return _plain(site, "normal", (0.0, 1.0))
 
 
-@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
+@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype, steady=True)
 def randint(site: Site) -> Run:
     names = [argument.name for argument in site.op._schema.arguments]
     low = site.args[names.index("low")] if "low" in names else 0
     return _plain(site, "integer", (low, site.args[names.index("high")]))
 
 
-@rule(aten.randperm.default)
+@rule(aten.randperm.default, steady=True)
 def randperm(site: Site) -> Run:
     return _plain(site, "permutation", ())
 
@@ -121,7 +127,7 @@ _FILLS = {
 }
 
 
-@rule(*_FILLS)
+@rule(*_FILLS, steady=True)
 def fill(site: Site) -> Run:
     numbers, generator = site.args[1:-1], site.args[-1]
     if generator is not None or site.varies:
@@ -131,7 +137,7 @@ def fill(site: Site) -> Run:
     return lambda x, *_: x.copy_(draw())
 
 
-@rule(aten.bernoulli.default)
+@rule(aten.bernoulli.default, steady=True)
 def bernoulli(site: Site) -> Run:
     """A coin per element with its own probability: alone on CPU, torch compares a uniform draw with it."""
     raise NotStackable("torch.bernoulli of a tensor of probabilities")
