@@ -80,6 +80,8 @@ class Board:
         with timed("costs"):
             found = requests(groups, tried, self.tiers, exact=self._matters(groups))
         self._take(groups, found)
+        for member in members:
+            member.own.watched = member.index not in self.recipes
         everybody = [member for own in self.groups for member in own.members]
         self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
 
@@ -95,8 +97,6 @@ class Board:
     def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
         self._requests |= {request.index: request for request in found}
         self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
-        for member in (member for own in groups for member in own.members):
-            member.own.watched = member.index not in self.recipes
         self.groups += groups
         alone = {request.index for request in found if request.tier == "serial" and not self.gpu}
         self.watch.drop(alone | {m.index for own in groups if not own.recipes for m in own.members})
