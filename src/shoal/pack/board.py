@@ -19,6 +19,7 @@ from shoal.pack.planner import Device, Kinds, Request, cost, plan
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.renewal import Renewals
 from shoal.pack.times import timed
+from shoal.pack.trace import Untraceable
 from shoal.pack.unit import Executor, Unit
 from shoal.pack.watch import Watch
 
@@ -74,7 +75,10 @@ class Board:
 
     def add(self, members: Sequence[Member]) -> None:
         """Work out what is to be known of these members."""
-        groups = self._traced(members)
+        with timed("traces"):
+            for member in members:
+                self._look_at(member)
+            groups = group(list(members), self.kitchen)
         with timed("trials"):
             tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
         with timed("costs"):
@@ -85,14 +89,19 @@ class Board:
         everybody = [member for own in self.groups for member in own.members]
         self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
 
-    def _traced(self, members: Sequence[Member]) -> list[Group]:
-        """Members by what they compute; what their steps read in Python is watched from here on."""
-        with timed("traces"):
-            for member in members:
-                job = member.job
-                copied = isinstance(job.model, nn.Module)
-                self.watch.add(member.index, {"step": job.step, "loss": job.loss}, member.model, private=copied)
-            return group(list(members), self.kitchen)
+    def _look_at(self, member: Member) -> None:
+        """Watch what a member's step reads in Python, from here on."""
+        code = {"step": member.job.step, "loss": member.job.loss}
+        copied = isinstance(member.job.model, nn.Module)
+        self.watch.add(member.index, code, member.model, private=copied)
+
+    def _does_the_same(self, member: Member) -> bool:
+        """Whether a member's step is still the one that it was."""
+        before = self.recipes.get(member.index)
+        try:
+            return before is not None and self.kitchen.recipe(member).same_steps(before)
+        except Untraceable:
+            return False
 
     def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
         self._requests |= {request.index: request for request in found}
@@ -109,15 +118,11 @@ class Board:
         self.watch.drop(member.index for member in members)
         for member in members:
             self.kitchen.forget(member.model)
-        groups = self._traced([member for member in members if member.index not in unstacked])
-        same = {
-            recipe.member.index
-            for own in groups
-            for recipe in own.recipes
-            if recipe.same_steps(self.recipes.get(recipe.member.index))
-        }
-        moved = {member.index for member in members} - same
-        groups = [only for own in groups if (only := _only(own, moved)).members]
+        for member in members:
+            if member.index not in unstacked:
+                self._look_at(member)
+        moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
+        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.kitchen)
         groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
         rest = {member.index for own in self.groups for member in own.members} - moved
         self.groups = [only for own in self.groups if (only := _only(own, rest)).members]

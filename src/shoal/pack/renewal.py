@@ -79,9 +79,11 @@ class Renewals:
             if slots:
                 ride.unit.write_back(slots)
                 ride.unit.forget_evaluations()
-        for index, path in changes.items():
+        moved = self.board.renew([alive[index] for index in changes], self._unstacked)
+        for index in moved:
             noted = self._changes.setdefault(index, [])
             noted.append(alive[index].batches)
             if len(noted) >= MOST_CHANGES and noted[-1] - noted[-MOST_CHANGES] < FEW_BATCHES * MOST_CHANGES:
-                self._unstacked.setdefault(index, f"what its step reads changes too often ({say(path)})")
-        return self.board.renew([alive[index] for index in changes], self._unstacked)
+                reason = f"what its step reads changes too often ({say(changes[index])})"
+                self._unstacked.setdefault(index, reason)  # from the next change on
+        return moved
