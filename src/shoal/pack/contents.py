@@ -30,6 +30,8 @@ class TensorContent(Place):
 
     owner: Tensor
     data = True
+    most = MAX_ELEMENTS
+    """Elements whose content is looked at."""
 
     @property
     def whole(self) -> bool:
@@ -37,7 +39,7 @@ class TensorContent(Place):
         value = self.owner
         plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
         odd = value.is_quantized or value.is_nested
-        return plain and not odd and value.numel() <= MAX_ELEMENTS
+        return plain and not odd and value.numel() <= self.most
 
     @property
     def restorable(self) -> bool:  # type: ignore[override]

@@ -123,3 +123,13 @@ def refill(
         member.job = replace(member.job, seed=seed)
         member.rng.manual_seed(seed)
         member.batches = 0
+
+
+def device_of(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
+    """Where these networks train: as asked for, or where the first of them is."""
+    from shoal.training import pick_device
+
+    if device is not None:
+        return pick_device(device)
+    first = next(models[0].parameters(), None)
+    return first.device if first is not None else torch.device("cpu")

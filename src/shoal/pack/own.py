@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 from shoal.data import View
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.host import training_mode
-from shoal.pack.group import group, told
+from shoal.pack.group import told
 from shoal.pack.handout import Batches, Hand
 from shoal.pack.members import Member, autocast, draws, evaluating
-from shoal.pack.newcomers import Settings, make_member, refill
+from shoal.pack.newcomers import Settings, device_of, make_member, refill
+from shoal.pack.own_changes import LoopChanges
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
 from shoal.pack.some import asked_ids, in_order, step_alone, step_some
@@ -80,8 +81,9 @@ class Pack:
             precision=precision, schedule=schedule,
         )  # fmt: skip
         chosen = self._settings.of_each(models, seeds)
-        self.device = _device(models, device)
+        self.device = device_of(models, device)
         self._kitchen = Kitchen()
+        self._changes = LoopChanges(self._kitchen)
         self._members: dict[int, Member] = {}
         self._units: list[HandedStack | SerialUnit] = []
         self._waiting: list[int] = []
@@ -153,6 +155,7 @@ class Pack:
                 break
         self._waiting = [waiting for waiting in self._waiting if waiting != id]
         del self._members[id]
+        self._changes.drop(id)
         self._tiers.pop(id, None)
         return model
 
@@ -234,6 +237,7 @@ class Pack:
         """
         asked = self.ids if members is None else asked_ids(members, self.ids)
         leaves, spec = self._read(batch, per_member, len(asked))
+        self._look_for_changes()
         batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
         if self._waiting:
             self._arrange(batches)
@@ -285,7 +289,7 @@ class Pack:
         members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
             batches.hand(member)
-        groups = group(members, self._kitchen)
+        groups = self._changes.group(members)
         for found in groups:
             reason = told(found, groups)
             if found.stackable and self._join(found.recipes, batches):
@@ -300,6 +304,12 @@ class Pack:
         for member in members:
             if member.index in self._begins:
                 self._place(member.index, self._begins.pop(member.index))
+
+    def _look_for_changes(self) -> None:
+        """Where something has changed that members' steps read, let them wait for a new place."""
+        for unit in self._changes.stale(self._units):
+            self._waiting += [member.index for member in unit.members]
+            self._drop(unit, list(range(len(unit.members))))
 
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
         for unit in [unit for unit in self._units if isinstance(unit, HandedStack)]:
@@ -376,6 +386,7 @@ class Pack:
         if not self._members:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
+        self._look_for_changes()
         stacks = [u for u in self._units if isinstance(u, HandedStack) and [m.index for m in u.members] == self.ids]
         if stacks:
             outputs = stacks[0].outputs(inputs)
@@ -388,12 +399,3 @@ class Pack:
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
                 outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
         return joined(outputs)
-
-
-def _device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
-    from shoal.training import pick_device
-
-    if device is not None:
-        return pick_device(device)
-    first = next(models[0].parameters(), None)
-    return first.device if first is not None else torch.device("cpu")

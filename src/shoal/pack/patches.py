@@ -144,7 +144,7 @@ def _caller() -> str:
 
 
 class _Switches(TorchFunctionMode):
-    """Refuses what leaves nothing behind in a graph: to switch the gradients of a parameter, and to look at gradients."""
+    """Refuses what leaves nothing behind in a graph: to switch a parameter's gradient, and to look at gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ be compared by comparing their graphs. What a graph cannot carry is refused with
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 import warnings
@@ -62,6 +63,8 @@ class Trace:
     """Whether a first call leaves something in Python behind, such as a mask that is made once."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells traces apart, those that are gone included, which an id does not."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
@@ -114,7 +117,7 @@ def trace(
     )
     first, again = pair.first, pair.again
     first.caches = pair.caches
-    if not _same_graph(first, again):
+    if not same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
@@ -321,7 +324,8 @@ def _refuse_in_graph(recorded: Trace) -> None:
             raise Untraceable(f"it uses a higher-order operator ({node.target})")
 
 
-def _same_graph(a: Trace, b: Trace) -> bool:
+def same_graph(a: Trace, b: Trace) -> bool:
+    """Whether two graphs are the same, with the same numbers and constants in them."""
     if len(a.nodes) != len(b.nodes):
         return False
     constants = [

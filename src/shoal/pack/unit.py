@@ -86,6 +86,9 @@ class Unit(ABC):
         """Whether all members are between optimizer steps, with nothing of theirs held back by the unit."""
         return all(member.settled for member in self.members)
 
+    def forget_evaluations(self) -> None:  # noqa: B027  # most have none
+        """Python values that members' code reads have changed: programs of evaluations hold no longer."""
+
     def begin_epoch(self, orders_MN: Tensor) -> None:
         """Start an epoch for all members with these rows, [M, n] or, the same for all, [1, n]."""
         for slot, member in enumerate(self.members):

@@ -261,6 +261,10 @@ class CapturedUnit(Unit):
             seat[0][seat[1]] = recipe
         return found
 
+    def forget_evaluations(self) -> None:
+        for chunk in self.chunks:
+            chunk.view.forget_evaluations()
+
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         wanted = list(range(len(self.members))) if slots is None else slots
         places = self._places()

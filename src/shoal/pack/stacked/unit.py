@@ -348,6 +348,9 @@ class StackedUnit(Unit):
         unit._set_up()
         return unit
 
+    def forget_evaluations(self) -> None:
+        self._forwards = {}
+
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         what = Evaluation.forward(self.members[0].job.precision)
         program = self._evaluation("forward", tuple(inputs), [what] * len(self.members))
