@@ -59,8 +59,9 @@ def _code(function: Any) -> Any:
     return function.__code__, cells, defaults, id(getattr(function, "__self__", None))
 
 
-def dry_run(member: Member) -> list[str]:
-    """What a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
+def dry_run(member: Member) -> tuple[list[str], set[str]]:
+    """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
+    The member is left as it was; where it cannot be, nothing is tried."""
     job, n = member.job, member.num_rows
     sizes = [min(job.batch_size, n)]
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
@@ -69,16 +70,30 @@ def dry_run(member: Member) -> list[str]:
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
         if state.unrestorable:  # a dry step would take from it what the first real step should have
-            return []
+            return [], set()
+        columns: set[str] = set()
         for size in sizes:
-            lines = step_problems(member, size, short=size != sizes[0])
+            lines = step_problems(member, size, size != sizes[0], columns)
             if lines:
-                return lines
-        return _metric_problems(member) if member.val is not None else []
+                return lines, set()
+        return (_metric_problems(member, columns) if member.val is not None else []), columns
 
 
-def step_problems(member: Member, size: int, short: bool) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch."""
+def stop_problems(member: Member, columns: set[str]) -> list[str]:
+    """Whether a job that may stop early watches something that its history will not have."""
+    stop = member.job.stop
+    if stop is None or not columns or stop.metric in columns:
+        return []
+    known = ", ".join(sorted(columns))
+    return [
+        f"stop watches {stop.metric!r}, which its first step does not give; it gives {known}: use one of these, or "
+        "log it from the first step on, as NaN where it is not known yet"
+    ]
+
+
+def step_problems(member: Member, size: int, short: bool, columns: set[str] | None = None) -> list[str]:
+    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    it logs go to `columns`."""
     job = member.job
     model = _twin(member)
     try:
@@ -113,6 +128,8 @@ def step_problems(member: Member, size: int, short: bool) -> list[str]:
             except Exception as error:
                 shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
+    if columns is not None:
+        columns |= {"loss", *logs}
     return loss_problems(job, loss, logs)
 
 
@@ -239,7 +256,7 @@ def _ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _metric_problems(member: Member) -> list[str]:
+def _metric_problems(member: Member, columns: set[str]) -> list[str]:
     """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
     job = member.job
     assert member.val is not None
@@ -251,6 +268,7 @@ def _metric_problems(member: Member) -> list[str]:
             sheet.add(model, batch)
     except Exception as error:
         return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
+    columns |= {*sheet.sums, *job.metrics} if columns else set()
     lines = []
     for name, metric in job.metrics.items():
         try:
