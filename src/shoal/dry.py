@@ -59,8 +59,9 @@ def _code(function: Any) -> Any:
     return function.__code__, cells, defaults, id(getattr(function, "__self__", None))
 
 
-def dry_run(member: Member) -> list[str]:
-    """What a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
+def dry_run(member: Member) -> tuple[list[str], set[str]]:
+    """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
+    The member is left as it was; where it cannot be, nothing is tried."""
     job, n = member.job, member.num_rows
     sizes = [min(job.batch_size, n)]
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
@@ -69,19 +70,35 @@ def dry_run(member: Member) -> list[str]:
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
         if state.unrestorable:  # a dry step would take from it what the first real step should have
-            return []
+            return [], set()
+        columns: set[str] = set()
         for size in sizes:
-            lines = step_problems(member, size, short=size != sizes[0])
-            if lines and step_problems(member, size, short=size != sizes[0], built=True):
-                return lines
+            lines = step_problems(member, size, size != sizes[0], columns)
+            if lines and step_problems(member, size, size != sizes[0], built=True):
+                return lines, set()
         if member.val is None:
-            return []
-        lines = _metric_problems(member)
-        return lines if lines and _metric_problems(member, built=True) else []
+            return [], columns
+        lines = _metric_problems(member, columns)
+        return (lines if lines and _metric_problems(member, built=True) else []), columns
 
 
-def step_problems(member: Member, size: int, short: bool, built: bool = False) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch."""
+def stop_problems(member: Member, columns: set[str]) -> list[str]:
+    """Whether a job that may stop early watches something that its history will not have."""
+    stop = member.job.stop
+    if stop is None or not columns or stop.metric in columns:
+        return []
+    known = ", ".join(sorted(columns))
+    return [
+        f"stop watches {stop.metric!r}, which its first step does not give; it gives {known}: use one of these, or "
+        "log it from the first step on, as NaN where it is not known yet"
+    ]
+
+
+def step_problems(
+    member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
+) -> list[str]:
+    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    it logs go to `columns`."""
     job = member.job
     model = _twin(member, built)
     try:
@@ -116,6 +133,8 @@ def step_problems(member: Member, size: int, short: bool, built: bool = False) -
             except Exception as error:
                 shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
+    if columns is not None:
+        columns |= {"loss", *logs}
     return loss_problems(job, loss, logs)
 
 
@@ -247,7 +266,7 @@ def _ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _metric_problems(member: Member, built: bool = False) -> list[str]:
+def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
     """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
     job = member.job
     assert member.val is not None
@@ -259,6 +278,8 @@ def _metric_problems(member: Member, built: bool = False) -> list[str]:
             sheet.add(model, batch)
     except Exception as error:
         return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
+    if columns:
+        columns |= {*sheet.sums, *job.metrics}
     lines = []
     for name, metric in job.metrics.items():
         try:

@@ -251,18 +251,20 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
             state.status, state.error = "failed", describe(error)
             return
     state.history.append(row | {"lr": state.rate, "seconds": time.perf_counter() - state.started})
+    state.error = state.monitor.missing(row, val is None or "val_loss" in row)
+    if state.error is not None:
+        state.status = "failed"
+        return
     value = state.monitor.value(row)
+    best, stop = state.monitor.see(row)
+    if best and job.keep == "best":
+        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)
         elif value is not None:
             _move_schedule(state, value)
-        if state.status != "running":
-            return
-    best, stop = state.monitor.see(row)
-    if best and job.keep == "best":
-        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
-    if stop and not state.finished():
+    if stop and state.status == "running" and not state.finished():
         state.status = "stopped"
 
 
