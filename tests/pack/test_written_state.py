@@ -212,6 +212,25 @@ def test_weights_that_a_step_writes_are_put_back_where_it_raises() -> None:
     assert {result.tier for result in results} == {"stacked", "serial"}
 
 
+def test_weights_that_a_step_writes_are_put_back_where_a_check_fails() -> None:
+    """A distribution's check fails for one member, which takes the batch again by itself, and ends there."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        assert isinstance(model, Net)
+        with torch.no_grad():
+            model.a.weight.mul_(0.9)
+        model.n += 1
+        scale = 1.0 - (model.n > 4) * (model.b.bias.detach()[0] > 0).double()
+        return -torch.distributions.Normal(model(x), scale).log_prob(F.one_hot(y, C).double()).mean()
+
+    made = jobs(step=step, val=None)
+    results = shoal.train(made, device="cpu")
+    alone = [shoal.solo(job) for job in made]
+    assert {result.status for result in alone} == {"done", "failed"}
+    assert not [line for a, b in zip(results, alone, strict=True) for line in differences(a, b)]
+
+
 def test_an_update_that_breaks_off_ends_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some weights have moved and others not; to go on would be to train something else."""
     calls = [0]

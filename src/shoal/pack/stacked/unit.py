@@ -64,6 +64,8 @@ class StackedUnit(Unit):
         """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
+        self._written: list[tuple[Tensor, Tensor]] = []
+        """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
         self._everybody = bool(self.stack.active.all())
         """Whether all rows still train."""
@@ -203,6 +205,8 @@ class StackedUnit(Unit):
     def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
         """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
         self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
+        for param, value in self._written:
+            param[stopped] = value[stopped]
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -215,7 +219,8 @@ class StackedUnit(Unit):
         if self._noise is None:
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
-        weights = [(stack.params[index].detach(), stack.params[index].detach().clone()) for index in program.written]
+        params = [stack.params[index].detach() for index in program.written]
+        self._written = [(param, param.clone()) for param in params]
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
@@ -226,7 +231,7 @@ class StackedUnit(Unit):
                 stack.reserve()
         except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
-            for param, value in weights:
+            for param, value in self._written:
                 param.copy_(value)
             raise
         self._noise = None
