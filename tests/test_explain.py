@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,15 @@ def test_memory_of_an_optimizer_without_a_rule_and_of_what_is_frozen() -> None:
 def test_numbers_for_people() -> None:
     assert [size(n) for n in (0, 999, 1000, 2_500_000, 7e12)] == ["0 B", "999 B", "1 kB", "2.5 MB", "7 TB"]
     assert [duration(s) for s in (5e-6, 0.5, 12, 600)] == ["5 µs", "500 ms", "12 s", "10 min"]
+
+
+def test_what_other_programs_take_of_the_cores_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a millisecond of this thread's time, and a minute of the wall's, since the machine is busy."""
+    thread, wall = itertools.count(), itertools.count()
+    monkeypatch.setattr(measure, "thread_time", lambda: 1e-3 * next(thread))
+    monkeypatch.setattr(measure, "perf_counter", lambda: 60.0 * next(wall))
+    told = shoal.explain([job(f"{i}", seed=i) for i in range(4)], device="cpu")
+    (part,) = told.plan.parts
+    assert part.predicted["step_seconds"] == pytest.approx(1e-3)
+    assert part.predicted["alone_seconds"] == pytest.approx(4e-3 / 8)
+    assert str(told).splitlines()[-1].startswith("training: about 6 ms packed, 3 ms one after another")

@@ -78,12 +78,9 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib import metadata
+        from shoal.version import version
 
-        try:
-            return metadata.version("shoal")
-        except metadata.PackageNotFoundError:
-            return "0"
+        return version()
     if name == "split":
         return import_module("shoal.split")
     if name not in _HOME:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import Any
 
 import numpy
 import torch
 
-
-def version() -> str:
-    """Shoal's own version; "0" where it runs from a source tree that was never installed."""
-    try:
-        return metadata.version("shoal")
-    except metadata.PackageNotFoundError:
-        return "0"
+from shoal.version import version
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -123,7 +123,10 @@ class Explanation:
                 longest, every = max(self.steps[i] for i in part.members), sum(self.steps[i] for i in part.members)
                 packed += part.predicted["step_seconds"] * longest
                 alone += part.predicted["alone_seconds"] / len(part.members) * every
-            yield f"training: about {duration(packed)} packed, {duration(alone)} one after another (validation aside)"
+            yield (
+                f"training: about {duration(packed)} packed, {duration(alone)} one after another (validation aside, "
+                "and what other programs take of the cores)"
+            )
         elif not self.measured:
             yield "not timed: where a trial before training shows that stacking loses, jobs run alone"
 

@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import shoal
+from shoal import version
 from shoal.cli.app import COMMANDS, main
 
 
@@ -45,6 +49,22 @@ def test_help_takes_less_than_half_a_second() -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("shoal 0.")
+
+
+def test_version_of_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert main(["--version"]) == 0
+    said = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"shoal {said}\n" and shoal.__version__ == said
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "a" / "b" / "version.py"))
+    assert version.version() == "0"
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'other'\nversion = '3'")
+    assert version.version() == "0"
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

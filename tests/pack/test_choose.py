@@ -160,3 +160,23 @@ def test_mixed_optimizers_are_remembered_by_their_numbers() -> None:
     assert learned.digest_of([a, b]) == learned.digest(a)
     keys = [learned.digest_of(group) for group in ([a, b], [a, b, c], [a, c, d], [c, a, d])]
     assert len(set(keys)) == 3 and keys[2] == keys[3]
+
+
+def asserting(where: str) -> Any:
+    """A function of a file whose invariant does not hold."""
+    space: dict[str, Any] = {}
+    exec(compile("def broken(*_):\n    assert False, 'an invariant'", where, "exec"), space)
+    return space["broken"]
+
+
+def test_what_torch_asserts_is_a_form_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_timed", asserting(torch.__file__))
+    made, kitchen = recipes(4, steps=10**5)
+    assert choose.choose(made, kitchen, {}, "auto", stackable=True) is None
+
+
+def test_an_invariant_of_ours_that_does_not_hold_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_timed", asserting(choose.__file__))
+    made, kitchen = recipes(4, steps=10**5)
+    with pytest.raises(AssertionError, match="an invariant"):
+        choose.choose(made, kitchen, {}, "auto", stackable=True)

@@ -72,6 +72,35 @@ def test_one_that_does_not_fit_alone_has_failed() -> None:
     assert all("memory was full" in (member.error or "") for member in members)
 
 
+class Hungry(Board):
+    """A board whose device never holds the wide network, and cannot tell what members take."""
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        return 1.0
+
+    def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
+        if any(member.name == "wide" for member in members):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return super().units(members)
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_one_that_fills_the_memory_does_not_keep_the_others_apart(place: int) -> None:
+    """Fewer run at once while it is tried; all of them do once it has failed."""
+    settings: dict[str, Any] = {"data": (X, Y), "loss": F.cross_entropy, "batch_size": 8, "epochs": 2}
+    jobs = [shoal.Job(model=lambda: nn.Linear(5, 3), name=f"{i}", seed=i, **settings) for i in range(4)]
+    wide = shoal.Job(model=lambda: nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 3)), name="wide", **settings)
+    members = prepare([*jobs[:place], wide, *jobs[place:]], torch.device("cpu"))
+    told: list[Event] = []
+    Run(members, Hungry(members, timed=False), tell=told.append).go()
+    assert {member.status for member in members if member.name != "wide"} == {"done"}
+    leaving = [(i, event.member.name) for i, event in enumerate(told) if event.kind == "leave" and event.member]
+    before = [name for _, name in leaving].index("wide")
+    later = told[leaving[before][0] :]
+    at_once = [event.data["members"] for event in later if event.kind == "turn"]
+    assert max(at_once, default=0) == 4 - before, "those who are left train together"
+
+
 class Full:
     """The first calls of a function, but for some of them, which find no memory."""
 

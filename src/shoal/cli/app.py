@@ -56,9 +56,9 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from shoal.version import version
 
-        typer.echo(f"shoal {version('shoal')}")
+        typer.echo(f"shoal {version()}")
         raise typer.Exit
 
 

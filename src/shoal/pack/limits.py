@@ -32,5 +32,9 @@ class Limits:
     def lift(self, kinds: Collection[str]) -> None:
         """Forget the limits, unless jobs of a kind that did not fit are among these, which are left."""
         if self._kinds and self._kinds.isdisjoint(kinds):
-            self.bytes = self.members = math.inf
-            self._kinds = set()
+            self.forget()
+
+    def forget(self) -> None:
+        """No limits again: the one that did not fit beside others does not fit alone either, and is gone."""
+        self.bytes = self.members = math.inf
+        self._kinds = set()

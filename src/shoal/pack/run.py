@@ -134,8 +134,8 @@ class Run(Host):
             self._give_up()
 
     def _fits(self, tickets: list[Ticket]) -> bool:
-        room = self._room
-        return len(tickets) <= self._limits.members and (room == math.inf or self._bytes(tickets) <= room)
+        members, room = [self.members[ticket.index] for ticket in tickets], self._room
+        return len(tickets) <= self._limits.members and (room == math.inf or self.board.bytes(members) <= room)
 
     def _riding(self) -> list[Member]:
         return [member for ride in self.rides for member in ride.members]
@@ -143,9 +143,6 @@ class Run(Host):
     @property
     def _room(self) -> float:
         return min(self.board.budget, self._limits.bytes)
-
-    def _bytes(self, tickets: list[Ticket]) -> float:
-        return self.board.bytes([self.members[ticket.index] for ticket in tickets])
 
     def _give_up(self) -> None:
         """Nobody rides and nobody fits: the first in line will not, however long it waits."""
@@ -191,6 +188,7 @@ class Run(Host):
         if not riding and len(members) == 1:
             members[0].error = f"memory was full ({said}) with nobody beside it; use a smaller network"
             members[0].status = "failed"
+            self._limits.forget()
             self._queue.remove(members[0].index)
             self._tell_leave(members[0])
             return []
@@ -277,6 +275,7 @@ class Run(Host):
             member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
             ride.leave({0: "failed"})
             self.rides = []
+            self._limits.forget()
             return
         self.board.full(ride.members)
         self.tell("split", unit=ride.number, reason=reason, sizes=sizes)

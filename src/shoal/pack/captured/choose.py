@@ -8,12 +8,15 @@ a trial found (seconds, bytes) is kept on disk, see `learned`: later runs decide
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+import shoal
 from shoal.data.source import TensorSource
 from shoal.pack import learned
 from shoal.pack.captured.chunk import Cache
@@ -26,6 +29,7 @@ from shoal.pack.times import timed
 from shoal.pack.trace import Trace
 from shoal.pack.unit import context_lost, out_of_memory
 
+_PACKAGE = Path(shoal.__file__).parent
 COMPILED_GAIN = 0.5
 """The share of an uncompiled step that compiling is taken to save, until it has been measured."""
 FORM_GAIN = 0.5
@@ -184,7 +188,7 @@ class Trials:
             with timed("trials") as span:
                 self._last = self._time(form)
         except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
-            if context_lost(error):
+            if context_lost(error) or _broken(error):
                 raise
             self._failed.add(form.name)
             if not out_of_memory(error):
@@ -280,3 +284,10 @@ def _weights(recipe: Recipe) -> int:
 
 def _convolves(graph: Trace) -> bool:
     return any("conv" in str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def _broken(error: Exception) -> bool:
+    """Whether an invariant of this package does not hold. What torch asserts while it compiles or captures is a form
+    that cannot be had; what is asserted here is a mistake, and must show."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
