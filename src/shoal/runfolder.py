@@ -33,6 +33,7 @@ from shoal.durable.jobdiff import compare, remarks
 from shoal.durable.jobtable import WEIGHTS, JobTable
 from shoal.durable.lock import Lock
 from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
+from shoal.lost_state import in_words, lost_state
 from shoal.pack.members import Member, build_model, seeded
 from shoal.results import Result, Results, finite
 
@@ -78,6 +79,8 @@ class RunFolder:
         self._histories = Histories(path / "history")
         self._jobs: dict[int, str] = {}
         self._not_storable: set[int] = set()
+        self._lossy: set[str] = set()
+        """Jobs of which was said that some of their state cannot be saved."""
         self._told_of_failure = False
 
     def __enter__(self) -> Self:
@@ -219,10 +222,22 @@ class RunFolder:
         self._checkpoints.wait()
         self._tell_failures()
         self._checkpoints.put(copies)
+        self._warn_of({m.name: m.own.problems for m in members if isinstance(m, Member) and m.own.problems})
         if odd:
             name, why = next(iter(odd.items()))
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             warn(f"job {name!r}{more} is not checkpointed: {why}; after a kill it starts again from its beginning")
+
+    def warn_of_lost_state(self, members: Sequence[Member]) -> None:
+        """Say, before the first step, what jobs change that no checkpoint can hold."""
+        self._warn_of(lost_state(members))
+
+    def _warn_of(self, lost: dict[str, dict[str, str]]) -> None:
+        lost = {name: problems for name, problems in lost.items() if name not in self._lossy}
+        self._lossy |= lost.keys()
+        if lost and not self.passing:
+            what = "a resumed run finds it as it is at the beginning, and ends with other weights"
+            warn(f"out={str(self.path)!r}: {in_words(lost, what)}")
 
     def _copy(self, member: Saved) -> Copy:
         state = dict(member.state())

@@ -111,7 +111,7 @@ def scripted(model: Any, batch: Any) -> Tensor:
 @pytest.fixture
 def no_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing as it was before it knew of these cases."""
-    monkeypatch.setattr(patches, "_Switches", contextlib.nullcontext)
+    monkeypatch.setattr(patches, "_Switches", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(patches, "_NoGrad", torch._C._InferenceMode)
     monkeypatch.setattr(patches, "_in_python", torch.jit.ScriptFunction.__call__)
 
@@ -265,7 +265,7 @@ def test_the_most_distant_members_are_compared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_same_graph_from_other_code_is_proven_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switching requires_grad leaves nothing in a graph: both steps have the same one."""
-    monkeypatch.setattr(patches, "_Switches", contextlib.nullcontext)
+    monkeypatch.setattr(patches, "_Switches", lambda _: contextlib.nullcontext())
 
     def both(model: Any, batch: Any) -> Tensor:
         return model(batch[0]).pow(2).mean() + 0.1 * plain(model, batch)

@@ -27,7 +27,8 @@ from shoal.job import Job
 from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
-from shoal.pack.own_state import OwnState
+from shoal.pack.own_state import OwnState, storable
+from shoal.pack.ownership import build_model as build_model
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
@@ -156,6 +157,7 @@ class Member:
         drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
         return {
             **{name: getattr(self, name) for name in _PLAIN},
+            "schedule_state": self.schedule_state if self.own.driver is None or storable(self.schedule_state) else None,
             "history": [dict(row) for row in self.history],
             "model": _stored(dict(self.model.state_dict())),
             "buffers": _stored(self._moved_buffers()),
@@ -220,6 +222,8 @@ def _stored(value: Any) -> Any:
         if not isinstance(x, Tensor) or is_lazy(x):
             return x
         x = x.detach()
+        if x.layout != torch.strided:
+            return x.cpu()
         part = x.untyped_storage().nbytes() > x.nbytes + 1024
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
@@ -259,38 +263,6 @@ def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 def names(jobs: Sequence[Job]) -> list[str]:
     """What the jobs are called: by their names, or by their place where they have none."""
     return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
-
-
-def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds.
-
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
-    that is in eval mode as a whole, as one is after inference, is put in train mode.
-    """
-    factory: Any = job.model
-    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
-    return model if model.training else model.train()
-
-
-def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
-    """Build one member, leaving the process's own generators as they were."""
-    rng = torch.Generator()
-    with seeded(job.seed, pool.device):
-        try:
-            model = build_model(job)
-        except JobError:
-            raise
-        except Exception as error:
-            raise JobError(
-                f"building the model raised {describe(error)}; call job.model() by itself to see where"
-            ) from error
-        rng.set_state(torch.get_rng_state())
-    orders = torch.Generator().manual_seed(job.order_seed)
-    data = open_data(pool, job, "data")
-    val = open_data(pool, job, "val") if job.val is not None else None
-    return Member(job, index, name, pool.device, model, rng, orders, data, val)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:
@@ -358,7 +330,8 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     """
     roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
     if step:
-        roots |= {"step": job.step, "loss": job.loss}
+        factory = None if isinstance(job.model, nn.Module) else job.model
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
     users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
     return preserved(roots) if users else nullcontext()
 

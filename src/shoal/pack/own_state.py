@@ -6,18 +6,24 @@ others nothing is looked for and nothing saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
+from torch.utils import _pytree as pytree
 
 from shoal.job import Job
 from shoal.pack.state_codec import Plain
 from shoal.pack.state_keeper import Keeper
 
 Saved = Mapping[str, Plain]
+MODULES = "the random numbers of the modules `random` and `numpy`"
 
 
 class OwnState:
@@ -32,7 +38,29 @@ class OwnState:
         """Of what the job's functions and the model reach."""
         self.driver: Keeper | None = None
         """Of the optimizer and scheduler that train it now."""
+        self.stand_ins: dict[str, Any] = {}
+        """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Around some steps: notice whether they draw from the generators of the modules `random` and `numpy`."""
+        if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
+            yield
+            return
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            drew = random.getstate() != python, not all(map(np.array_equal, numpy, np.random.get_state()))
+            if self.job.draws is not None:
+                self.job.draws = self.job.draws[0] or drew[0], self.job.draws[1] or drew[1]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What could not be saved so far: where it is, and why."""
+        keepers = (self.job, self.driver)
+        return {where: why for keeper in keepers if keeper is not None for where, why in keeper.problems.items()}
 
     def capture(self) -> dict[str, Plain] | None:
         """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
@@ -53,20 +81,23 @@ class OwnState:
             self._loaded = self.capture()
         if self.job is not None:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
-        elif self.wanted or self._loaded is not None:
+        elif self.wanted or (self._loaded or {}).get("job") is not None:
             self.job = Keeper(_roots(job, model if self.watched else None), model=model)
 
     def attach(
         self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
     ) -> None:
-        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with others."""
+        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with other ones."""
         self.driver = None
         if has_own_state(optimizer, schedule):
             foreign = schedule is not None and not _is_torchs(schedule)
             roots = {"optimizer": optimizer, **({"scheduler": schedule} if foreign else {})}
             self.driver = Keeper(roots, model=model, beside=self.job)
         if self.job is not None:
-            self.job.know({("optimizer",): optimizer, ("scheduler",): schedule})
+            made = {"optimizer": optimizer, "scheduler": schedule}
+            self.job.swap({id(old): made[name] for name, old in self.stand_ins.items()})
+            self.job.know({(name,): value for name, value in made.items()})
+            self.stand_ins = {}
         if started:
             self._put_back(device)
         self._loaded = None
@@ -99,6 +130,12 @@ def _roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
     return roots
 
 
+def storable(state: Any) -> bool:
+    """Whether a scheduler's state_dict() is plain values and tensors alone; otherwise its attributes are saved."""
+    leaves = pytree.tree_leaves(state)
+    return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
+
+
 def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
     """Whether an optimizer or a scheduler may have state that its `state_dict()` does not have."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -109,3 +146,12 @@ def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
 def _is_torchs(scheduler: Any) -> bool:
     parts = getattr(scheduler, "_schedulers", ())
     return type(scheduler).__module__ == lr_scheduler.__name__ and all(map(_is_torchs, parts))
+
+
+def share(states: Sequence[OwnState]) -> None:
+    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
+    keepers = [state.job for state in states if state.job is not None]
+    holders = Counter(handle for keeper in keepers for handle in keeper.handles())
+    several = {handle for handle, count in holders.items() if count > 1}
+    for keeper in keepers:
+        keeper.shared = several & keeper.handles()

@@ -244,7 +244,7 @@ class Items(Place):
         for key, held in value:
             if key not in self.owner or not same_value(self.owner[key], held):
                 self.owner[key] = held
-        if list(self.owner) != [key for key, _ in value]:
+        if list(map(id, self.owner)) != [id(key) for key, _ in value]:  # a key may be a tensor, which has no `==`
             self.owner.clear()
             self.owner.update(value)
 
@@ -299,6 +299,22 @@ class SetMembers(Place):
     def put(self, value: set[Any]) -> None:
         self.owner.difference_update(self.get() - value)
         self.owner.update(value)
+
+
+class Empties(Place):
+    """Containers of one object that hold nothing, such as a module's tables of hooks."""
+
+    owner: list[Any]
+
+    def get(self) -> list[int]:
+        return list(map(len, self.owner))
+
+    def changed(self, note: Any) -> bool:
+        return any(self.owner)
+
+    def put(self, value: Any) -> None:
+        for container in filter(None, self.owner):
+            container.clear()
 
 
 def key_name(key: Any, place: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -56,11 +57,14 @@ class Encoder:
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
 
-    def value(self, value: Any) -> Plain:
-        """A value as plain data, with what it holds in `nodes`; NotSavable, and nothing written, where it cannot be."""
+    def value(self, value: Any, *, anew: bool = False) -> Plain:
+        """A value as plain data, with what it holds in `nodes`; NotSavable, and nothing written, where it cannot be.
+
+        `anew`: so that the reader makes an object like it, also where it has one already.
+        """
         count = len(self.nodes)
         try:
-            return self._value(value)
+            return self._number(value) if anew else self._value(value)
         except (NotSavable, RecursionError) as error:
             del self.nodes[count:]
             self._numbers = {key: number for key, number in self._numbers.items() if number < count}
@@ -73,8 +77,9 @@ class Encoder:
         if path is not None:
             return ["at", *path]
         direct = self._direct(value)
-        if direct is not None:
-            return direct
+        return self._number(value) if direct is None else direct
+
+    def _number(self, value: Any) -> Plain:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = number = len(self.nodes)
             self._held.append(value)
@@ -97,6 +102,8 @@ class Encoder:
             return [kind.__name__, str(value)]
         if isinstance(value, type):
             return self._class(value)
+        if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type):
+            return ["bound", self._value(value.__self__), value.__name__]
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType | np.ufunc):
             return ["name", *_name(value, "a function that was made on the way")]
         if isinstance(value, types.ModuleType):
@@ -219,6 +226,9 @@ class Decoder:
             return (range if kind == "range" else slice)(*content)
         if kind == "enum":
             return self.value(content[0])[content[1]]
+        if kind == "bound":
+            owner = self.value(content[0])
+            return inspect.getattr_static(type(owner), content[1]).__get__(owner)
         if kind == "dtype":
             return getattr(torch, content[0].removeprefix("torch."))
         if kind == "device":

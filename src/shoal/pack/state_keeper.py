@@ -21,11 +21,14 @@ from torch.optim import Optimizer
 from shoal.data.source import as_bytes
 from shoal.pack import places
 from shoal.pack.compare import same_value, version
-from shoal.pack.contents import ArrayContent, Position, TensorContent
+from shoal.pack.contents import ArrayContent, CachedCalls, Position, TensorContent
 from shoal.pack.places import Path, Place, key_name, say
 from shoal.pack.state_codec import Decoder, Encoder, NotSavable, Plain
 from shoal.pack.state_walk import Walk
 
+Handle = tuple[int, str | None]
+"""The id of an object, and of an object with named values one of the names."""
+SHARED = "other jobs can change it too, since they have the same object"
 SAME, LEFT, MISSING = ["same"], ["left"], ["missing"]
 """Instead of a value: what is there at the beginning; what could not be saved; nothing at all."""
 _IN_STATE_DICT = frozenset({"state", "param_groups"})
@@ -35,7 +38,7 @@ _LARGE, _SAMPLE = 1 << 20, 1 << 16
 
 
 class _NamedWalk(Walk):
-    """A walk that knows a way to every object, and looks into optimizers too."""
+    """A walk that knows a way to every object."""
 
     def __init__(self, roots: Mapping[str, Any], skip: nn.Module | None, known: Mapping[int, Path]) -> None:
         self.paths: dict[int, Path] = dict(known)
@@ -57,22 +60,13 @@ class _NamedWalk(Walk):
         if id(value) in self._known:
             return
         count = len(self._held)
-        if isinstance(value, Optimizer):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._held.append(value)
-                self._attributes(path, value, _IN_STATE_DICT if id(value) in self._roots else frozenset())
-                self._push(path, ".__class__", type(value))
-        else:
-            super()._visit(path, value)
+        super()._visit(path, value)
         if len(self._held) > count:
             self._name(path, value)
 
-    def _push(self, path: Path, element: str, value: Any) -> None:
-        if isinstance(value, Optimizer):
-            self._queue.append(((*path, element), value))
-        else:
-            super()._push(path, element, value)
+    def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
+        mine = isinstance(value, Optimizer) and id(value) in self._roots
+        super()._attributes(path, value, _IN_STATE_DICT if mine else without)
 
 
 class Keeper:
@@ -95,14 +89,16 @@ class Keeper:
         self._walk = walk  # holds the objects, so that their ids are theirs
         self._places: dict[str, Place] = {}
         for place in walk.places:
-            self._places[_key(place, self._places)] = place
+            if not isinstance(place, CachedCalls):
+                self._places[_key(place, self._places)] = place
         self._notes = {key: _note(place) for key, place in self._places.items()}
         self._changed: set[str] = set()
         """Those that are known to have changed: they are not compared again."""
-        self.draws: tuple[bool, bool] = (False, False)
-        """Whether training draws from the generators of the modules `random` and `numpy.random`."""
-        self.shared: set[int] = set()
-        """Ids of objects that other jobs can change too: those are not saved."""
+        self.draws: tuple[bool, bool] | None = (False, False)
+        """Whether training draws from the generators of the modules `random` and `numpy.random`; None: other jobs do
+        too, and they are not saved."""
+        self.shared: set[Handle] = set()
+        """What other jobs can change too: it is not saved."""
         self.problems: dict[str, str] = {}
         """What cannot be saved, in words: where it is, and why."""
         self._left_out: set[str] = set()
@@ -115,21 +111,42 @@ class Keeper:
         self.paths |= {id(value): path for path, value in objects.items()}
         self._objects |= objects
 
-    @property
-    def owners(self) -> set[int]:
-        """Ids of all objects that it looks at."""
-        return {id(place.owner) for place in self._places.values()}
+    def at(self, path: Path) -> Any:
+        """The object at the end of a way; None where there is none."""
+        return self._objects.get(path)
 
-    def __bool__(self) -> bool:
-        return bool(self._places) or any(self.draws)
+    def swap(self, objects: Mapping[int, Any]) -> None:
+        """Take these objects, by the ids of those that they stand for, for what was there at the beginning."""
+        self._notes = {
+            key: note if _is_content(place) else place.swap(note, objects)
+            for (key, note), place in zip(self._notes.items(), self._places.values(), strict=True)
+        }
+
+    def handles(self) -> set[Handle]:
+        """All that it looks at."""
+        named = [(p, p.get()) for p in self._places.values() if isinstance(p, places.Names)]
+        others = {(id(p.owner), None) for p in self._places.values() if not isinstance(p, places.Names)}
+        return others | {(id(place.owner), name) for place, names in named for name in names}
+
+    def changed_in(self, handles: set[Handle]) -> dict[str, str]:
+        """Which of these hold something else than at the beginning, in words; and that others have them too."""
+        changed: dict[str, str] = {}
+        for key, place in self._places.items():
+            if isinstance(place, Position) or not self._has_changed(key, place):
+                continue
+            if isinstance(place, places.Names):
+                paths = list(place.differences(self._notes[key]))
+                names = {(*place.path, place.element(name)): name for name in place.get()}
+                changed |= {say(p): SHARED for p in paths if p in names and (id(place.owner), names[p]) in handles}
+            elif (id(place.owner), None) in handles:
+                changed[say(place.path)] = SHARED
+        return changed
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def changed_places(self) -> list[Place]:
-        """Those that hold something else than at the beginning."""
-        return [place for key, place in self._places.items() if self._has_changed(key, place)]
-
     def _has_changed(self, key: str, place: Place) -> bool:
+        if isinstance(place, Position):  # what is inside of it may move where it does not say so
+            return True
         if key not in self._changed and _changed(place, self._notes[key]):
             if not isinstance(place, places.Names | places.Items | Position):
                 self._changed.add(key)
@@ -147,16 +164,16 @@ class Keeper:
                     self._left_out.add(key)
                 else:
                     saved[key] = value
-        if not saved and not any(self.draws):
+        python, numpy = self.draws or (False, False)
+        if not saved and not python and not numpy:
             return None
-        drawn = [encoder.value(random.getstate())] if self.draws[0] else []
-        numbers = [encoder.value(np.random.get_state(legacy=False))] if self.draws[1] else []
+        drawn = [encoder.value(random.getstate())] if python else []
+        numbers = [encoder.value(np.random.get_state(legacy=False))] if numpy else []
         return {"places": saved, "nodes": encoder.nodes, "random": drawn, "numpy": numbers}
 
     def _saved(self, encoder: Encoder, place: Place, note: Any) -> Plain:
-        if id(place.owner) in self.shared:
-            where = next(iter(place.differences(note)), place.path) if not _is_content(place) else place.path
-            self._problem(say(where), "other jobs can change it too, since they have the same object")
+        if (id(place.owner), None) in self.shared:
+            self._problem(say(place.path), SHARED)
             return LEFT
         if isinstance(place, places.Names):
             now = place.get()
@@ -167,7 +184,9 @@ class Keeper:
         if isinstance(place, TensorContent):
             grad = place.owner.grad
             return [place.owner.detach(), None if grad is None else grad.detach()]
-        return self._item(encoder, place, None, place.owner if isinstance(place, Position) else place.get())
+        if isinstance(place, Position):
+            return self._item(encoder, place, None, place.owner, anew=True)
+        return self._item(encoder, place, None, place.get())
 
     def _saved_items(self, encoder: Encoder, place: places.Items, before: dict[Any, Any]) -> Plain:
         if not place.restorable:
@@ -182,16 +201,21 @@ class Keeper:
             saved.append([name, self._item(encoder, place, key, value, before.get(key, places.MISSING))])
         return saved
 
-    def _item(self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING) -> Plain:
+    def _item(
+        self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING, *, anew: bool = False
+    ) -> Plain:
         """One value of a place; SAME where it is the one from the beginning, LEFT where it cannot be saved."""
         if value is places.MISSING:
             return MISSING
         if before is not places.MISSING and same_value(value, before):
             return SAME
+        path = place.path if name is None else (*place.path, _element(place, name))
+        if isinstance(place, places.Names) and (id(place.owner), name) in self.shared:
+            self._problem(say(path), SHARED)
+            return LEFT
         try:
-            return encoder.value(value)
+            return encoder.value(value, anew=anew)
         except NotSavable as error:
-            path = place.path if name is None else (*place.path, _element(place, name))
             self._problem(say(path), str(error))
             return LEFT
 
@@ -220,13 +244,14 @@ class Keeper:
             if isinstance(self._places[key], Position)
         }
         for key, place in self._places.items():
-            if isinstance(place, Position) or id(place.owner) in self.shared or key in self._left_out - targets.keys():
+            left = key in self._left_out or (id(place.owner), None) in self.shared
+            if isinstance(place, Position) or (left and key not in targets):
                 continue
             if isinstance(place, TensorContent | ArrayContent):
                 if key in targets:
                     _put_content(place, targets[key])
                 continue
-            target = targets.get(key, self._notes[key])
+            target = targets[key] if key in targets else self._at_the_beginning(key, place)
             if key in targets or moved or place.changed(target):
                 place.put(place.swap(target, moved) if moved else target)
         self._changed |= {key for key in targets if not isinstance(self._places[key], places.Names | places.Items)}
@@ -234,7 +259,15 @@ class Keeper:
             random.setstate(decoder.value(state))
         for state in saved["numpy"]:
             np.random.set_state(decoder.value(state))
-        self.draws = (self.draws[0] or bool(saved["random"]), self.draws[1] or bool(saved["numpy"]))
+        if self.draws is not None:
+            self.draws = self.draws[0] or bool(saved["random"]), self.draws[1] or bool(saved["numpy"])
+
+    def _at_the_beginning(self, key: str, place: Place) -> Any:
+        note = self._notes[key]
+        if not isinstance(place, places.Names):
+            return note
+        now = place.get()
+        return note | {name: now[name] for name in now if (id(place.owner), name) in self.shared}
 
     def _target(self, decoder: Decoder, key: str, content: Plain) -> Any:
         """What a place shall hold, as its `put` takes it."""
