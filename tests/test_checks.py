@@ -130,14 +130,6 @@ def test_the_list_itself() -> None:
         shoal.train([job(), job(name="b"), job()], device="cpu")
 
 
-def test_factories_that_give_out_one_network_twice() -> None:
-    shared = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="gave out the same weights twice"):
-        shoal.train([job(model=lambda: shared)], device="cpu")
-    with pytest.raises(ValueError, match="weights that job 'a' has too"):
-        shoal.train([job(model=lambda: nn.Sequential(shared), name=name) for name in "ab"], device="cpu")
-
-
 def test_ignored_labels_and_soft_targets_are_fine() -> None:
     ignored = Y.clone()
     ignored[::5] = -100

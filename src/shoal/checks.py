@@ -8,26 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data import Pool, View
 from shoal.data.source import TensorSource
-from shoal.dry import dry_run, likeness
+from shoal.dry import dry_run, likeness, stop_problems
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.job import Job
 from shoal.monitor import watched
+from shoal.pack.building import build_member, give_own_networks
 from shoal.pack.members import (
     Member,
-    build_member,
-    build_model,
     draws,
     make_optimizer,
     make_schedule,
     names,
     needs_closure,
     number,
-    seeded,
     trying,
 )
 
@@ -48,8 +45,7 @@ def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
             except JobError as error:
                 found = list(error.lines)
         lines += [f"job {called[index]!r}: {line}" for line in found]
-    lines += owner_problems(members)
-    lines += member_problems(members)
+    lines += give_own_networks(members) or member_problems(members)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
@@ -114,51 +110,19 @@ def _good_rate(rate: Any) -> bool:
         return False
 
 
-def owner_problems(members: list[Member]) -> list[str]:
-    """Factories that give out one network twice: two members would train the same weights."""
-    lines: list[str] = []
-    owners: dict[int, Member] = {}
-    seen: set[Any] = set()
-    for member in members:
-        tensors = [*member.model.parameters(), *member.model.buffers()]
-        others = {owners[id(t)].name for t in tensors if id(t) in owners}
-        if others:
-            lines.append(
-                f"job {member.name!r}: its factory gave out weights that job {sorted(others)[0]!r} has too; "
-                "build a new network in each call, or pass the nn.Module itself, which is copied"
-            )
-        owners.update({id(t): member for t in tensors})
-        factory: Any = member.job.model
-        key = getattr(factory, "__code__", factory)
-        if not others and not isinstance(factory, nn.Module) and key not in seen:
-            seen.add(key)
-            lines += _twice(member, {id(t) for t in tensors})
-    return lines
-
-
-def _twice(member: Member, tensors: set[int]) -> list[str]:
-    """Call a factory once more: a second network must not share weights with the first."""
-    with seeded(member.job.seed, member.device):
-        again = build_model(member.job)
-    if again is not member.model and not any(id(p) in tensors for p in again.parameters()):
-        return []
-    return [
-        f"job {member.name!r}: its factory gave out the same weights twice; "
-        "build a new network in each call, or pass the nn.Module itself, which is copied"
-    ]
-
-
 def member_problems(members: list[Member]) -> list[str]:
     """What building and one dry step on a copy show. Jobs that are obviously alike share the dry step."""
     lines: list[str] = []
-    dry: dict[Any, list[str]] = {}
+    dry: dict[Any, tuple[list[str], set[str]]] = {}
     for member in members:
         with trying(member.job):
             found = [*batch_problems(member), *optimizer_problems(member)]
             key = likeness(member)
             if key not in dry:
-                dry[key] = dry_run(member) if not found else []
-        lines += [f"job {member.name!r}: {line}" for line in [*found, *dry[key]]]
+                dry[key] = dry_run(member) if not found else ([], set())
+        mistakes, columns = dry[key]
+        found += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
+        lines += [f"job {member.name!r}: {line}" for line in found]
     return lines
 
 

@@ -107,9 +107,14 @@ def assert_close(a: shoal.Result, b: shoal.Result, tolerance: float = TOLERANCE,
     assert not apart, f"{a.name}: {apart}"
 
 
-def train(jobs: Sequence[shoal.Job], device: str = "cpu", compile: bool | Literal["auto"] = "auto") -> shoal.Results:
+def train(
+    jobs: Sequence[shoal.Job],
+    device: str = "cpu",
+    compile: bool | Literal["auto"] = "auto",
+    deterministic: bool = False,
+) -> shoal.Results:
     """`shoal.train`, on the CPU unless told otherwise."""
-    return shoal.train(list(jobs), device=device, compile=compile)
+    return shoal.train(list(jobs), device=device, compile=compile, deterministic=deterministic)
 
 
 def assert_as_alone(

@@ -1,14 +1,17 @@
-"""A member's bits are its own: on CPU with one thread it does not matter who rides along, how many, or how they end."""
+"""With `deterministic=True` a member's bits are its own: on CPU with one thread it does not matter which other jobs run
+beside it, how many, or how they end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import First, assert_same_bits, numbers, slowly, train, whole
+from tests.pack import equality
+from tests.pack.equality import First, assert_same_bits, numbers, slowly, whole
 from torch import Tensor, nn
 
 import shoal
@@ -26,6 +29,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+train = partial(equality.train, deterministic=True)
 
 
 class Last(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import JobError
+from shoal.plain import tensor_of
 
 
 class Source(ABC):
@@ -58,8 +59,9 @@ class TensorSource(Source):
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
         """The batch of these rows: [B] gives leaves [B, ...]; [M, B], one row of rows per member, gives [M, B, ...]."""
         rows = rows.to(self.device)
-        flat = rows.reshape(-1)
-        taken = [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in self.leaves]
+        taken = [leaf.index_select(0, rows.reshape(-1)) for leaf in self.leaves]
+        if rows.ndim > 1:
+            taken = [leaf.view(*rows.shape, *leaf.shape[1:]) for leaf in taken]
         return pytree.tree_unflatten(taken, self.spec)
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
@@ -77,12 +79,25 @@ class TensorSource(Source):
             digest = hashlib.sha256(str(self.spec).encode())
             for leaf in self.leaves:
                 digest.update(f"{list(leaf.shape)}{leaf.dtype}".encode())
-                digest.update(_sample(leaf))
+                for part in parts(leaf):
+                    digest.update(_sample(part))
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
     def num_nan(self) -> int:
-        return sum(int(leaf.isnan().sum()) for leaf in self.leaves if leaf.is_floating_point() or leaf.is_complex())
+        values = [part for leaf in self.leaves for part in parts(leaf)]
+        return sum(int(value.isnan().sum()) for value in values if value.is_floating_point() or value.is_complex())
+
+
+def parts(leaf: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's numbers: itself, or what a sparse one is made of."""
+    if leaf.layout == torch.sparse_coo:
+        return leaf._indices(), leaf._values()
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return leaf.crow_indices(), leaf.col_indices(), leaf.values()
+    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return leaf.ccol_indices(), leaf.row_indices(), leaf.values()
+    return (leaf,)
 
 
 def _flat_tuple(length: int) -> pytree.TreeSpec:
@@ -91,6 +106,8 @@ def _flat_tuple(length: int) -> pytree.TreeSpec:
 
 def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
     """The tensor's bytes, or those of rows spread evenly over it where it is large."""
+    if not leaf.dim() or not leaf.numel():
+        return as_bytes(leaf)
     row = max(1, leaf[:1].numel())
     stride = max(1, -(-leaf.numel() // limit))
     return as_bytes(leaf[::stride][: max(1, limit // row)])
@@ -108,17 +125,17 @@ def is_tensors(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
 
 
-def tensor_leaves(data: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
-    """The tensors of a pytree, with numpy arrays wrapped in place; JobError where they do not make one data set."""
+def tensor_leaves(
+    data: Any, convert: Callable[[np.ndarray[Any, Any]], Tensor] = tensor_of
+) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """The tensors of a pytree, with numpy arrays converted; JobError where they do not make one data set."""
     leaves, spec = pytree.tree_flatten(data)
     if not leaves:
         raise JobError("is empty; pass at least one tensor")
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind not in "biufc":
-                raise JobError(f"holds an array of {leaf.dtype}; pass numbers")
-            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+            leaf = convert(leaf)
         if not isinstance(leaf, Tensor):
             raise JobError(f"holds a {type(leaf).__name__}; pass tensors or arrays, or a map-style Dataset")
         if leaf.ndim == 0:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
 from shoal.monitor import Monitor
 from shoal.pack import learned, memory
@@ -15,8 +17,11 @@ from shoal.pack.members import Member
 from shoal.pack.plan import Part, Plan, build, predicted, requests, try_out
 from shoal.pack.planner import Device, Kinds, Request, cost, plan
 from shoal.pack.recipe import Kitchen, Recipe
+from shoal.pack.renewal import Renewals
 from shoal.pack.times import timed
+from shoal.pack.trace import Untraceable
 from shoal.pack.unit import Executor, Unit
+from shoal.pack.watch import Watch
 
 if TYPE_CHECKING:
     from shoal.pack.ride import Ride
@@ -30,16 +35,23 @@ class Board:
         members: Sequence[Member],
         *,
         timed: bool = True,
+        deterministic: bool = False,
         compile: bool | Literal["auto"] = "auto",
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
     ) -> None:
-        """`tiers`: those that members had in the run that is resumed; they have them again."""
+        """`timed`: may a clock have a say in tiers? `deterministic`: see `Kitchen`. `tiers`: those that members had in
+        the run that is resumed; they have them again."""
         self.device = members[0].device
         self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
         self.gpu = self.device.type == "cuda"
         self.budget: float = math.inf if budget is None else budget
-        self.kitchen = Kitchen()
+        self.kitchen = Kitchen(deterministic=deterministic)
+        self.watch = Watch()
+        """What members' steps read in Python, of those that may be run by a recipe."""
+        self.changed: set[int] = set()
+        """Members whose steps have become others since the run began."""
+        self.renewals = Renewals(self)
         self.executor: Executor = Executor()
         memory.keep_heap()
         if self.gpu:
@@ -64,18 +76,65 @@ class Board:
     def add(self, members: Sequence[Member]) -> None:
         """Work out what is to be known of these members."""
         with timed("traces"):
+            for member in members:
+                self._look_at(member)
             groups = group(list(members), self.kitchen)
         with timed("trials"):
             tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
         with timed("costs"):
             found = requests(groups, tried, self.tiers, exact=self._matters(groups))
-        self._requests |= {request.index: request for request in found}
-        self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        self._take(groups, found)
         for member in members:
             member.own.watched = member.index not in self.recipes
-        self.groups += groups
         everybody = [member for own in self.groups for member in own.members]
         self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
+
+    def _look_at(self, member: Member) -> None:
+        """Watch what a member's step reads in Python, from here on."""
+        code = {"step": member.job.step, "loss": member.job.loss}
+        copied = isinstance(member.job.model, nn.Module)
+        self.watch.add(member.index, code, member.model, private=copied)
+
+    def _does_the_same(self, member: Member) -> bool:
+        """Whether a member's step is still the one that it was."""
+        before = self.recipes.get(member.index)
+        try:
+            return before is not None and self.kitchen.recipe(member).same_steps(before)
+        except Untraceable:
+            return False
+
+    def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
+        self._requests |= {request.index: request for request in found}
+        self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        self.groups += groups
+        alone = {request.index for request in found if request.tier == "serial" and not self.gpu}
+        self.watch.drop(alone | {m.index for own in groups if not own.recipes for m in own.members})
+
+    def renew(self, members: Sequence[Member], unstacked: Mapping[int, str]) -> set[int]:
+        """Work out anew what is to be known of members whose steps read something that has changed.
+
+        `unstacked`: why some of them can no longer be stacked. Returns those whose step is another one now.
+        """
+        self.watch.drop(member.index for member in members)
+        for member in members:
+            self.kitchen.forget(member.model)
+        for member in members:
+            if member.index not in unstacked:
+                self._look_at(member)
+        moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
+        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.kitchen)
+        groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
+        rest = {member.index for own in self.groups for member in own.members} - moved
+        self.groups = [only for own in self.groups if (only := _only(own, rest)).members]
+        self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in moved}
+        before = {index: self._requests[index] for index in moved}
+        tiers = {index: request.tier for index, request in before.items()}
+        found = requests(groups, {}, tiers, exact=self._matters(groups))
+        self._take(
+            groups, [replace(r, most_rows=before[r.index].most_rows, alone=before[r.index].alone) for r in found]
+        )
+        self.changed |= moved
+        return moved
 
     def _matters(self, groups: list[Group]) -> bool:
         """Whether memory could be short, so that it is worth a closer look."""
@@ -126,7 +185,7 @@ class Board:
         """Which rides these members may join, all of them together; those who may join none are left out."""
         found: list[tuple[Ride, Recipe]] = []
         for member in members:
-            for ride in rides:
+            for ride in (ride for ride in rides if ride.members):
                 recipe = self.seat(ride, member, [other for own, other in found if own is ride])
                 if recipe is not None:
                     found.append((ride, recipe))
@@ -155,13 +214,25 @@ class Board:
         if self.gpu:
             from shoal.pack.captured.arrange import arrange
 
-            parts, units = arrange(groups, self.kitchen, self.compile, self.tiers)
+            parts: list[Part] = []
+            units: list[Unit] = []
+            for own, compile in self._to_compile(groups):
+                some, built = arrange(own, self.kitchen, compile, self.tiers)
+                parts, units = parts + some, units + built
             self._note_forms(units)
         else:
             parts = self._parts_of(groups)
             units = build(Plan(str(self.device), parts), groups, self.kitchen)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
+
+    def _to_compile(self, groups: list[Group]) -> list[tuple[list[Group], bool | Literal["auto"]]]:
+        """Steps that have changed may change again: compiling them would seldom pay."""
+        wanted = {member.index for own in groups for member in own.members}
+        parts = ((wanted - self.changed, self.compile), (wanted & self.changed, self.compile is True))
+        return [
+            ([only for own in groups if (only := _only(own, part)).members], compile) for part, compile in parts if part
+        ]
 
     def _note_forms(self, units: Sequence[Unit]) -> None:
         before = dict(self.forms)
@@ -193,8 +264,11 @@ class Board:
 
     def boarded(self, ride: Ride, part: Part) -> None:
         """A ride begins."""
-        self._parts[ride.number] = part
-        self.plan.parts.append(part)
+        again = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
+        before = next(again, None)  # the same members, with another step
+        self._parts[ride.number] = before or part
+        if before is None:
+            self.plan.parts.append(part)
 
     def joined(self, ride: Ride, member: Member) -> None:
         """A member has joined a ride."""

@@ -30,13 +30,16 @@ class TensorContent(Place):
 
     owner: Tensor
     data = True
+    most = MAX_ELEMENTS
+    """Elements whose content is looked at."""
 
     @property
     def whole(self) -> bool:
         """Whether its content can be copied and compared."""
         value = self.owner
         plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
-        return plain and value.numel() <= MAX_ELEMENTS
+        odd = value.is_quantized or value.is_nested
+        return plain and not odd and value.numel() <= self.most
 
     @property
     def restorable(self) -> bool:  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shoal.data.pool import batch_rows
 from shoal.errors import MemberError
 from shoal.job import Job
 from shoal.pack.members import Member, autocast, draws, evaluating, number, run_step
-from shoal.pack.unit import Unit, member_output
+from shoal.pack.unit import Unit, evaluated, member_output
 from shoal.randomness import generator_at
 
 
@@ -58,6 +59,17 @@ def _pass(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float
 
 def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
     """Losses and outputs with a member axis, from one program; None where the members must be asked one by one."""
+    undo = unit.undo_validation()
+    found: dict[int, dict[str, float]] | None = None
+    try:
+        found = _all_at_once(unit, view, slots)
+    finally:
+        if found is None:
+            undo()
+    return found
+
+
+def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
     sums: dict[str, Tensor] = {}
     rows = 0
     outputs: list[Any] = []
@@ -99,14 +111,16 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
             unit.members[slot].model.to(unit.members[slot].device)
         for batch in view.feed(unit.members[slots[0]].job.batch_size):
             for slot in slots:
+                # a step may write to its batch
+                own = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
                 with _blame(slot), _watching(places[slot]):
-                    sheets[slot].add(places[slot].model, batch)
+                    sheets[slot].add(places[slot].model, own)
         found = {}
         for slot in slots:
             with _blame(slot), _watching(places[slot]):
                 found[slot] = sheets[slot].values()
+        unit.adopt_state(slots)
     finally:
-        unit.adopt_buffers(slots)
         for slot, home in homes.items():
             unit.members[slot].model.to(home)
     return found
@@ -150,6 +164,8 @@ class Sheet:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.wants_outputs = job.step is None or bool(job.metrics)
+        self.gradients = False
+        """Whether it has been seen that the job cannot be validated without gradients."""
         self.rows = 0
         self.sums: dict[str, float] = {}
         self.outputs: list[Any] = []
@@ -162,19 +178,23 @@ class Sheet:
 
     def add(self, model: nn.Module, batch: Any) -> None:
         """What this model, in eval mode, makes of one more batch."""
-        job, rows = self.job, batch_rows(batch)
-        if job.step is not None:
-            loss, logs = run_step(job, model, batch)
-            self.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, rows)
-        if not self.wants_outputs:
-            return
-        outputs = model(*batch[:-1])
-        if job.step is None:
-            assert job.loss is not None
-            self.add_loss(number(job.loss(outputs, batch[-1])), {}, rows)
-        if job.metrics:
+        found, self.gradients = evaluated(model, partial(self._step, model, batch), self.gradients)
+        loss, logs, outputs = found
+        self.add_loss(loss, logs, batch_rows(batch))
+        if self.job.metrics:
             self.outputs.append(outputs)
             self.targets.append(batch[-1])
+
+    def _step(self, model: nn.Module, batch: Any) -> tuple[float, dict[str, float], Any]:
+        """Loss, logs and outputs of one batch."""
+        job = self.job
+        if job.step is not None:
+            loss, logs = run_step(job, model, batch)
+            numbers = {name: number(value) for name, value in logs.items()}
+            return number(loss), numbers, model(*batch[:-1]) if self.wants_outputs else None
+        outputs = model(*batch[:-1])
+        assert job.loss is not None
+        return number(job.loss(outputs, batch[-1])), {}, outputs
 
     def values(self) -> dict[str, float]:
         values = {name: total / self.rows for name, total in self.sums.items()}

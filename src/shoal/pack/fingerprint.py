@@ -17,21 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.data.source import parts
+
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Tensors that are looked at on their own; the last two are an RNN's other list of its parameters."""
 _MAX_DEPTH = 12
 
 
-def fingerprint(value: Any, *, tensors: bool = True) -> Hashable:
+def fingerprint(value: Any, *, tensors: bool = True, hold: list[Any] | None = None) -> Hashable:
     """A hashable stand-in for `value`; with `tensors=False` tensors count by shape only, not by content.
 
     A module's own parameters and buffers never count by content: they are what is trained.
+    `hold`: takes the objects that count by their ids, which are theirs only while they live.
     """
-    walker = _Walker(tensors)
+    walker = _Walker(tensors, [] if hold is None else hold)
     if isinstance(value, nn.Module):
         walker.trained = {id(t) for t in (*value.parameters(), *value.buffers())}
     return walker.visit(value, 0)
+
+
+def _in_plain_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read as bytes, which those of quantized ones cannot."""
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def without_floats(print: Hashable) -> Hashable:
@@ -44,8 +52,8 @@ def without_floats(print: Hashable) -> Hashable:
 
 
 class _Walker:
-    def __init__(self, tensors: bool) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: bool, held: list[Any]) -> None:
+        self.tensors, self.held = tensors, held
         self.seen: dict[int, int] = {}
         self.trained: set[int] = set()
 
@@ -53,13 +61,17 @@ class _Walker:
         if isinstance(value, _PLAIN):
             return (type(value), repr(value) if isinstance(value, float) else value)
         if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | np.ufunc | types.CodeType):
-            return ("identity", id(value))
+            return self._identity(value)
         if id(value) in self.seen:
             return ("again", self.seen[id(value)])
         self.seen[id(value)] = len(self.seen)
         if depth > _MAX_DEPTH:
-            return ("identity", id(value))
+            return self._identity(value)
         return self._visit_object(value, depth + 1)
+
+    def _identity(self, value: Any) -> Hashable:
+        self.held.append(value)
+        return ("identity", id(value))
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, nn.Module):
@@ -80,7 +92,7 @@ class _Walker:
             return (type(value), frozenset(self.visit(v, depth) for v in value))
         attributes = getattr(value, "__dict__", None)
         if attributes is None or getattr(type(value), "__slots__", None):
-            return ("identity", id(value))
+            return self._identity(value)
         return (type(value), *((name, self.visit(v, depth)) for name, v in attributes.items()))
 
     def _module(self, module: nn.Module, depth: int) -> Hashable:
@@ -100,15 +112,21 @@ class _Walker:
             return None
         tie = self.seen.setdefault(id(tensor), len(self.seen))
         content = None if id(tensor) in self.trained else self._tensor(tensor)
-        return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride(), tie, content)
+        strides = tensor.stride() if tensor.layout == torch.strided else str(tensor.layout)
+        return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides, tie, content)
 
     def _tensor(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor) and value.is_nested:
+            return ("identity", id(value))
         shape = (tuple(value.shape), str(value.dtype))
         if not self.tensors:
             return ("tensor", shape)
         if isinstance(value, Tensor):
-            if value.numel() > 1_000_000 or value.device.type == "meta":
-                return ("identity", id(value))
+            held = parts(value)
+            if held[0] is not value:
+                return ("sparse", shape, str(value.layout), *map(self._tensor, held))
+            if value.numel() > 1_000_000 or value.device.type == "meta" or not _in_plain_memory(value):
+                return self._identity(value)
             # a copy: a tensor whose memory numpy has seen cannot be resized any more
             value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             value = value.view(torch.uint8).numpy() if value.dim() else value.reshape(1).view(torch.uint8).numpy()
@@ -117,6 +135,7 @@ class _Walker:
     def _function(self, function: types.FunctionType, depth: int) -> Hashable:
         cells = tuple(self._cell(cell, depth) for cell in function.__closure__ or ())
         defaults = (self.visit(function.__defaults__, depth), self.visit(function.__kwdefaults__, depth))
+        self.held += (function.__code__, function.__globals__)
         return ("function", id(function.__code__), id(function.__globals__), cells, defaults)
 
     def _cell(self, cell: types.CellType, depth: int) -> Hashable:

@@ -44,7 +44,7 @@ def group(members: list[Member], kitchen: Kitchen) -> list[Group]:
         by_key[recipe.key].recipes.append(recipe)
     for found in groups:
         if found.stackable:
-            found.reason = _refusal(found)
+            found.reason = _refusal(found, kitchen)
     return [proven for found in groups for proven in _proven(found, kitchen)]
 
 
@@ -67,7 +67,7 @@ def _proven(found: Group, kitchen: Kitchen) -> list[Group]:
     return [*([kept] if kept.members else []), *apart]
 
 
-def _refusal(found: Group) -> str:
+def _refusal(found: Group, kitchen: Kitchen) -> str:
     """Try every step of the group with a member axis, on two members, before any training."""
     recipes = (found.recipes * 2)[: max(2, len(found.recipes))]
     for rows, graph in recipes[0].steps.items():
@@ -77,6 +77,7 @@ def _refusal(found: Group) -> str:
                 [recipe.steps[rows] for recipe in recipes],
                 device=found.members[0].device,
                 stacked_batch=[True] * leaves,
+                deterministic=kitchen.deterministic,
             )
         except NotStackable as refusal:
             return str(refusal)

@@ -28,6 +28,7 @@ from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.own_state import OwnState, storable
+from shoal.pack.ownership import build_model as build_model
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
@@ -223,6 +224,8 @@ def _stored(value: Any) -> Any:
         if not isinstance(x, Tensor) or is_lazy(x):
             return x
         x = x.detach()
+        if x.layout != torch.strided:
+            return x.cpu()
         part = x.untyped_storage().nbytes() > x.nbytes + 1024
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
@@ -262,38 +265,6 @@ def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 def names(jobs: Sequence[Job]) -> list[str]:
     """What the jobs are called: by their names, or by their place where they have none."""
     return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
-
-
-def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds.
-
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
-    that is in eval mode as a whole, as one is after inference, is put in train mode.
-    """
-    factory: Any = job.model
-    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
-    return model if model.training else model.train()
-
-
-def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
-    """Build one member, leaving the process's own generators as they were."""
-    rng = torch.Generator()
-    with seeded(job.seed, pool.device):
-        try:
-            model = build_model(job)
-        except JobError:
-            raise
-        except Exception as error:
-            raise JobError(
-                f"building the model raised {describe(error)}; call job.model() by itself to see where"
-            ) from error
-        rng.set_state(torch.get_rng_state())
-    orders = torch.Generator().manual_seed(job.order_seed)
-    data = open_data(pool, job, "data")
-    val = open_data(pool, job, "val") if job.val is not None else None
-    return Member(job, index, name, pool.device, model, rng, orders, data, val)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:

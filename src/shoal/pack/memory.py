@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from shoal.data.source import TensorSource
+from shoal.data.source import TensorSource, parts
 from shoal.pack import learned
 from shoal.pack.liveness import Held, model_bytes, nbytes, optimizer_bytes, solo_step, stacked_step
 from shoal.pack.members import Member
@@ -168,7 +168,8 @@ def data_bytes(members: Iterable[Member]) -> int:
     for member in members:
         for view in (member.data, member.val):
             if view is not None and isinstance(view.source, TensorSource):
-                seen |= {(leaf.data_ptr(), tuple(leaf.shape)): nbytes(leaf) for leaf in view.source.leaves}
+                held = [part for leaf in view.source.leaves for part in parts(leaf)]
+                seen |= {(part.data_ptr(), tuple(part.shape)): nbytes(part) for part in held}
     return sum(seen.values())
 
 

@@ -6,6 +6,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,10 +17,12 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.pack.group import group, told
+from shoal.host import training_mode
+from shoal.pack.group import told
 from shoal.pack.handout import Batches, Hand
 from shoal.pack.members import Member, autocast, draws, evaluating
-from shoal.pack.newcomers import Settings, make_member, refill
+from shoal.pack.newcomers import Settings, device_of, make_member, refill
+from shoal.pack.own_changes import LoopChanges
 from shoal.pack.recipe import Kitchen
 from shoal.pack.serial import SerialUnit
 from shoal.pack.some import asked_ids, in_order, step_alone, step_some
@@ -26,7 +30,7 @@ from shoal.pack.stacked.forward import Forward, joined
 from shoal.pack.stacked.handed import HandedStack
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.trace import Untraceable
-from shoal.pack.unit import Unlike
+from shoal.pack.unit import Unlike, evaluated
 
 UNDECIDED = ("", "decided at its first step")
 
@@ -77,8 +81,9 @@ class Pack:
             precision=precision, schedule=schedule,
         )  # fmt: skip
         chosen = self._settings.of_each(models, seeds)
-        self.device = _device(models, device)
+        self.device = device_of(models, device)
         self._kitchen = Kitchen()
+        self._changes = LoopChanges(self._kitchen)
         self._members: dict[int, Member] = {}
         self._units: list[HandedStack | SerialUnit] = []
         self._waiting: list[int] = []
@@ -150,6 +155,7 @@ class Pack:
                 break
         self._waiting = [waiting for waiting in self._waiting if waiting != id]
         del self._members[id]
+        self._changes.drop(id)
         self._tiers.pop(id, None)
         return model
 
@@ -203,9 +209,9 @@ class Pack:
         """The member, with its weights and optimizer state its own."""
         asked_ids([id], self.ids)
         for unit in self._units:
-            for slot, member in enumerate(unit.members):
-                if member.index == id:
-                    (unit.unit if isinstance(unit, HandedStack) else unit).write_back([slot])
+            slots = [slot for slot, member in enumerate(unit.members) if member.index == id]
+            if slots:
+                (unit.unit if isinstance(unit, HandedStack) else unit).write_back(slots)
         return self._members[id]
 
     def _drop(self, unit: HandedStack | SerialUnit, slots: list[int]) -> None:
@@ -218,6 +224,7 @@ class Pack:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
+    @training_mode()
     def step(self, *batch: Any, per_member: bool = False, members: Sequence[int] | None = None) -> Tensor:
         """One training step of every member; their losses [M], in the order of `ids`.
 
@@ -230,6 +237,7 @@ class Pack:
         """
         asked = self.ids if members is None else asked_ids(members, self.ids)
         leaves, spec = self._read(batch, per_member, len(asked))
+        self._look_for_changes()
         batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
         if self._waiting:
             self._arrange(batches)
@@ -281,7 +289,7 @@ class Pack:
         members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
             batches.hand(member)
-        groups = group(members, self._kitchen)
+        groups = self._changes.group(members)
         for found in groups:
             reason = told(found, groups)
             if found.stackable and self._join(found.recipes, batches):
@@ -297,15 +305,18 @@ class Pack:
             if member.index in self._begins:
                 self._place(member.index, self._begins.pop(member.index))
 
+    def _look_for_changes(self) -> None:
+        """Where something has changed that members' steps read, let them wait for a new place."""
+        for unit in self._changes.stale(self._units):
+            self._waiting += [member.index for member in unit.members]
+            self._drop(unit, list(range(len(unit.members))))
+
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
-        for unit in self._units:
-            if isinstance(unit, HandedStack):
-                try:
-                    if unit.key(batches.of(unit.members[0])) == recipes[0].key:
-                        unit.join(recipes)
-                        return True
-                except (Untraceable, NotStackable):
-                    continue
+        for unit in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+            with suppress(Untraceable, NotStackable):
+                if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                    unit.join(recipes)
+                    return True
         return False
 
     def _prepare(self, unit: HandedStack, batches: Batches) -> None:
@@ -375,8 +386,9 @@ class Pack:
         if not self._members:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
-        stacks = [unit for unit in self._units if isinstance(unit, HandedStack)]
-        if len(stacks) == 1 and [member.index for member in stacks[0].members] == self.ids:
+        self._look_for_changes()
+        stacks = [u for u in self._units if isinstance(u, HandedStack) and [m.index for m in u.members] == self.ids]
+        if stacks:
             outputs = stacks[0].outputs(inputs)
             return joined(outputs) if isinstance(outputs, Unlike) else outputs
         members = [self._written(id) for id in self._members]
@@ -385,14 +397,5 @@ class Pack:
         outputs = []
         for member in members:
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                outputs.append(member.model(*inputs))
+                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
         return joined(outputs)
-
-
-def _device(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
-    from shoal.training import pick_device
-
-    if device is not None:
-        return pick_device(device)
-    first = next(models[0].parameters(), None)
-    return first.device if first is not None else torch.device("cpu")

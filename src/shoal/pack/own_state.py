@@ -81,7 +81,7 @@ class OwnState:
             self._loaded = self.capture()
         if self.job is not None:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
-        elif self.wanted or self._loaded is not None:
+        elif self.wanted or (self._loaded or {}).get("job") is not None:
             self.job = Keeper(state_roots(job, model if self.watched else None), model=model)
 
     def attach(

@@ -301,6 +301,22 @@ class SetMembers(Place):
         self.owner.update(value)
 
 
+class Empties(Place):
+    """Containers of one object that hold nothing, such as a module's tables of hooks."""
+
+    owner: list[Any]
+
+    def get(self) -> list[int]:
+        return list(map(len, self.owner))
+
+    def changed(self, note: Any) -> bool:
+        return any(self.owner)
+
+    def put(self, value: Any) -> None:
+        for container in filter(None, self.owner):
+            container.clear()
+
+
 def key_name(key: Any, place: int) -> str:
     """A key as a part of a path: by value where that means the same elsewhere, by position otherwise."""
     plain = isinstance(key, str | int | float | bool | bytes | None) or (

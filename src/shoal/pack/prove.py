@@ -139,10 +139,10 @@ def _compare_steps(rows: Sequence[_Case], kitchen: Kitchen, *, wide: bool, solo:
             _step_trace(case.steps[size], member, batch, kitchen, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo)
+        by_program = _in_float64(wide, _run_program, members, traces, batches, apart, solo, kitchen.deterministic)
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
-            by_itself = _in_float64(wide, _run_step, member, batches[place])
+            by_itself = _in_float64(wide, _run_step, member, _fresh(batches[place]))
             kitchen.proofs.steps += 1
             reason = difference(by_itself, by_program[place])
             if reason:
@@ -167,6 +167,11 @@ def _batch(member: Member, size: int, place: int, wide: bool) -> Any:
     start = min(place * size, max(0, member.num_rows - size))
     batch = member.data.take(start, start + size)
     return widen_leaves(batch) if wide else batch
+
+
+def _fresh(batch: Any) -> Any:
+    """A copy of a batch, for code that may write to it."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
 def _step_trace(recorded: Trace, member: Member, batch: Any, kitchen: Kitchen, wide: bool) -> Trace:
@@ -197,17 +202,24 @@ def _in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
 
 
 def _run_program(
-    members: Sequence[Member], traces: Sequence[Trace], batches: Sequence[Any], apart: bool, solo: bool
+    members: Sequence[Member],
+    traces: Sequence[Trace],
+    batches: Sequence[Any],
+    apart: bool,
+    solo: bool,
+    deterministic: bool,
 ) -> list[Observed]:
     """What the program gives for each member, from where the members are; nothing of theirs changes."""
     trace, device = traces[0], members[0].device
     leaves = [pytree.tree_leaves(batch) for batch in batches]
-    program = Program(traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo)
+    program = Program(
+        traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic
+    )
     used = [a and b for a, b in zip(trace.trainable, used_params(trace), strict=True)]
     state = _stacked_state([member.model for member in members], trace)
     state = [tensor[0] for tensor in state] if solo else state
     weights = [tensor.requires_grad_() for tensor, wanted in zip(state, used, strict=False) if wanted]
-    columns = [torch.stack(column) if apart else column[0] for column in zip(*leaves, strict=True)]
+    columns = [torch.stack(column) if apart else column[0].clone() for column in zip(*leaves, strict=True)]
     generators = [generator_at(member.rng.get_state()) for member in members]
     noise = draw_step(program.draws, generators, [m.job.seed for m in members], [m.batches for m in members], device)
     noise = [value[0] for value in noise] if solo else noise
@@ -217,6 +229,9 @@ def _run_program(
     gradients = {name: next(grads) if wanted else None for name, wanted in zip(trace.params, used, strict=True)}
     logged = {name: as_column(value, 1 if solo else len(members)) for name, value in logs.items()}
     flags = dict(zip(trace.params, trace.trainable, strict=True))
+    after_params: dict[str, Tensor | None] = {
+        name: tensor.detach() for name, tensor in zip(trace.params, state, strict=False)
+    }
 
     def row(values: dict[str, Tensor | None], place: int) -> dict[str, Tensor | None]:
         return {name: v if v is None or solo else v[place] for name, v in values.items()}
@@ -227,6 +242,7 @@ def _run_program(
                 "loss": row({"": losses}, place),
                 "log": {name: column[0 if solo else place] for name, column in logged.items()},
                 "gradient of": row(gradients, place),
+                "weight": row(after_params, place),
                 "buffer": row({name: after[name] for name in trace.buffers}, place),
             },
             flags,
@@ -257,6 +273,7 @@ def _run_step(member: Member, batch: Any) -> Observed:
             "loss": {"": loss.detach()},
             "log": {name: torch.tensor(number(value), dtype=torch.float64) for name, value in logs.items()},
             "gradient of": {name: param.grad for name, param in params.items()},
+            "weight": {name: param.detach().clone() for name, param in params.items()},
             "buffer": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
         },
         {name: param.requires_grad for name, param in params.items()},
@@ -312,16 +329,16 @@ def _compare_outputs(rows: Sequence[_Case], batch: Any, kitchen: Kitchen, *, wid
         _twin(case.steps[0], wide, partial(kitchen.evaluation, model, what, batch, twice=False))
         for case, model, what in zip(rows, models, whats, strict=True)
     ]
-    program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
+    program = Program(traces, device=device, stacked_batch=[False] * len(leaves), deterministic=kitchen.deterministic)
     if program.draws:
         return ["it draws random numbers in eval mode"] * len(rows)
     state = _stacked_state(models, traces[0])
     with torch.no_grad(), autocast_for(precision, device):
-        outputs, after = _in_float64(wide, program, state, leaves, lambda index: torch.empty(0))
+        outputs, after = _in_float64(wide, program, state, _fresh(leaves), lambda index: torch.empty(0))
     reasons = []
     for place, (model, what, trace) in enumerate(zip(models, whats, traces, strict=True)):
         start = state_of(model)
-        expected = _in_float64(wide, _run_evaluation, model, what, batch)
+        expected = _in_float64(wide, _run_evaluation, model, what, _fresh(batch))
         seen = _outputs(*pytree.tree_map_only(Tensor, itemgetter(place), (outputs, after)))
         reason = difference(expected, seen)
         if reason:

@@ -26,8 +26,10 @@ from shoal.pack.members import Member, draws, make_optimizer, make_schedule, nee
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
 from shoal.pack.python_state import PythonState
 from shoal.pack.signature import Path, skeleton
-from shoal.pack.trace import Call, Trace, Untraceable, trace
+from shoal.pack.trace import Call, Trace, Untraceable, same_graph, trace
 from shoal.pack.used import used_params
+from shoal.pack.watch import Watch
+from shoal.pack.within_epoch import refuse_changes
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.program import Program
@@ -89,6 +91,12 @@ class Recipe:
             job.step is None, member.data.source.streamed, member.device,
         )  # fmt: skip
 
+    def same_steps(self, other: Recipe | None) -> bool:
+        """Whether the steps are the same, number for number."""
+        if other is None or self.key != other.key:
+            return False
+        return all(same_graph(graph, other.steps[rows]) for rows, graph in self.steps.items())
+
 
 @dataclass(slots=True)
 class Proofs:
@@ -135,13 +143,32 @@ class Evaluation:
         return cls(("validation", job.step, job.loss, wanted), call, job.precision)
 
 
+_Code = tuple[Hashable, Hashable, str, str | None, bool]
+"""What is recorded, for Python: model, function, how batches are folded, precision, whether it is evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was recorded."""
+
+    made: Trace | Untraceable
+    read: Watch
+    """What else it read: globals, classes, what closures hold."""
+    held: list[Any]
+    """Objects whose ids are in its key: while they live, no others have them."""
+
+
 class Kitchen:
     """Makes recipes, tracing each distinct step once."""
 
-    def __init__(self) -> None:
-        self._traces: dict[Hashable, Trace | Untraceable] = {}
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone."""
+        self.deterministic = deterministic
+        self._traces: dict[tuple[_Code, Hashable], _Record] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-        self._known: dict[Hashable, Trace] = {}
+        self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+        """Objects whose ids are in the fingerprints."""
+        self._known: dict[_Code, Trace] = {}
         """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
         """Code, whatever the floating-point numbers in it."""
@@ -164,7 +191,9 @@ class Kitchen:
                 used_params(graph)
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
-        return Recipe(member, steps, plan_optimizer(member))
+        optimizer = plan_optimizer(member)
+        refuse_changes(member, optimizer.settings, optimizer.kind)
+        return Recipe(member, steps, optimizer)
 
     def program(self, traces: Sequence[Trace], stacked_batch: Sequence[bool], device: torch.device) -> Program:
         """The stacked program of these traces of mine, made once for each composition of a stack.
@@ -174,11 +203,13 @@ class Kitchen:
         """
         from shoal.pack.stacked.program import Program
 
-        key = (tuple(id(trace) for trace in traces), tuple(stacked_batch), device)
+        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device)
         if key not in self._programs:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = Program(traces, device=device, stacked_batch=stacked_batch)
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+            )
         return self._programs[key]
 
     def step(self, member: Member, rows: int) -> Trace:
@@ -210,6 +241,12 @@ class Kitchen:
             model, what.function, what.call, batch, precision=what.precision, evaluating=True, twice=twice
         )
 
+    def forget(self, model: nn.Module) -> None:
+        """Python state that this model's step reads has changed: what was recorded of it holds no longer."""
+        look = self._prints.pop(model, None)
+        self._traces = {key: made for key, made in self._traces.items() if key[0][0] != look}
+        self._known = {code: made for code, made in self._known.items() if code[0] != look}
+
     def graph(
         self,
         model: nn.Module,
@@ -225,16 +262,22 @@ class Kitchen:
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
-            self._prints[model] = fingerprint(model)
-        code = (self._prints[model], fingerprint(function), repr(spec), precision, evaluating)
+            self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
+        held: list[Any] = []
+        code = (self._prints[model], fingerprint(function, hold=held), repr(spec), precision, evaluating)
         key = (code, shapes)
-        if key not in self._traces:
+        if key not in self._traces or self._traces[key].read.changes():
             kind = without_floats(code)
+            made: Trace | Untraceable
+            watch = Watch()
+            watch.add(0, {"step": function}, model, private=True)  # what is the model's own is in its fingerprint
             try:
                 there = _beside(model, leaves)
-                self._traces[key] = made = trace(
+                made = trace(
                     there, call, batch, precision=precision, evaluating=evaluating, reached=function,
                     twice=twice and kind not in self._kinds,
                 )  # fmt: skip
@@ -243,8 +286,9 @@ class Kitchen:
                 if made is not first and made.like(first):
                     made.first = first
             except Untraceable as refusal:
-                self._traces[key] = refusal
-        found = self._traces[key]
+                made = refusal
+            self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])
+        found = self._traces[key].made
         if isinstance(found, Untraceable):
             raise found
         return found

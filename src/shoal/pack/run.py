@@ -220,6 +220,7 @@ class Run(Host):
 
     def _turn(self) -> None:
         self.rides = [ride for ride in self.rides if ride.ready()]
+        self._seat(self.board.renewals.take_out(self.rides, self.waiting.values()))
         if not self.rides:
             return
         apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
@@ -228,7 +229,7 @@ class Run(Host):
         if self.before is not None:
             pairs = zip(self.rides, batches, strict=True)
             self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
-        outcomes = turn(self.rides, batches, self.board.executor, self._look)
+        outcomes = turn(self.rides, batches, self.board.executor, self._look, self.board.renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
         self.rides += [own for ride in self.rides for own in self._separate(ride)]
         self.rides = [ride for ride in self.rides if ride.members]
@@ -359,6 +360,7 @@ class Run(Host):
         """Do what was asked for since the last round; whether there is something to train."""
         for order in self.controls.take() if self.controls is not None else []:
             order(self)
+            self.board.renewals.due = True
         return bool(self.waiting or self.rides)
 
     def end(self, index: int, status: str, error: str | None = None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.errors import MemberError
-from shoal.pack.members import Member, autocast, draws, make_optimizer, make_schedule, needs_closure, number, run_step
+from shoal.pack.members import (
+    Member,
+    autocast,
+    draws,
+    make_optimizer,
+    make_schedule,
+    needs_closure,
+    number,
+    run_step,
+    trying,
+)
 from shoal.pack.optim.schedules import jump_to
 from shoal.pack.stream import Stream
 from shoal.pack.unit import Unit, out_of_memory
@@ -31,7 +42,8 @@ class SerialUnit(Unit):
         self.job = member.job
         self.model = member.model.to(member.device)
         member.own.begin(self.job, self.model)
-        with draws(member, keep=not member.batches):
+        # of a member that has begun, asking the schedule for its beginning must not change what its step reads
+        with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
             self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None

@@ -53,7 +53,7 @@ def numbers(trace: Trace) -> dict[Path, float | int | bool]:
     for index, node in enumerate(trace.nodes):
         for slot, value in _slots(node):
             for path, leaf in _leaves(value):
-                if _liftable(leaf, slot.type):
+                if liftable(leaf, slot.type):
                     found[(index, slot.key, path)] = leaf
     return found
 
@@ -116,7 +116,8 @@ def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
         yield _Slot(argument.name, str(argument.type)), value
 
 
-def _liftable(value: Any, slot_type: str) -> bool:
+def liftable(value: Any, slot_type: str) -> bool:
+    """May this number of a graph be another one for another member?"""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if isinstance(value, float):
@@ -141,7 +142,7 @@ def _frozen(value: Any, slot: _Slot, position: dict[Node, int]) -> Hashable:
         return tuple((key, _frozen(item, slot, position)) for key, item in value.items())
     if isinstance(value, slice):
         return ("slice", *(_frozen(v, slot, position) for v in (value.start, value.stop, value.step)))
-    if _liftable(value, slot.type):
+    if liftable(value, slot.type):
         return "number"
     return (type(value), str(value))
 

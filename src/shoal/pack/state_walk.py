@@ -32,6 +32,8 @@ MOST_OBJECTS = 200_000
 """Objects that are looked into at the most; `Walk.complete` says whether that was all."""
 _TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Attributes of a module that are looked at on their own; the last two are an RNN's other list of its parameters."""
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""Containers that every module has, and that are empty in most."""
 _PLAIN = (
     int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
     Dataset, random.SystemRandom, types.CodeType, range, slice,
@@ -47,24 +49,48 @@ _STANDARD = (
 class Walk:
     """All places that can be reached from some named roots, each with one path, the shortest."""
 
-    def __init__(self, roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> None:
-        """`skip`: a model whose parameters and buffers are not looked at; its other attributes are."""
+    def __init__(
+        self, roots: Mapping[str, Any], *, skip: nn.Module | None = None, private: Mapping[str, Any] | None = None
+    ) -> None:
+        """`skip`: a model whose parameters and buffers are not looked at; its other attributes are.
+
+        `private`: more roots, which nobody else holds, such as a copy of a model: of what hangs on them only what their
+        code shares with others is noted.
+        """
         self.places: list[Place] = []
         self.complete = True
         self._skipped = set(map(id, skip.modules())) if skip is not None else set()
         tensors = (*skip.parameters(), *skip.buffers()) if skip is not None else ()
         self._seen: set[int] = set(map(id, tensors))
         self._held: list[Any] = []  # keeps ids from being given away
-        self._queue: deque[tuple[Path, Any]] = deque(((name,), root) for name, root in roots.items())
+        self._queue: deque[tuple[Path, Any, bool]] = deque(((name,), root, False) for name, root in roots.items())
+        self._private = False
         self._mentioned: dict[int, tuple[dict[str, Any], set[str]]] = {}
         """Namespaces of modules, and which of their names the code mentions."""
         self._modules: set[tuple[int, frozenset[str]]] = set()
         """Modules whose globals were looked up, and for which names."""
-        while self._queue:
-            self._visit(*self._queue.popleft())
+        self._go()
+        self._queue.extend(((name,), root, True) for name, root in (private or {}).items())
+        self._go()
         for space, names in self._mentioned.values():
             path = ("globals", str(space.get("__name__", "?")))
             self.places.append(places.Globals(path, space, sorted(names)))
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of globals that the code writes to."""
+        functions = [held for held in self._held if isinstance(held, types.FunctionType)]
+        return frozenset().union(*(mentioned(f.__code__)[1] for f in functions if not is_library_function(f)))
+
+    @property
+    def visited(self) -> list[Any]:
+        """All objects that were looked into."""
+        return self._held
+
+    def _go(self) -> None:
+        while self._queue:
+            path, value, self._private = self._queue.popleft()
+            self._visit(path, value)
 
     def _visit(self, path: Path, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
@@ -74,24 +100,27 @@ class Walk:
             return
         self._seen.add(id(value))
         self._held.append(value)
-        for kinds, look in self._looks:
-            if isinstance(value, kinds):
-                look(self, path, value)
-                return
+        kind: Any = type(value)
+        look = _look_of(kind, self._looks)
+        if look is not None:
+            look(self, path, value)
+            return
         if contents.is_iterator(value):
             self._note(contents.Position((*path, ".__next__"), value))
         self._object(path, value)
 
     def _note(self, place: Place) -> None:
-        self.places.append(place)
+        if not self._private:
+            self.places.append(place)
 
     def _push(self, path: Path, element: str, value: Any) -> None:
         if not isinstance(value, _PLAIN):
-            self._queue.append(((*path, element), value))
+            self._queue.append(((*path, element), value, self._private))
 
     # --- code -------------------------------------------------------------------------------------------------------
 
     def _function(self, path: Path, function: types.FunctionType) -> None:
+        self._private = False  # a copy of a model has the same functions and classes
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
@@ -157,6 +186,7 @@ class Walk:
         """Attributes of the user's own classes, and what their methods reach."""
         if is_library_class(kind):
             return
+        self._private = False
         path = ("class", f"{kind.__module__}.{kind.__qualname__}")
         place = places.ClassAttributes(path, kind)
         self._note(place)
@@ -172,10 +202,13 @@ class Walk:
         if id(module) not in self._skipped:
             groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
         for own, group in groups.items():
-            if isinstance(group, dict):  # those of a ScriptModule are not
+            if isinstance(group, dict) and group:  # those of a ScriptModule are not
                 self._note(places.Items((*path, f".{own}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
+        empty = [value for name in _HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
+        self._note(places.Empties((*path, ".hooks"), empty))
+        self._seen.update(map(id, empty))
         self._attributes(path, module, _TENSORS)
         self._push(path, ".__class__", type(module))
 
@@ -183,6 +216,7 @@ class Walk:
         kind = type(value)
         if is_standard_class(kind) and not isinstance(value, _STANDARD):
             return
+        self._private &= not hasattr(kind, "__deepcopy__")  # it may give itself for its copy
         self._attributes(path, value)
         self._slots(path, value)
         self._push(path, ".__class__", kind)
@@ -276,6 +310,12 @@ class Walk:
         ((dict, types.MappingProxyType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _dict),
         (set, _set),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def _look_of(kind: Any, looks: tuple[tuple[Any, Callable[..., None]], ...]) -> Callable[..., None] | None:
+    """How objects of a class are looked into; None: as any object."""
+    return next((look for kinds, look in looks if issubclass(kind, kinds)), None)
 
 
 @functools.lru_cache(maxsize=8192)

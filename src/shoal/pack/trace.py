@@ -9,6 +9,7 @@ be compared by comparing their graphs. What a graph cannot carry is refused with
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 import warnings
@@ -62,6 +63,8 @@ class Trace:
     """Whether a first call leaves something in Python behind, such as a mask that is made once."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells traces apart, those that are gone included, which an id does not."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
@@ -114,7 +117,7 @@ def trace(
     )
     first, again = pair.first, pair.again
     first.caches = pair.caches
-    if not _same_graph(first, again):
+    if not same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
@@ -156,10 +159,12 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     leaves, batch_spec = pytree.tree_flatten(batch)
     wrapper = _Recorded(model, call)
     checks: list[Tensor] | None = [] if grad else None
+    traced: list[Tensor] = []
     out_spec: list[pytree.TreeSpec] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
         names = [f"model.{name}" for name in (*params, *buffers)]
+        traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
         out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
@@ -175,7 +180,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
-        with patched(checks), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
+        with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
@@ -289,22 +294,38 @@ def origin(node: Node) -> Node:
     return node
 
 
+def written_params(recorded: Trace) -> list[int]:
+    """The parameters that the graph itself writes to, by their place."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
+
+
 def _refuse_in_graph(recorded: Trace) -> None:
     for node in recorded.nodes:
         if node.op == "get_attr":
             value = getattr(recorded.module, str(node.target), None)
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
                 raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
+            if value.layout != torch.strided:
+                raise Untraceable(f"it reads a tensor of layout {value.layout}")
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise Untraceable(f"it reads a number out of a tensor ({node.target})")
             if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
                 raise Untraceable(f"the shape of a result depends on the data ({node.target})")
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise Untraceable(f"it uses a tensor of layout {value.layout} ({node.target})")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Untraceable(f"it uses a higher-order operator ({node.target})")
 
 
-def _same_graph(a: Trace, b: Trace) -> bool:
+def same_graph(a: Trace, b: Trace) -> bool:
+    """Whether two graphs are the same, with the same numbers and constants in them."""
     if len(a.nodes) != len(b.nodes):
         return False
     constants = [
@@ -323,6 +344,8 @@ def _same_graph(a: Trace, b: Trace) -> bool:
 def _same_constant(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
         return type(a) is type(b)
+    if a.layout != torch.strided:
+        return True  # it is refused, with its own reason
     try:
         return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
     except Exception as error:

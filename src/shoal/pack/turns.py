@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,24 @@ if TYPE_CHECKING:
 Look = Callable[[Ride, Outcome, int], None]
 
 
-def turn(rides: list[Ride], batches: list[int], executor: Executor, look: Look | None = None) -> list[Outcome]:
-    """So many batches of each ride, and what came of them; `look` sees each before its epochs are closed."""
+def turn(
+    rides: list[Ride],
+    batches: list[int],
+    executor: Executor,
+    look: Look | None = None,
+    done: Callable[[Sequence[Ride]], None] | None = None,
+) -> list[Outcome]:
+    """So many batches of each ride, and what came of them.
+
+    `done` is called when all have had their batches and before any epoch is closed; `look` sees each before its own is.
+    """
     for ride in rides:
         ride.begin()
         ride.start()
     work = [(ride.unit, count) for ride, count in zip(rides, batches, strict=True)]
     outcomes = executor.run(work, partial(_look_ahead, rides, batches))
+    if done is not None:
+        done(rides)
     for ride, count, outcome in zip(rides, batches, outcomes, strict=True):
         if look is not None:
             look(ride, outcome, count)

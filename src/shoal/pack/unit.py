@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from shoal.errors import MemberError
@@ -84,6 +86,9 @@ class Unit(ABC):
         """Whether all members are between optimizer steps, with nothing of theirs held back by the unit."""
         return all(member.settled for member in self.members)
 
+    def forget_evaluations(self) -> None:  # noqa: B027  # most have none
+        """Python values that members' code reads have changed: programs of evaluations hold no longer."""
+
     def begin_epoch(self, orders_MN: Tensor) -> None:
         """Start an epoch for all members with these rows, [M, n] or, the same for all, [1, n]."""
         for slot, member in enumerate(self.members):
@@ -106,7 +111,7 @@ class Unit(ABC):
             member = self.members[slot]
             member.model.to(member.device)
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                outputs.append(member.model(*inputs))
+                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
         return stack_outputs(outputs)
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
@@ -116,8 +121,16 @@ class Unit(ABC):
         """
         return None
 
-    def adopt_buffers(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
-        """Take over the buffers of these members' own models, which validation may have changed."""
+    def undo_validation(self) -> Callable[[], None]:
+        """A function that puts back the buffers as they are now, for a validation that does not come to its end."""
+        return _nothing
+
+    def adopt_state(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
+        """Take over weights and buffers of these members' own models, which validation may have changed."""
+
+
+def _nothing() -> None:
+    return
 
 
 @dataclass(slots=True)
@@ -198,6 +211,30 @@ def out_of_memory(error: BaseException | None) -> bool:
 def words(error: BaseException) -> str:
     """What an exception of full memory says, in a line."""
     return (str(error).splitlines() or ["no room"])[0][:120]
+
+
+def evaluated(model: nn.Module, call: Callable[[], Any], gradients: bool = False) -> tuple[Any, bool]:
+    """What a call of an evaluated model gives, and whether it took gradients.
+
+    It is made without them, as evaluation is. A call that needs them, since it asks autograd itself (for the residual
+    of a differential equation, or for forces), raises then: it is made again, with gradients, and its results are
+    detached. `gradients`: that is known already.
+    """
+    if not gradients:
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not is_lazy(buffer)]
+        drawn = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                return call(), False
+        except Exception as error:
+            if out_of_memory(error) or context_lost(error):
+                raise
+            torch.set_rng_state(drawn)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+    with torch.enable_grad():
+        return pytree.tree_map_only(Tensor, Tensor.detach, call()), True
 
 
 class Executor:

@@ -251,7 +251,7 @@ class Chunk:
         if rows in self._ready:
             return 0.0
         step, compiled = self.step(rows), self.compiled and full
-        traces = tuple(id(self.stack.recipes[row].steps[rows]) for row in self.stack.rows)
+        traces = tuple(self.stack.recipes[row].steps[rows].number for row in self.stack.rows)
         rules = tuple(
             (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
             for part in self.stack.optimizer.ruled()

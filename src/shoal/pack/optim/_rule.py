@@ -74,6 +74,22 @@ def coefficient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+_LANES = 16
+"""Float64 columns of a multiple of this have no remainder in a vectorised loop."""
+
+
+def power(base: Tensor | float, exponent: Tensor) -> Tensor:
+    """`base ** exponent` of columns [M], with the same bits for a member whatever M is: on a CPU the remainder of the
+    loop over them would have other bits than the rest."""
+    size = exponent.shape[0]
+    missing = -size % _LANES
+    if exponent.device.type != "cpu" or is_traced() or not missing:
+        return torch.pow(base, exponent)
+    if isinstance(base, Tensor):
+        base = torch.nn.functional.pad(base, (0, missing))
+    return torch.pow(base, torch.nn.functional.pad(exponent, (0, missing)))[:size]
+
+
 def lerp_(start: Tensor, end: Tensor, weight: Tensor) -> None:
     """`start.lerp_(end, weight)`, in float32 for half precision (lerp alone insists on equal dtypes)."""
     if start.dtype == weight.dtype:
@@ -250,6 +266,10 @@ class Rule(ABC):
         if self.flags["weight_decay"]:
             return torch.addcmul(grad, param, c["weight_decay"]).to(grad.dtype)
         return grad
+
+    def fresh_entry(self, param: Tensor, h: Mapping[str, float]) -> State:
+        """What torch has for a parameter that never had a gradient: mostly nothing."""
+        return {}
 
     def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:
         """Drop from one member's state what torch would not have, given that member's numbers."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.pack.optim._rule import Column, Rule, State, lerp_, scalar_dtype
+from shoal.pack.optim._rule import Column, Rule, State, lerp_, power, scalar_dtype
 
 
 def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
@@ -63,8 +63,8 @@ class Adam(_Moments):
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)
-        correction1 = 1 - h["beta1"] ** step
-        correction2 = 1 - h["beta2"] ** step
+        correction1 = 1 - power(h["beta1"], step)
+        correction2 = 1 - power(h["beta2"], step)
         return {
             **self.moments(h, dtype),
             "neg_step_size": (h["lr"] / correction1).neg().to(dtype),
@@ -102,13 +102,13 @@ class NAdam(_Moments):
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)
         product = clock["mu_product"]
-        mu = h["beta1"] * (1.0 - 0.5 * (0.96 ** (step * h["momentum_decay"])))
-        mu_next = h["beta1"] * (1.0 - 0.5 * (0.96 ** ((step + 1) * h["momentum_decay"])))
+        mu = h["beta1"] * (1.0 - 0.5 * power(0.96, step * h["momentum_decay"]))
+        mu_next = h["beta1"] * (1.0 - 0.5 * power(0.96, (step + 1) * h["momentum_decay"]))
         product.mul_(mu.to(product.dtype))
         so_far = product.to(step.dtype)
         return {
             **self.moments(h, dtype),
-            "correction2": (1 - h["beta2"] ** step).to(dtype),
+            "correction2": (1 - power(h["beta2"], step)).to(dtype),
             "of_grad": (-h["lr"] * (1.0 - mu) / (1.0 - so_far)).to(dtype),
             "of_average": (-h["lr"] * mu_next / (1.0 - so_far * mu_next)).to(dtype),
         }
@@ -130,8 +130,8 @@ class RAdam(_Moments):
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)
-        power2 = h["beta2"] ** step
-        correction1, correction2 = 1 - h["beta1"] ** step, 1 - power2
+        power2 = power(h["beta2"], step)
+        correction1, correction2 = 1 - power(h["beta1"], step), 1 - power2
         limit = 2 / (1 - h["beta2"]) - 1
         length = limit - 2 * step * power2 / correction2
         rectified = length > 5.0
@@ -168,7 +168,7 @@ class Adamax(Rule):
             "beta2": h["beta2"].to(dtype),
             "eps": h["eps"].to(dtype),
             "weight_decay": h["weight_decay"].to(dtype),
-            "neg_step_size": (h["lr"] / (1 - h["beta1"] ** step)).neg().to(dtype),
+            "neg_step_size": (h["lr"] / (1 - power(h["beta1"], step))).neg().to(dtype),
         }
 
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:

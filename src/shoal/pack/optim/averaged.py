@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.pack.optim._rule import Column, Rule, State, lerp_, scalar_dtype
+from shoal.pack.optim._rule import Column, Rule, State, lerp_, power, scalar_dtype
 
 
 class ASGD(Rule):
@@ -36,7 +36,7 @@ class ASGD(Rule):
             "neg_eta": now.neg().to(dtype),
             "mu": mu.to(dtype, copy=True),
         }
-        eta.copy_(h["lr"] / ((1 + h["lambd"] * h["lr"] * step) ** h["alpha"]))
+        eta.copy_(h["lr"] / power(1 + h["lambd"] * h["lr"] * step, h["alpha"]))
         mu.copy_(1 / (step - h["t0"]).clamp(min=1))
         return c
 

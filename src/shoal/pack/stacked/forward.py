@@ -16,7 +16,7 @@ from shoal.pack.signature import skeleton
 from shoal.pack.stacked.program import Program
 from shoal.pack.stacked.site import NotStackable
 from shoal.pack.trace import Trace, Untraceable, autocast
-from shoal.pack.unit import Unlike, stack_outputs
+from shoal.pack.unit import Unlike, context_lost, evaluated, out_of_memory, stack_outputs
 
 
 class Forward:
@@ -82,8 +82,13 @@ class Forward:
         state, count = self._states[key], len(traces[0].params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
-        with torch.no_grad(), autocast(self.precision, device):
-            out, _ = program(state, leaves, lambda index: torch.empty(0))
+        try:
+            with torch.no_grad(), autocast(self.precision, device):
+                out, _ = program(state, leaves, lambda index: torch.empty(0))
+        except Exception as error:
+            if out_of_memory(error) or context_lost(error):
+                raise
+            return None  # their own Python may handle what a stack does not
         return out
 
     def _stack(self, places: list[int], graph: Trace) -> list[Tensor]:
@@ -95,7 +100,7 @@ class Forward:
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")
         with evaluating(model), autocast(self.precision, device):
-            return model(*inputs)
+            return evaluated(model, lambda: model(*inputs))[0]
 
 
 def joined(outputs: list[Any]) -> Any:

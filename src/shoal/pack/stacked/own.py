@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoal.pack.members import make_optimizer, make_schedule
+from shoal.pack.members import make_optimizer, make_schedule, trying
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.optimizers import Grads, Span, StackedOptimizer
@@ -24,12 +25,17 @@ class OwnOptimizers:
         self._point()
         for member in members:
             member.own.begin(member.job, member.model)
-        self.optimizers = [make_optimizer(m.job, twin) for m, twin in zip(members, self.twins, strict=True)]
-        self.schedules = [make_schedule(m.job, opt) for m, opt in zip(members, self.optimizers, strict=True)]
+        self.optimizers: list[Any] = []
+        self.schedules: list[Any] = []
+        for member, twin in zip(members, self.twins, strict=True):
+            # of one that has begun, asking the schedule for its beginning must not change what its step reads
+            with trying(member.job) if member.batches else nullcontext():
+                self.optimizers.append(make_optimizer(member.job, twin))
+                self.schedules.append(make_schedule(member.job, self.optimizers[-1]))
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
             if member.optimizer_state:
                 optimizer.load_state_dict(member.optimizer_state)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+                optimizer._opt_called = True  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         self.failed: dict[int, Exception] = {}

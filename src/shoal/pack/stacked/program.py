@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shoal.pack.signature import Path, PerMember, difference, lift, skeleton
 from shoal.pack.stacked import rules
 from shoal.pack.stacked.site import NotStackable, Site
-from shoal.pack.trace import Trace, origin
+from shoal.pack.trace import Trace, origin, written_params
 from shoal.randomness import Draw
 
 Noise = Callable[[int], Tensor]
@@ -47,12 +47,21 @@ class Program:
     """
 
     def __init__(
-        self, traces: Sequence[Trace], *, device: torch.device, stacked_batch: Sequence[bool], solo: bool = False
+        self,
+        traces: Sequence[Trace],
+        *,
+        device: torch.device,
+        stacked_batch: Sequence[bool],
+        solo: bool = False,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: on a CPU with one thread, no bit of a member depends on the other traces, on their number or
+        on whether they share a batch."""
         _check_alike(traces)
         self.trace = traces[0]
         self.members = 0 if solo else len(traces)
         self.device = device
+        self.deterministic = deterministic and device.type == "cpu"
         self.draws: list[Draw] = []
         self._noise: Noise = _no_noise
         self._position = {node: index for index, node in enumerate(self.trace.nodes)}
@@ -61,6 +70,8 @@ class Program:
             raise NotStackable("members of their own numbers cannot share one solo step")
         self._inputs = [node for node in self.trace.nodes if node.op == "placeholder"]
         self._stacked_batch = list(stacked_batch)
+        self.written = written_params(self.trace)
+        """Parameters that the step itself writes to, by their place."""
         self._carries = self._propagate(stacked_batch)
         self._instructions = self._build()
 
@@ -89,7 +100,7 @@ class Program:
         if not self.members:
             return set()
         owned = len(self.trace.params) + len(self.trace.buffers)
-        forced: set[Node] = set()
+        forced = self._never_shared() if self.deterministic else set()
         while True:
             carries = {node for i, node in enumerate(self._inputs) if i < owned or stacked_batch[i - owned]} | forced
             for index, node in enumerate(self.trace.nodes):
@@ -109,6 +120,12 @@ class Program:
             if not written:
                 return carries
             forced |= {origin(node) for node in written} | written
+
+    def _never_shared(self) -> set[Node]:
+        """What members may or may not have in common, and is given to each of them so that it makes no difference."""
+        owned = len(self.trace.params) + len(self.trace.buffers)
+        constants = [node for node in self.trace.nodes if node.op == "get_attr"]
+        return {*self._inputs[owned:], *(n for n in constants if self.trace.constant(n).is_floating_point())}
 
     def _widened(self, node: Node) -> bool:
         """Must a value that no member's own data went into be given the member axis all the same?"""
@@ -175,7 +192,10 @@ class Program:
             names = [argument.name for argument in node.target._schema.arguments]
             run = _plain(node.target, names, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
-        site = Site(node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw)
+        site = Site(
+            node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw,
+            self.deterministic,
+        )  # fmt: skip
         return rules.find(site), self._slots(arguments)
 
     def _is_random(self, node: Node) -> bool:

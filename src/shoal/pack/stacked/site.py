@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shoal.pack.signature import PerMember
+from shoal.pack.signature import PerMember, liftable
+from shoal.pack.stacked.apart import layout_of, rows, together
 from shoal.randomness import Draw
 
 
@@ -36,6 +37,8 @@ class Site:
     carries: Callable[[Node], bool]
     draws: list[Draw] = field(default_factory=list)
     noise: Callable[[int], Tensor] = field(default=lambda index: torch.empty(0))
+    deterministic: bool = False
+    """Must a member's bits depend on the member alone?"""
 
     @property
     def op(self) -> Any:
@@ -79,6 +82,15 @@ class Site:
         """Does a number differ between members?"""
         leaves = pytree.tree_leaves(self.args, is_leaf=lambda v: isinstance(v, PerMember | Node))
         return any(isinstance(leaf, PerMember) for leaf in leaves)
+
+    @property
+    def could_vary(self) -> bool:
+        """Does a number stand here that may be another one for another member, whoever is in this stack?"""
+        return any(
+            isinstance(leaf, PerMember) or liftable(leaf, str(argument.type))
+            for argument, value in zip(self.op._schema.arguments, self.args, strict=True)
+            for leaf in pytree.tree_leaves(value, is_leaf=lambda v: isinstance(v, PerMember | Node))
+        )
 
     def column(self, value: PerMember, ndim: int, dtype: torch.dtype) -> Tensor:
         """A number per member as [M, 1, ...], ready to broadcast against a stacked tensor of `ndim` own dimensions."""
@@ -131,48 +143,62 @@ def unfold(x: Tensor, members: int) -> Tensor:
 def per_member(op: Run, site: Site) -> Run:
     """The operator itself, once for every member: exact for whatever the operator is, and as slow as running alone.
 
-    Stacked arguments are unbound and results stacked, so that autograd pays one copy each way.
+    Stacked arguments are unbound and results stacked, so that autograd pays one copy each way; with `deterministic`
+    they are copied apart, see `apart`.
     """
-    flags = [site.stacked(i) for i in range(len(site.args))]
-    members = site.members
-    mutates = site.op._schema.is_mutable
-
-    def pick(value: Any, flag: bool) -> list[Any]:
-        if isinstance(value, PerMember):
-            return list(value.values)
-        if isinstance(value, Tensor):
-            return list(value.unbind(0)) if flag else [value] * members
-        if isinstance(value, list | tuple):
-            columns = [pick(item, flag) for item in value]
-            return [type(value)(column[m] for column in columns) for m in range(members)]
-        return [value] * members
-
-    nested = [flag and not isinstance(site.args[i], Node) for i, flag in enumerate(flags)]
-    if any(nested):
-        inner = [
-            [isinstance(a, Node) and site.carries(a) for a in site.args[i]] if nested[i] else []
-            for i in range(len(flags))
-        ]
+    members, target = site.members, site.op._schema.arguments[:1]
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in target)
+    pickers = [_picker(site, value) for value in site.args]
 
     def run(*args: Any) -> Any:
-        columns: list[list[Any]] = []
-        for i, value in enumerate(args):
-            if nested[i]:
-                parts = [pick(item, inner[i][j]) for j, item in enumerate(value)]
-                columns.append([[part[m] for part in parts] for m in range(members)])
-            else:
-                columns.append(pick(value, flags[i]))
-        if mutates and isinstance(args[0], Tensor):
-            # autograd does not let one of many views be written to, nor a view from before its base had a gradient
-            for m in range(members):
-                op(args[0].select(0, m), *[column[m] for column in columns[1:]])
-            return args[0]
+        if writes and isinstance(args[0], Tensor):
+            others = zip(pickers[1:], args[1:], strict=True)
+            return _written(op, args[0], [pick(value) for pick, value in others], site)
+        columns = [pick(value) for pick, value in zip(pickers, args, strict=True)]
         results = [op(*[column[m] for column in columns]) for m in range(members)]
         leaves = [pytree.tree_flatten(result) for result in results]
+        join = together if site.deterministic else torch.stack
         stacked = [
-            torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
+            join(parts) if isinstance(parts[0], Tensor) else parts[0]
             for parts in zip(*(x for x, _ in leaves), strict=True)
         ]
         return pytree.tree_unflatten(stacked, leaves[0][1])
 
     return run
+
+
+def _picker(site: Site, value: Any) -> Callable[[Any], Sequence[Any]]:
+    """Takes one argument apart, a value for each member."""
+    members = site.members
+    if isinstance(value, PerMember):
+        return lambda _: value.values
+    if isinstance(value, Node) and site.carries(value):
+        if not site.deterministic:
+            return lambda x: x.unbind(0)
+        layout = layout_of(meta_of(value))
+        return lambda x: rows(x, layout)
+    if isinstance(value, list | tuple):
+        inner = [_picker(site, item) for item in value]
+
+        def picked(values: Any) -> Sequence[Any]:
+            columns = [pick(item) for pick, item in zip(inner, values, strict=True)]
+            return [type(value)(column[m] for column in columns) for m in range(members)]
+
+        return picked
+    return lambda x: (x,) * members
+
+
+def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], site: Site) -> Tensor:
+    """An operator that changes its first argument. Where autograd looks on, members have it to themselves until all are
+    through: it does not let one of many views be written to, nor anything that was written next to what it keeps."""
+    rest = [[column[m] for column in others] for m in range(site.members)]
+    tensors = [target, *pytree.tree_leaves(rest)]
+    watched = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if not watched and not site.deterministic:
+        for row, own in zip(target.unbind(0), rest, strict=True):
+            op(row, *own)
+        return target
+    copies = rows(target, layout_of(meta_of(site.args[0])))
+    for copy, own in zip(copies, rest, strict=True):
+        op(copy, *own)
+    return target.copy_(together(copies))

@@ -71,7 +71,7 @@ class Linear(torch.autograd.Function):
         return (
             product(grad_MBO, weight_MOI.conj()) if of_x else None,
             product(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
-            grad_MBO.sum(1) if of_bias else None,
+            grad_MBO.contiguous().sum(1) if of_bias else None,
         )
 
 

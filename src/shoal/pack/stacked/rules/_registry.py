@@ -16,19 +16,46 @@ from torch.utils import _pytree as pytree
 from shoal.pack.signature import PerMember
 from shoal.pack.stacked.site import NotStackable, Rule, Run, Site, per_member
 
+Steady = Callable[[Site], bool]
+"""Whether a rule gives a member the same bits in any company, on a CPU with one thread."""
+
 _RULES: dict[Any, Rule] = {}
+_STEADY: dict[Any, Steady] = {}
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for these operators."""
+def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
+    """Register a rule for these operators.
+
+    `steady`: no bit of a member's results and gradients depends on who else is in the stack, nor on whether a number
+    differs there. Under `deterministic=True` an operator without such a rule runs once for every member.
+    """
 
     def register(function: Rule) -> Rule:
         for op in ops:
             assert op not in _RULES, f"two rules for {op}"
             _RULES[op] = function
+            _STEADY[op] = steady if callable(steady) else lambda site, steady=steady: steady  # type: ignore[misc]
         return function
 
     return register
+
+
+def is_steady(site: Site) -> bool:
+    """Whether the rule that serves this operator is steady here."""
+    key = site.op if site.op in _RULES else "pointwise" if torch.Tag.pointwise in site.op.tags else None
+    return key is not None and _STEADY[key](site)
+
+
+WHOLE = (torch.float32, torch.float64)
+"""Dtypes whose arithmetic is the same in the vector part of a loop and in its remainder."""
+
+
+def in_full_precision(site: Site) -> bool:
+    """Are all numbers here whole numbers, truth values or floats of full precision?"""
+    leaves = [*pytree.tree_leaves(site.args, is_leaf=_is_node), site.node]
+    values = [value for leaf in leaves if _is_node(leaf) for value in pytree.tree_leaves(leaf.meta.get("val"))]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return all(t.dtype in WHOLE or not (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
 def find(site: Site) -> Run:
@@ -79,10 +106,12 @@ def _find(site: Site) -> Run:
     ):
         raise NotStackable(f"{site.name} writes into a tensor that members would share (out=)")
     own = _RULES.get(site.op)
+    if own is None and torch.Tag.nondeterministic_seeded in site.op.tags:
+        raise NotStackable(f"{site.name} draws random numbers in a way that has no stream per member")
+    if site.deterministic and site.members and not is_steady(site):
+        return general(site)
     if own is not None:
         return own(site)
-    if torch.Tag.nondeterministic_seeded in site.op.tags:
-        raise NotStackable(f"{site.name} draws random numbers in a way that has no stream per member")
     if torch.Tag.pointwise in site.op.tags:
         return _RULES["pointwise"](site)
     return general(site)
@@ -133,8 +162,12 @@ def _is_node(value: Any) -> bool:
 
 
 def general(site: Site) -> Run:
-    """vmap where it has a rule for the operator, otherwise the operator once per member."""
-    if site.varies:
+    """vmap where it has a rule for the operator, otherwise the operator once per member.
+
+    With `deterministic` vmap is for views alone, which compute nothing.
+    """
+    moves = _is_view(site) or torch.Tag.inplace_view in site.op.tags
+    if site.varies or (site.deterministic and not moves):
         return once_per_member(site)
     batched = vmapped(site)
     return once_per_member(site) if batched is None or not _works(site, batched) else batched
@@ -146,6 +179,8 @@ def once_per_member(site: Site) -> Run:
         raise NotStackable(f"{site.name} writes its result into another tensor (out=)")
     if _is_view(site) and any(mutates(node) for node in site.node.graph.nodes):
         raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
+    if torch.Tag.inplace_view in site.op.tags:
+        raise NotStackable(f"{site.name} changes the shape or the layout of a tensor in place")
     return per_member(site.call, site)
 
 

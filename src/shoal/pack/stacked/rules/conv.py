@@ -119,7 +119,12 @@ _ROWWISE = {
 _SAMPLE_DIMS = {op: dims for dims, names in _ROWWISE.items() for op in _rowwise(*names.split())}
 
 
-@rule(*_SAMPLE_DIMS)
+def _only_picks(site: Site) -> bool:
+    """Largest numbers, and those that are only put elsewhere."""
+    return site.name.split(".")[0].startswith(("max_pool", "adaptive_max_pool", "pixel_", "channel_shuffle"))
+
+
+@rule(*_SAMPLE_DIMS, steady=_only_picks)
 def rowwise(site: Site) -> Run:
     """Members are more rows of the batch."""
     sample = _SAMPLE_DIMS[site.op]

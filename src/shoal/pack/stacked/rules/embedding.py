@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.pack.stacked.rules._registry import once_per_member, rule
+from shoal.pack.stacked.rules._registry import in_full_precision, once_per_member, rule
 from shoal.pack.stacked.site import NotStackable, Run, Site
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ ALONE = (aten.embedding_renorm_.default,)
 """Operators whose rule also serves a member that runs alone."""
 
 
-@rule(aten.embedding.default)
+@rule(aten.embedding.default, steady=in_full_precision)
 def embedding(site: Site) -> Run:
     weight_stacked = site.stacked(0)
     _, _, padding, by_frequency, sparse = site.args

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.pack.stacked.rules._registry import once_per_member, rule
+from shoal.pack.signature import PerMember
+from shoal.pack.stacked.rules._registry import in_full_precision, once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
 from shoal.pack.stacked.site import Run, Site, dims, fold, pad_dims, unfold
 
@@ -24,7 +25,13 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-@rule(*_ELEMENTWISE)
+def _is_steady(site: Site) -> bool:
+    """Differences and their squares, element against element."""
+    plain = site.op in (aten.mse_loss.default, aten.l1_loss.default) and site.meta(0).shape == site.meta(1).shape
+    return plain and in_full_precision(site)
+
+
+@rule(*_ELEMENTWISE, steady=_is_steady)
 def elementwise(site: Site) -> Run:
     place = _ELEMENTWISE[site.op]
     reduction = site.args[place]
@@ -39,7 +46,8 @@ def elementwise(site: Site) -> Run:
         for i, stacked, ndim in tensors:
             values[i] = pad_dims(widened(values[i], stacked, members), ndim, wide)
         values[place] = _NONE
-        return _reduced(op(*values), reduction)
+        loss = op(*values)
+        return _reduced(loss.contiguous() if site.deterministic else loss, reduction)
 
     return run
 
@@ -54,12 +62,12 @@ def _reduced(values: Tensor, reduction: int) -> Tensor:
     return values.mean(over) if reduction == _MEAN else values.sum(over)
 
 
-@rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+@rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, steady=in_full_precision)
 def cross_entropy(site: Site) -> Run:
     """Class indices: rows of all members in one call, then each member's own mean over its counted rows."""
     args = (*site.args, 0.0)[:6]
     logits, target, smoothing = site.meta(0), site.meta(1), args[5]
-    if target.dtype.is_floating_point or logits.dim() < 2 or site.varies or not site.stacked(0):
+    if target.dtype.is_floating_point or logits.dim() < 2 or not site.stacked(0):
         return once_per_member(site)
     members, reduction, ignore = site.members, args[3], args[4]
     flags = (site.stacked(1), args[2] is not None and site.stacked(2))
@@ -79,10 +87,9 @@ def cross_entropy(site: Site) -> Run:
         spread = -smooth.sum(2) * counted
         classes = table.shape[2]
         plain, extra = _averaged(rows, share, reduction), _averaged(spread, share, reduction)
-        mixed: Tensor = (1.0 - smoothing) * plain + extra * (smoothing / classes)
-        return mixed
+        return _mixed(plain, extra, smoothing, classes)
 
-    if not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
+    if not site.deterministic and not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
         return lambda x, y, weight, *_: unfold(
             F.cross_entropy(
                 fold(x), fold(widened(y, flags[0], members)), weight, reduction="none", ignore_index=ignore
@@ -90,6 +97,21 @@ def cross_entropy(site: Site) -> Run:
             members,
         )
     return run
+
+
+def _mixed(plain: Tensor, extra: Tensor, smoothing: float | PerMember, classes: int) -> Tensor:
+    """So much of the loss against the target, and the rest against every class."""
+    if not isinstance(smoothing, PerMember):
+        mixed: Tensor = (1.0 - smoothing) * plain + extra * (smoothing / classes)
+        return mixed
+
+    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=plain.device).view(-1, *[1] * (plain.dim() - 1))
+
+    keep = column([1.0 - value for value in smoothing.values], plain.dtype)
+    rest = column([value / classes for value in smoothing.values], plain.dtype)
+    none = column([value == 0.0 for value in smoothing.values], torch.bool)
+    return torch.where(none, plain, keep * plain + extra * rest)
 
 
 def _weights(own: Tensor, index: Tensor, counted: Tensor) -> Tensor:

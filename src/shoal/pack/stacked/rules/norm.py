@@ -116,7 +116,7 @@ def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
     return value.reshape(value.shape[0] if stacked else 1, 1, -1, *[1] * (ndim - 2))
 
 
-@rule(aten.batch_norm.default, aten.instance_norm.default)
+@rule(aten.batch_norm.default, aten.instance_norm.default, steady=True)
 def batch_norm(site: Site) -> Run:
     """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
     if site_module.one_by_one(site) or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:

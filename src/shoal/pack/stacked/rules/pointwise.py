@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from shoal.pack.signature import PerMember
-from shoal.pack.stacked.rules._registry import mutates, once_per_member, rule
+from shoal.pack.stacked.apart import spread
+from shoal.pack.stacked.rules._registry import in_full_precision, mutates, once_per_member, rule
 from shoal.pack.stacked.site import Run, Site, pad_dims
 
 aten = torch.ops.aten
@@ -88,7 +89,14 @@ _HALF = (torch.bfloat16, torch.float16)
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 
 
-@rule("pointwise")
+def _is_steady(site: Site) -> bool:
+    """IEEE arithmetic, or whole vectors of a function that no number of the member's own goes into."""
+    if not in_full_precision(site):
+        return False
+    return (_exact(site) and not _fuses(site)) or (site.out.numel() % _LANES == 0 and not site.could_vary)
+
+
+@rule("pointwise", steady=_is_steady)
 def pointwise(site: Site) -> Run:
     """Any operator tagged elementwise, in place or not."""
     out = site.out
@@ -137,9 +145,16 @@ def _plan(site: Site, index: int, value: Any) -> Any:
     if dtype == site.meta(index).dtype:
         dtype = None
     wanted = wanted if stacked else own
-    if dtype is not None:
-        return lambda x: pad_dims(x, own, wanted).to(dtype)
-    return None if own == wanted else lambda x: pad_dims(x, own, wanted)
+    shape = tuple(site.out.shape)
+    spreads = site.deterministic and stacked and tuple(site.meta(index).shape) != shape
+    if dtype is None and own == wanted and not spreads:
+        return None
+
+    def plan(x: Tensor) -> Tensor:
+        x = pad_dims(x if dtype is None else x.to(dtype), own, wanted)
+        return spread(x, shape) if spreads else x
+
+    return plan
 
 
 def _rounds_late(site: Site) -> bool:
@@ -180,12 +195,19 @@ def _common_dtype(site: Site) -> torch.dtype:
     return torch.result_type(torch.empty(1, dtype=agreed[0]), torch.empty((), dtype=agreed[1]))
 
 
+def _fuses(site: Site) -> bool:
+    """Is there a sum of a product in it, which a compiler may round once in one part of a loop and twice in another?"""
+    names = [argument.name for argument in site.op._schema.arguments]
+    scaled = "alpha" in names and site.args[names.index("alpha")] != 1
+    return scaled or site.name.split(".")[0].rstrip("_") in ("addcmul", "addcdiv", "lerp")
+
+
 def _exact(site: Site) -> bool:
     name = site.name.split(".")[0]
     return name.rstrip("_") in _EXACT or name in _EXACT
 
 
-@rule(aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar)
+@rule(aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar, steady=in_full_precision)
 def in_place(site: Site) -> Run:
     return pointwise(site)
 
@@ -206,6 +228,7 @@ def _cast_like(x: Tensor, other: Tensor) -> Tensor:
     aten.contiguous.default, aten.detach.default, aten.detach_.default, aten.alias.default,
     aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.zeros_like.default, aten.ones_like.default,
     aten.empty_like.default, aten.full_like.default,
+    steady=True,
 )  # fmt: skip
 def same_shape(site: Site) -> Run:
     """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""
@@ -221,12 +244,12 @@ def same_shape(site: Site) -> Run:
     return site.call
 
 
-@rule(aten.type_as.default)
+@rule(aten.type_as.default, steady=True)
 def type_as(site: Site) -> Run:
     return _cast_like
 
 
-@rule(aten.prelu.default)
+@rule(aten.prelu.default, steady=in_full_precision)
 def prelu(site: Site) -> Run:
     """The slope runs along dimension 1 (the channels) of the input."""
     if not site.stacked(0) or not site.stacked(1):
@@ -238,6 +261,8 @@ def prelu(site: Site) -> Run:
         shape = [slope.shape[0], *[1] * ndim]
         if count > 1:
             shape[2 if ndim > 1 else 1] = count
-        return torch.where(x > 0, x, slope.reshape(shape) * x)
+        slope = slope.reshape(shape)
+        slope = spread(slope, tuple(x.shape[1:])) if site.deterministic else slope
+        return torch.where(x > 0, x, slope * x)
 
     return run

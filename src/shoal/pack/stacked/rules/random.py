@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.pack.signature import PerMember
-from shoal.pack.stacked.rules._registry import rule
+from shoal.pack.stacked.rules._registry import numbers_of, rule
 from shoal.pack.stacked.site import NotStackable, Run, Site
 from shoal.randomness import Draw
 
@@ -33,7 +33,13 @@ def _lone(site: Site, x: Tensor) -> Tensor:
     return x if not site.members or site.stacked(0) else x.unsqueeze(0)
 
 
-@rule(aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default, aten.feature_dropout_.default)
+@rule(
+    aten.dropout.default,
+    aten.dropout_.default,
+    aten.feature_dropout.default,
+    aten.feature_dropout_.default,
+    steady=True,
+)
 def dropout(site: Site) -> Run:
     rates, training = _rates(site), site.args[2]
     if not training or all(p == 0 for (p,) in rates):
@@ -50,19 +56,17 @@ def dropout(site: Site) -> Run:
     return lambda x, *_: _lone(site, x) * draw()
 
 
-@rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+@rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default, steady=True)
 def alpha_dropout(site: Site) -> Run:
     rates, training = _rates(site), site.args[2]
     if not training or all(p == 0 for (p,) in rates):
         return lambda x, *_: x
-    if any(p in (0.0, 1.0) for (p,) in rates):
-        raise NotStackable("alpha dropout with a rate of 0 or 1 beside other rates")
     meta = site.meta(0)
     feature = "feature" in site.name
     shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
     stride = None if feature else _dense(meta)
-    draw = site.draw(Draw("bernoulli", shape, meta.dtype, stride, tuple((1 - p,) for (p,) in rates)))
-    a = tuple(((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
+    draw = site.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # of rate 0 or 1 it draws nothing, as torch
+    a = tuple(0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
     columns = [
         _numbers(site, values, meta)
         for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))
@@ -70,7 +74,7 @@ def alpha_dropout(site: Site) -> Run:
     scale, slope, shift = columns
 
     def run(x: Tensor, *_: Any) -> Tensor:
-        noise = draw()
+        noise = (draw() != 0).to(meta.dtype)
         b = (noise - 1) * slope + shift
         out: Tensor = _lone(site, x) * (noise * scale) + b
         return out
@@ -91,24 +95,24 @@ def _plain(site: Site, kind: str, numbers: tuple[float, ...]) -> Run:
     return lambda *_: draw()
 
 
-@rule(aten.rand.default, aten.rand_like.default)
+@rule(aten.rand.default, aten.rand_like.default, steady=True)
 def rand(site: Site) -> Run:
     return _plain(site, "uniform", (0.0, 1.0))
 
 
-@rule(aten.randn.default, aten.randn_like.default)
+@rule(aten.randn.default, aten.randn_like.default, steady=True)
 def randn(site: Site) -> Run:
     return _plain(site, "normal", (0.0, 1.0))
 
 
-@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
+@rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype, steady=True)
 def randint(site: Site) -> Run:
     names = [argument.name for argument in site.op._schema.arguments]
     low = site.args[names.index("low")] if "low" in names else 0
     return _plain(site, "integer", (low, site.args[names.index("high")]))
 
 
-@rule(aten.randperm.default)
+@rule(aten.randperm.default, steady=True)
 def randperm(site: Site) -> Run:
     return _plain(site, "permutation", ())
 
@@ -121,17 +125,19 @@ _FILLS = {
 }
 
 
-@rule(*_FILLS)
+@rule(*_FILLS, steady=True)
 def fill(site: Site) -> Run:
-    numbers, generator = site.args[1:-1], site.args[-1]
-    if generator is not None or site.varies:
-        raise NotStackable(f"{site.name} with a generator of its own or a number that differs")
+    given, generator = site.args[1:-1], site.args[-1]
+    if generator is not None:
+        raise NotStackable(f"{site.name} with a generator of its own")
+    columns = [numbers_of(value, site.members) for value in given]
+    numbers = tuple(zip(*columns, strict=True)) if site.varies else (tuple(given),)
     meta = site.meta(0)
-    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), (tuple(numbers),)))
+    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), numbers))
     return lambda x, *_: x.copy_(draw())
 
 
-@rule(aten.bernoulli.default)
+@rule(aten.bernoulli.default, steady=True)
 def bernoulli(site: Site) -> Run:
     """A coin per element with its own probability: alone on CPU, torch compares a uniform draw with it."""
     raise NotStackable("torch.bernoulli of a tensor of probabilities")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.pack.stacked.rules._lstm import lstm
-from shoal.pack.stacked.rules._registry import numbers_of, once_per_member, rule
+from shoal.pack.stacked.rules._registry import in_full_precision, numbers_of, once_per_member, rule
 from shoal.pack.stacked.rules.linear import affine, widened
 from shoal.pack.stacked.rules.pointwise import aligned
 from shoal.pack.stacked.site import NotStackable, Run, Site
@@ -63,7 +63,7 @@ _CELLS: dict[Any, Cell] = {
 }  # fmt: skip
 
 
-@rule(*_CELLS)
+@rule(*_CELLS, steady=in_full_precision)
 def cell(site: Site) -> Run:
     step = _CELLS[site.op]
     if site.ndim(0) != 2:
@@ -85,7 +85,7 @@ def cell(site: Site) -> Run:
     return run
 
 
-@rule(*_LAYERS)
+@rule(*_LAYERS, steady=True)
 def layers(site: Site) -> Run:
     """Stacked, bidirectional layers with dropout between them, as torch lays them out."""
     step = _LAYERS[site.op]
@@ -99,7 +99,10 @@ def layers(site: Site) -> Run:
         if draws:
             raise NotStackable(f"{site.name} with dropout between its layers")
         return site.call
-    if len(weights) != count * directions * per_cell or site.ndim(0) != 3:
+    odd = len(weights) != count * directions * per_cell or site.ndim(0) != 3
+    if odd or (site.deterministic and not in_full_precision(site)):
+        if draws:
+            raise NotStackable(f"{site.name} with dropout between its layers, in half precision or with projections")
         return once_per_member(site)
     x_stacked = site.stacked(0)
     h_stacked = [site.carries(h) for h in hx] if is_lstm else [site.stacked(1)]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from shoal.pack.stacked.rules._registry import general, mutates, once_per_member, rule
+from shoal.pack.stacked.apart import spread
+from shoal.pack.stacked.rules._registry import general, in_full_precision, mutates, once_per_member, rule
 from shoal.pack.stacked.rules.linear import widened
-from shoal.pack.stacked.site import Run, Site, dims, pad_dims
+from shoal.pack.stacked.site import NotStackable, Run, Site, dims, pad_dims
 
 aten = torch.ops.aten
 
@@ -59,13 +60,30 @@ _ALL_IF_MISSING = frozenset(
 )
 
 
-@rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims)
+_MOVES = frozenset((
+    "transpose", "select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "movedim", "swapaxes",
+    "permute", "flip", "roll", "flatten", "unflatten", "diagonal", "tensor_split", "squeeze", "amax", "amin", "max",
+    "min", "argmax", "argmin", "all", "any", "sort", "argsort", "topk",
+))  # fmt: skip
+"""Those that compute nothing: they move numbers, or pick some of them."""
+_BY_ROW = frozenset(("sum", "mean", "softmax", "log_softmax"))
+"""Those that go through a member's own elements in an order that its own shape says."""
+
+
+def _is_steady(site: Site) -> bool:
+    packet = site.name.split(".")[0]
+    return packet in _MOVES or (packet in _BY_ROW and in_full_precision(site))
+
+
+@rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims, steady=_is_steady)
 def by_dim(site: Site) -> Run:
     """Dimensions count from the member's own first one; a reduction over everything spares the member axis."""
     packet = site.name.split(".")[0]
     names = [argument.name for argument in site.op._schema.arguments]
     places = [i for i, name in enumerate(names) if name in _DIM_NAMES]
     ndim = site.ndim(0)
+    if packet == "roll" and ndim == 0:
+        return lambda x, *_: x  # vmap would roll the members
     if site.varies or ndim == 0 or (packet == "roll" and not site.args[2]) or (packet == "norm" and not places):
         return general(site)
     if not places:
@@ -81,6 +99,8 @@ def by_dim(site: Site) -> Run:
         return _part(site, args[1])
     rest = args[1:]
     op = site.call
+    if site.deterministic and packet in _BY_ROW:
+        return lambda x, *_: op(x.contiguous(), *rest)
     return lambda x, *_: op(x, *rest)
 
 
@@ -139,6 +159,8 @@ def _over_everything(site: Site, packet: str) -> Run:
     if packet in ("sum", "mean"):
         dtype = args[1] if len(args) > 1 else None
         reduce = _REDUCTIONS[packet]
+        if site.deterministic:
+            return lambda x, *_: reduce(x.contiguous(), over, dtype=dtype)
         return lambda x, *_: reduce(x, over, dtype=dtype)
     if packet in ("max", "min"):
         reduce = _REDUCTIONS["a" + packet]
@@ -148,7 +170,15 @@ def _over_everything(site: Site, packet: str) -> Run:
     return general(site)
 
 
-@rule(*_overloads("view reshape _unsafe_view expand view_as reshape_as expand_as broadcast_to repeat tile"))
+def _keeps_numbers(site: Site) -> bool:
+    """Everything but `repeat` and `tile`, whose gradient is a sum in an order of torch's choice."""
+    return site.name.split(".")[0] not in ("repeat", "tile")
+
+
+@rule(
+    *_overloads("view reshape _unsafe_view expand view_as reshape_as expand_as broadcast_to repeat tile"),
+    steady=_keeps_numbers,
+)
 def reshaped(site: Site) -> Run:
     """The result's own shape is known; put the members in front."""
     packet = site.name.split(".")[0]
@@ -158,6 +188,8 @@ def reshaped(site: Site) -> Run:
     if not site.stacked(0):
         return general(site)
     if packet in ("expand", "expand_as", "broadcast_to"):
+        if site.deterministic:
+            return lambda x, *_: spread(pad_dims(x, ndim, len(shape)), shape)
         return lambda x, *_: pad_dims(x, ndim, len(shape)).expand(members, *shape)
     if packet in ("repeat", "tile"):
         if packet == "tile" or len(site.args[1]) < ndim:
@@ -166,13 +198,13 @@ def reshaped(site: Site) -> Run:
     return lambda x, *_: x.reshape(members, *shape)
 
 
-@rule(aten.unsqueeze.default)
+@rule(aten.unsqueeze.default, steady=True)
 def unsqueeze(site: Site) -> Run:
     dim = site.args[1] % (site.ndim(0) + 1) + 1
     return lambda x, _: x.unsqueeze(dim)
 
 
-@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default)
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default, steady=True)
 def transposed(site: Site) -> Run:
     ndim = site.ndim(0)
     if ndim < 2:
@@ -184,13 +216,13 @@ def transposed(site: Site) -> Run:
     return general(site)
 
 
-@rule(aten.squeeze.default)
+@rule(aten.squeeze.default, steady=True)
 def squeeze(site: Site) -> Run:
     shape, members = tuple(site.out.shape), site.members
     return lambda x: x.reshape(members, *shape)
 
 
-@rule(aten.cat.default, aten.stack.default)
+@rule(aten.cat.default, aten.stack.default, steady=True)
 def joined(site: Site) -> Run:
     values, members = site.args[0], site.members
     flags = [site.carries(value) for value in values]
@@ -203,7 +235,7 @@ def joined(site: Site) -> Run:
     return lambda tensors, *_: join([widened(t, f, members) for t, f in zip(tensors, flags, strict=True)], dim)
 
 
-@rule(aten.pad.default, aten.constant_pad_nd.default)
+@rule(aten.pad.default, aten.constant_pad_nd.default, steady=True)
 def padded(site: Site) -> Run:
     """Padding counts from the last dimension; only modes that look at the number of dimensions need care."""
     mode = site.args[2] if site.op is aten.pad.default and len(site.args) > 2 else "constant"
@@ -213,7 +245,7 @@ def padded(site: Site) -> Run:
     return lambda *args: op(*args)
 
 
-@rule(aten.gather.default, aten.index_select.default, aten.take_along_dim.default)
+@rule(aten.gather.default, aten.index_select.default, aten.take_along_dim.default, steady=True)
 def gathered(site: Site) -> Run:
     if site.op is not aten.gather.default or site.ndim(0) == 0 or site.args[3]:
         return general(site)
@@ -222,23 +254,33 @@ def gathered(site: Site) -> Run:
     return lambda x, _, index, *__: torch.gather(widened(x, flags[0], members), dim, widened(index, flags[1], members))
 
 
-@rule(
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-)
+@rule(aten.as_strided.default, aten.as_strided_scatter.default, steady=True)
+def strided(site: Site) -> Run:
+    """Counts in the memory behind a tensor, so a member's part of it must lie as it does alone."""
+    whole = site.meta(0).is_contiguous() and site.meta(0).storage_offset() == 0
+    if site.op is not aten.as_strided.default or not whole or any(map(mutates, site.node.graph.nodes)):
+        raise NotStackable(f"{site.name} of a tensor that lies in memory as it happens to")
+    members, (_, shape, strides, offset) = site.members, site.args
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        x = x.contiguous()
+        return x.as_strided((members, *shape), (x.stride(0), *strides), x.storage_offset() + (offset or 0))
+
+    return run
+
+
+@rule(aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default)
 def scattered_view(site: Site) -> Run:
     """Under vmap the gradient of these goes astray."""
     return once_per_member(site)
 
 
-@rule(aten.one_hot.default)
+@rule(aten.one_hot.default, steady=True)
 def one_hot(site: Site) -> Run:
     return lambda x, classes=-1: torch.nn.functional.one_hot(x, classes)
 
 
-@rule(aten.triu.default, aten.tril.default)
+@rule(aten.triu.default, aten.tril.default, steady=True)
 def triangle(site: Site) -> Run:
     op = site.call
     return lambda x, *rest: op(x, *rest)
