@@ -24,7 +24,7 @@ from shoal.job import Job
 from shoal.pack.fingerprint import fingerprint, without_floats
 from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
-from shoal.pack.python_state import PythonState
+from shoal.pack.python_state import PythonState, preserved
 from shoal.pack.signature import Path, skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, same_graph, trace
 from shoal.pack.used import used_params
@@ -345,11 +345,14 @@ def _shapes(batch: Any) -> str:
 
 def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
     """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
-    if not state.changes() and runner.can_table():
+    changed = bool(state.changes() or state.unrestorable)
+    if not changed and runner.can_table():
         saved = runner.state_dict()
-        runner.step()
+        with preserved({"schedule": runner}):  # it may keep state where only the scheduler itself reaches it
+            runner.step()
+            changed = bool(state.changes())
         runner.load_state_dict(saved)
-    return bool(state.changes() or state.unrestorable)
+    return changed
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:
