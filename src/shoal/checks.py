@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data import Pool, View
 from shoal.data.source import TensorSource
-from shoal.dry import dry_run, likeness
+from shoal.dry import dry_run, likeness, stop_problems
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.job import Job
 from shoal.monitor import watched
@@ -113,14 +113,16 @@ def _good_rate(rate: Any) -> bool:
 def member_problems(members: list[Member]) -> list[str]:
     """What building and one dry step on a copy show. Jobs that are obviously alike share the dry step."""
     lines: list[str] = []
-    dry: dict[Any, list[str]] = {}
+    dry: dict[Any, tuple[list[str], set[str]]] = {}
     for member in members:
         with trying(member.job):
             found = [*batch_problems(member), *optimizer_problems(member)]
             key = likeness(member)
             if key not in dry:
-                dry[key] = dry_run(member) if not found else []
-        lines += [f"job {member.name!r}: {line}" for line in [*found, *dry[key]]]
+                dry[key] = dry_run(member) if not found else ([], set())
+        mistakes, columns = dry[key]
+        found += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
+        lines += [f"job {member.name!r}: {line}" for line in found]
     return lines
 
 

@@ -16,6 +16,7 @@ from shoal.job import RESERVED, Job
 from shoal.pack.evaluate import Sheet
 from shoal.pack.members import Member, autocast, build_model, draws, evaluating, run_step, seeded
 from shoal.pack.python_state import preserved
+from shoal.plain import plain_number
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -58,8 +59,9 @@ def _code(function: Any) -> Any:
     return function.__code__, cells, defaults, id(getattr(function, "__self__", None))
 
 
-def dry_run(member: Member) -> list[str]:
-    """What a step on the first batch shows, and on a short last batch of one. The member is left as it was."""
+def dry_run(member: Member) -> tuple[list[str], set[str]]:
+    """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
+    The member is left as it was; where it cannot be, nothing is tried."""
     job, n = member.job, member.num_rows
     sizes = [min(job.batch_size, n)]
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
@@ -68,18 +70,37 @@ def dry_run(member: Member) -> list[str]:
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
         if state.unrestorable:  # a dry step would take from it what the first real step should have
-            return []
+            return [], set()
+        columns: set[str] = set()
         for size in sizes:
-            lines = step_problems(member, size, short=size != sizes[0])
-            if lines:
-                return lines
-        return _metric_problems(member) if member.val is not None else []
+            lines = step_problems(member, size, size != sizes[0], columns)
+            if lines and step_problems(member, size, size != sizes[0], built=True):
+                return lines, set()
+        if member.val is None:
+            return [], columns
+        lines = _metric_problems(member, columns)
+        return (lines if lines and _metric_problems(member, built=True) else []), columns
 
 
-def step_problems(member: Member, size: int, short: bool) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch."""
+def stop_problems(member: Member, columns: set[str]) -> list[str]:
+    """Whether a job that may stop early watches something that its history will not have."""
+    stop = member.job.stop
+    if stop is None or not columns or stop.metric in columns:
+        return []
+    known = ", ".join(sorted(columns))
+    return [
+        f"stop watches {stop.metric!r}, which its first step does not give; it gives {known}: use one of these, or "
+        "log it from the first step on, as NaN where it is not known yet"
+    ]
+
+
+def step_problems(
+    member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
+) -> list[str]:
+    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    it logs go to `columns`."""
     job = member.job
-    model = _twin(member)
+    model = _twin(member, built)
     try:
         batch = member.data.take(0, size)
     except Exception as error:
@@ -112,28 +133,38 @@ def step_problems(member: Member, size: int, short: bool) -> list[str]:
             except Exception as error:
                 shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
+    if columns is not None:
+        columns |= {"loss", *logs}
     return loss_problems(job, loss, logs)
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
-    """Of a first batch that cannot be read. Where single rows can be, a bad one ends its job when its turn comes."""
+    """Of a first batch that cannot be read. Where only some of its rows cannot be, they end the job when their turn
+    comes; where each can be read and all together cannot, or none can be, it is a mistake."""
+    readable = 0
     for row in range(size):
         try:
             member.data.take(row, row + 1)
+            readable += 1
         except Exception:
             continue
-        if size > 1:
-            return []
+    if 0 < readable < size:
+        return []
     return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
 
 
-def _twin(member: Member) -> nn.Module:
-    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again."""
-    try:
-        return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
-    except Exception:
-        with seeded(member.job.seed, member.device):
-            return build_model(member.job).to(member.device)
+def _twin(member: Member, built: bool = False) -> nn.Module:
+    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again.
+
+    `built`: build it, because a copy did not work: the hooks of a copy may still be closures over the original.
+    """
+    if not built:
+        try:
+            return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
+        except Exception:
+            pass
+    with seeded(member.job.seed, member.device):
+        return build_model(member.job).to(member.device)
 
 
 def _index_problems(member: Member) -> list[str]:
@@ -188,7 +219,7 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
     for name, value in logs.items():
         if name in RESERVED:
             lines.append(f"step logs {name!r}, which is the name of a history column; call it something else")
-        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+        if not isinstance(plain_number(value), (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
     return lines
 
@@ -235,18 +266,20 @@ def _ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _metric_problems(member: Member) -> list[str]:
+def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
     """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))
-    model, sheet = _twin(member), Sheet(job)
+    model, sheet = _twin(member, built), Sheet(job)
     try:
         batch = member.val.take(0, size)
         with evaluating(model), autocast(job, member.device):
             sheet.add(model, batch)
     except Exception as error:
         return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
+    if columns:
+        columns |= {*sheet.sums, *job.metrics}
     lines = []
     for name, metric in job.metrics.items():
         try:

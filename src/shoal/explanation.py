@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.checks import prepare
 from shoal.data.source import TensorSource
+from shoal.host import training_mode
 from shoal.job import Job
 from shoal.pack import measure as trials
 from shoal.pack import memory as bytes_of
@@ -127,6 +128,7 @@ class Explanation:
             yield "not timed: where a trial before training shows that stacking loses, jobs run alone"
 
 
+@training_mode()
 def explain(
     jobs: Sequence[Job],
     device: str | torch.device = "auto",

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.direction import direction
 from shoal.errors import JobError
+from shoal.plain import plain_int, plain_number, plain_numbers
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -29,14 +31,23 @@ class EarlyStop:
 
     metric: str = "val_loss"
     """What to watch: "loss", "val_loss", a name in `metrics`, or a name in a step's logs."""
-    mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger is better."""
+    mode: Literal["min", "max"] | None = None
+    """Whether smaller or larger is better; None: as the metric's name says ("min" for a loss or an error, "max" for an
+    accuracy or a score)."""
     patience: int = 3
     """How many measurements in a row may fail to improve before the job is stopped."""
     min_delta: float = 0.0
     """An improvement smaller than this does not count."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", plain_int(self.patience))
+        object.__setattr__(self, "min_delta", plain_number(self.min_delta))
+        if self.mode is None and isinstance(self.metric, str):
+            object.__setattr__(self, "mode", direction(self.metric))
+        if self.mode is None:
+            raise JobError(
+                f"EarlyStop: the name {self.metric!r} does not say which way is better; set mode='min' or 'max'"
+            )
         if self.mode not in ("min", "max"):
             raise JobError(f"EarlyStop: mode is {self.mode!r}; it says which way is better: use 'min' or 'max'")
         if not _whole(self.patience) or self.patience < 1:
@@ -119,6 +130,12 @@ class Job:
     """Larger goes first where jobs wait for a device. It never changes a result."""
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            setattr(self, name, plain_int(getattr(self, name)))
+        for name in ("clip_norm", "shuffle", "drop_last"):
+            setattr(self, name, plain_number(getattr(self, name)))
+        if isinstance(self.hparams, Mapping):
+            self.hparams = plain_numbers(self.hparams)
         lines = self.problems()
         if lines:
             label = f"job {self.name!r}" if self.name else "job"
@@ -132,6 +149,10 @@ class Job:
     def order_seed(self) -> int:
         """The seed of the row order: `data_seed`, or `seed` where that is None."""
         return self.seed if self.data_seed is None else self.data_seed
+
+
+_WHOLE = ("batch_size", "epochs", "steps", "seed", "data_seed", "accumulate", "val_every", "priority")
+"""Fields that are whole numbers, of Python or of any library."""
 
 
 def _whole(value: object) -> bool:
@@ -152,7 +173,10 @@ def _shape_problems(job: Job) -> list[str]:
         lines.append("it has both loss and step, and step would hide loss; remove one of them")
     for name in ("loss", "step", "collate", "params", "schedule", "optimizer"):
         value = getattr(job, name)
-        if not callable(value) and (value is not None or name == "optimizer"):
+        if isinstance(value, Optimizer):
+            kind = type(value).__name__
+            lines.append(f"{name} is an instance of {kind}; pass the class {kind}, and its settings as hparams={{...}}")
+        elif not callable(value) and (value is not None or name == "optimizer"):
             wanted = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
             lines.append(f"{name} is {_short(value)}; pass {wanted}")
     for name in ("hparams", "metrics"):
@@ -214,5 +238,5 @@ def _training_problems(job: Job) -> list[str]:
 
 
 def _short(value: object) -> str:
-    text = repr(value).splitlines()[0]
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

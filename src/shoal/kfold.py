@@ -10,6 +10,7 @@ from shoal.data import Pool, Rows
 from shoal.errors import JobError
 from shoal.job import Job
 from shoal.pack.members import open_data
+from shoal.plain import plain_int
 
 
 def folds(job: Job, k: int = 5, *, shuffle: bool = True, seed: int = 0) -> list[Job]:
@@ -17,6 +18,7 @@ def folds(job: Job, k: int = 5, *, shuffle: bool = True, seed: int = 0) -> list[
 
     The split depends on `seed` alone, so that jobs which differ in hyper-parameters get the same folds.
     """
+    k, seed = plain_int(k), plain_int(seed)
     label = f"job {job.name!r}" if job.name else "job"
     if job.val is not None:
         raise JobError(f"{label}: it has val= already, which folds would replace; remove it")

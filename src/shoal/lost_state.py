@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from shoal.pack.members import Member, draws, scratch_copy
-from shoal.pack.own_state import OwnState
+from shoal.pack.own_state import MODULES, share
 from shoal.pack.python_state import preserved
 from shoal.pack.recipe import Recipe
 from shoal.pack.serial import SerialUnit
@@ -15,7 +14,6 @@ from shoal.pack.state_keeper import SHARED
 
 STEPS = 2
 """Of a trial: what the first leaves behind may only be seen at the second."""
-_MODULES = "the random numbers of the modules `random` and `numpy`"
 
 
 def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> None:
@@ -31,15 +29,6 @@ def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> Non
     share([member.own for member in members])
 
 
-def share(states: Sequence[OwnState]) -> None:
-    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
-    keepers = [state.job for state in states if state.job is not None]
-    holders = Counter(handle for keeper in keepers for handle in keeper.handles())
-    several = {handle for handle, count in holders.items() if count > 1}
-    for keeper in keepers:
-        keeper.shared = several & keeper.handles()
-
-
 def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
     """By jobs' names, what their training changes that cannot be saved, and why. Each kind of job is tried."""
     lost: dict[str, dict[str, str]] = {}
@@ -51,14 +40,14 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
         kind = _kind(member)
         if kind not in tried:
             tried[kind] = _try(member)
-        if _MODULES in tried[kind]:
+        if MODULES in tried[kind]:
             drawing.append(member)
-        lost[member.name] = {where: why for where, why in tried[kind].items() if where != _MODULES}
+        lost[member.name] = {where: why for where, why in tried[kind].items() if where != MODULES}
     if len(drawing) > 1:
         for member in drawing:
             assert member.own.job is not None
             member.own.job.draws = None
-            lost[member.name] |= {_MODULES: "other jobs draw from them too"}
+            lost[member.name] |= {MODULES: "other jobs draw from them too"}
     return {name: problems for name, problems in lost.items() if problems}
 
 
@@ -105,4 +94,4 @@ def _try(member: Member) -> dict[str, str]:
             scratch.own.capture()
         except Exception:  # it will say so itself when it trains
             return {}
-    return scratch.own.problems | ({_MODULES: ""} if any(scratch.own.job.draws or ()) else {})
+    return scratch.own.problems | ({MODULES: ""} if any(scratch.own.job.draws or ()) else {})

@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.data import Pool, View
 from shoal.environment import environment
 from shoal.errors import describe
+from shoal.host import training_mode
 from shoal.job import Job
 from shoal.monitor import Monitor, validates
 from shoal.pack.evaluate import Sheet
@@ -140,7 +141,7 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
     pool = Pool(device)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
-    with seeded(job.seed, device):
+    with training_mode(), seeded(job.seed, device):
         model = build_model(job).to(device)
         optimizer = make_optimizer(job, model)
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
@@ -187,7 +188,7 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
     optimizer.zero_grad()
     model.zero_grad()  # parameters that the optimizer does not have
     for number_in_group, rows in enumerate(group, 1):
-        before = {name: buffer.clone() for name, buffer in _buffers(model)}
+        before = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
         try:
             batch = data.source.take(data.rows(rows), seed=job.order_seed, epoch=state.epoch)
             with _drawing(state):
@@ -205,8 +206,8 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
         except Exception as error:
             state.status, state.error = "failed", describe(error)
         if state.status != "running":
-            for name, buffer in _buffers(model):
-                buffer.copy_(before[name]) if name in before else None
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
             return
         state.losses.append(number(loss))
         state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
@@ -250,18 +251,20 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
             state.status, state.error = "failed", describe(error)
             return
     state.history.append(row | {"lr": state.rate, "seconds": time.perf_counter() - state.started})
+    state.error = state.monitor.missing(row, val is None or "val_loss" in row)
+    if state.error is not None:
+        state.status = "failed"
+        return
     value = state.monitor.value(row)
+    best, stop = state.monitor.see(row)
+    if best and job.keep == "best":
+        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)
         elif value is not None:
             _move_schedule(state, value)
-        if state.status != "running":
-            return
-    best, stop = state.monitor.see(row)
-    if best and job.keep == "best":
-        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
-    if stop and not state.finished():
+    if stop and state.status == "running" and not state.finished():
         state.status = "stopped"
 
 
@@ -307,5 +310,9 @@ def _clip(state: _Solo) -> None:
         nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, b) for name, b in model.named_buffers() if not nn.parameter.is_lazy(b))
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every buffer with the module that has it: a step may put another tensor in its place."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not nn.parameter.is_lazy(buffer):
+                yield module, name, buffer

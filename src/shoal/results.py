@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shoal.direction import direction
 from shoal.job import Job
+from shoal.monitor import kept_row
+from shoal.plain import plain_int, tensor_of
 from shoal.tables import render
 
 if TYPE_CHECKING:
@@ -57,6 +60,14 @@ class Result:
     def last(self, metric: str) -> float | None:
         """The last value of a column of the history."""
         return next((row[metric] for row in reversed(self.history) if metric in row), None)
+
+    def value(self, metric: str) -> float | None:
+        """A column of the history as it was at the weights that `model` has: its best epoch with keep="best", else its
+        last."""
+        if self.job.keep != "best":
+            return self.last(metric)
+        row = kept_row(self.job, self.history)
+        return None if row is None else row.get(metric)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
@@ -105,27 +116,36 @@ class Results(Sequence[Result]):
         """Names in the histories, in order of appearance."""
         return list(dict.fromkeys(name for result in self for row in result.history for name in row))
 
-    def best(self, metric: str = "val_loss", mode: Literal["min", "max"] = "min") -> Result:
-        """The result with the best `metric`: of its best epoch where it kept its best weights, else of its last."""
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
-        scores = [(self._score(result, metric, mode), result) for result in self]
+    def best(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> Result:
+        """The result with the best `metric`, at the weights that each one has.
+
+        Args:
+            metric: A column of the histories.
+            mode: Which way is better. None: as the jobs' own `stop` says that watches this metric, else as its name
+                does: small for a loss or an error, large for an accuracy or a score.
+        """
+        scores = [(result.value(metric), result) for result in self]
         found = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
         if not found:
             raise ValueError(
                 f"no result has a value of {metric!r}; the histories have: {', '.join(self.columns()) or 'nothing'}"
             )
-        return (max if mode == "max" else min)(found, key=lambda pair: pair[0])[1]
+        return (max if self._mode(metric, mode) == "max" else min)(found, key=lambda pair: pair[0])[1]
 
-    @staticmethod
-    def _score(result: Result, metric: str, mode: str) -> float | None:
-        if result.job.keep != "best":
-            return result.last(metric)
-        values = [row[metric] for row in result.history if metric in row and not math.isnan(row[metric])]
-        return (max if mode == "max" else min)(values, default=None)
+    def _mode(self, metric: str, mode: str | None) -> str:
+        if mode in ("min", "max"):
+            return mode
+        if mode is not None:
+            raise ValueError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
+        said = {r.job.stop.mode for r in self if r.job.stop is not None and r.job.stop.metric == metric}
+        known = said.pop() if len(said) == 1 else direction(metric)
+        if known is None:
+            raise ValueError(f"the name {metric!r} does not say which way is better; set mode='min' or mode='max'")
+        return known
 
     def table(self) -> str:
-        """The results as text, one line each, and below it why some of them failed or diverged.
+        """The results as text, one line each, and below it why some of them failed or diverged. Values are those at
+        the weights that each result has.
 
         With lines and colour where rich is installed and this is a terminal.
         """
@@ -138,7 +158,7 @@ class Results(Sequence[Result]):
                 r.tier,
                 str(len(r.history)) if r.split is None else "",  # whose rows are of rounds
                 str(r.steps),
-                *(_text(r.last(n)) for n in names),
+                *(_text(r.value(n)) for n in names),
                 f"{r.seconds:.2f}",
             ]
             for r in self
@@ -178,9 +198,10 @@ class Results(Sequence[Result]):
         """
         from shoal.pack.stacked.forward import Forward
 
+        batch_size = plain_int(batch_size)
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; use a whole number, 1 or more")
-        inputs = pytree.tree_map_only(np.ndarray, torch.tensor, inputs)
+        inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
         forward = Forward([result.model for result in self])
         if batch_size is None:
             return forward(inputs)

@@ -21,6 +21,7 @@ from shoal.checks import prepare
 from shoal.environment import environment
 from shoal.errors import ShoalError, describe
 from shoal.events import Listener, Listeners, Riding, happened
+from shoal.host import torch_flags, training_mode
 from shoal.job import Job
 from shoal.lost_state import watch_state
 from shoal.pack.board import Board, as_trained, beginning
@@ -35,6 +36,7 @@ from shoal.pack.run import Run
 from shoal.pack.times import collected, timed
 from shoal.pack.unit import context_lost
 from shoal.pack.workers import run_shared
+from shoal.plain import plain_int
 from shoal.progress import progress_for
 from shoal.results import Result, Results
 from shoal.runfolder import RunFolder
@@ -115,7 +117,8 @@ def carry_out(
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
-    with collected() as times, applied(settings), _folder(out, guarded) as folder:
+    flags = torch_flags(settings.device, settings.threads, settings.deterministic)
+    with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
         with timed("jobs"):
             members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
         tiers: dict[int, str] = {}
@@ -305,6 +308,7 @@ def make_settings(
     device: Any, memory: Any, threads: Any, compile: Any, checkpoint_every: Any, deterministic: Any, policy: Any
 ) -> Settings:
     """Check and convert what `train` was given."""
+    threads = plain_int(threads)
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
     if not isinstance(compile, bool) and compile != "auto":
@@ -378,27 +382,3 @@ def parse_seconds(text: float | str) -> float:
     if seconds <= 0:
         raise ValueError(f"checkpoint_every is {text!r}; use seconds, or a time such as '60s' or '5m'")
     return seconds
-
-
-@contextmanager
-def applied(settings: Settings) -> Iterator[None]:
-    """The settings that belong to the process, for the time of the run."""
-    threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        elif settings.deterministic and settings.device.type == "cpu":
-            torch.set_num_threads(1)  # as in a process of its own: bits must not depend on how many there are
-        if settings.deterministic:
-            if settings.device.type == "cuda":
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark

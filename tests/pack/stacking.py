@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.pack.equality import TOLERANCE, distance
+from tests.pack.equality import TOLERANCE
+from tests.pack.equality import distance as distance
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -54,6 +55,15 @@ def varied(tensors: Sequence[Tensor], member: int) -> list[Tensor]:
     ]
 
 
+def stacked_state(models: Sequence[nn.Module], graph: Trace) -> list[Tensor]:
+    """Parameters and buffers of models, members first, in the order of their common graph."""
+    named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in models]
+    state = [torch.stack([own[name].detach() for own in named]) for name in (*graph.params, *graph.buffers)]
+    for tensor in state[: len(graph.params)]:
+        tensor.requires_grad_()
+    return state
+
+
 class Stacked:
     """The function with a member axis, on members that each have their own numbers."""
 
@@ -67,14 +77,7 @@ class Stacked:
             self.batches = self.batches[:1] * members
         self.shared = shared
         self.traces = [trace(self.models[0], _call, self.batches[0], twice=False)] * members
-        self.state = self._state(self.traces[0])
-
-    def _state(self, first: Trace) -> list[Tensor]:
-        named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
-        state = [torch.stack([own[name].detach() for own in named]) for name in (*first.params, *first.buffers)]
-        for tensor in state[: len(first.params)]:
-            tensor.requires_grad_()
-        return state
+        self.state = stacked_state(self.models, self.traces[0])
 
     def run(self, **settings: Any) -> tuple[list[Tensor], list[Tensor | None], dict[str, Tensor]]:
         """(results, gradients, buffers), members first."""

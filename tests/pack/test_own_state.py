@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from shoal.checks import prepare
 from shoal.durable import store
+from shoal.errors import ShoalWarning
 from shoal.pack.board import Board
+from shoal.pack.clones import clone_of
 from shoal.pack.members import Member
 from shoal.pack.run import Run
 
@@ -63,3 +65,54 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
         again = prepared(kind)
         again.load_state(store.load(file))
         assert_same(trained(again), alone)
+
+
+ONE_IN_A_PROCESS = ("global counter", "class attribute", "module random", "module numpy.random")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ONE_IN_A_PROCESS])
+def test_a_clone_goes_on_with_state_of_its_own(kind: str) -> None:
+    """It ends with the bits of the job that it was taken from, and that one with the bits that it has alone."""
+    alone, (member,), clones = trained(prepared(kind)), [prepared(kind)], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 7 and not clones:
+            clones.append(clone_of(run, member, "clone", {}))
+            run.add(clones[0])
+
+    trained(member, clone)
+    assert [m.status for m in (member, *clones)] == ["done", "done"]
+    assert_same(member, alone)
+    assert_same(clones[0], alone)
+
+
+@pytest.mark.parametrize("kind", ONE_IN_A_PROCESS)
+def test_a_clone_that_shares_state_with_its_source_is_warned_of(kind: str) -> None:
+    (member,), clones = [prepared(kind)], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 7 and not clones:
+            with pytest.warns(ShoalWarning, match="which the clone has in common with it") as caught:
+                clones.append(clone_of(run, member, "clone", {}))
+            assert len(caught) == 1
+
+    trained(member, clone)
+    assert clones
+
+
+def test_a_clone_of_a_clone_and_one_with_another_step() -> None:
+    alone, (member,), clones = trained(prepared("dict in a closure")), [prepared("dict in a closure")], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 4 and not clones:
+            run.add(clone_of(run, member, "one", {}))
+            clones.append(run.everybody[-1])
+        elif clones and clones[0].batches >= 9 and len(clones) == 1:
+            run.add(clone_of(run, clones[0], "two", {}))
+            run.add(clone_of(run, clones[0], "three", {"step": job("nonlocal counter").step}))
+            clones.extend(run.everybody[-2:])
+
+    trained(member, clone)
+    assert [m.status for m in clones] == ["done"] * 3
+    assert_same(clones[1], alone)
+    assert not torch.equal(next(clones[2].model.parameters()), next(alone.model.parameters()))

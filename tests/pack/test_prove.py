@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.checks import prepare
@@ -19,6 +20,7 @@ from shoal.pack.group import Group, group
 from shoal.pack.observe import Observed, difference
 from shoal.pack.recipe import Kitchen
 from shoal.pack.stacked.rules import _product, _registry
+from shoal.pack.stacked.site import per_member
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(22, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -109,7 +111,7 @@ def scripted(model: Any, batch: Any) -> Tensor:
 @pytest.fixture
 def no_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing as it was before it knew of these cases."""
-    monkeypatch.setattr(patches, "_Switches", contextlib.nullcontext)
+    monkeypatch.setattr(patches, "_Switches", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(patches, "_NoGrad", torch._C._InferenceMode)
     monkeypatch.setattr(patches, "_in_python", torch.jit.ScriptFunction.__call__)
 
@@ -184,6 +186,11 @@ class Quantised(nn.Module):
         return F.linear(x, weight, self.a.bias)
 
 
+def _on_copies(op: Any) -> Any:
+    """The operator on copies of its arguments: what it writes into them is lost."""
+    return lambda *args: op(*pytree.tree_map_only(Tensor, Tensor.clone, args))
+
+
 def test_lost_writes_are_found_in_the_models_own_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake quantisation has no float64, so that it is proven in float32."""
     pack = jobs(model=Quantised, data=(X.float(), Y.float()))
@@ -193,6 +200,7 @@ def test_lost_writes_are_found_in_the_models_own_dtypes(monkeypatch: pytest.Monk
     for name in written:
         if callable(getattr(_registry, name)):
             monkeypatch.setattr(_registry, name, lambda *_: [])
+    monkeypatch.setattr(_registry, "per_member", lambda op, site: per_member(_on_copies(op), site))
     said = reason(pack)
     assert "differs" in said, said
     assert equal_to_solo(pack) == {"serial"}
@@ -257,7 +265,7 @@ def test_the_most_distant_members_are_compared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_same_graph_from_other_code_is_proven_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switching requires_grad leaves nothing in a graph: both steps have the same one."""
-    monkeypatch.setattr(patches, "_Switches", contextlib.nullcontext)
+    monkeypatch.setattr(patches, "_Switches", lambda _: contextlib.nullcontext())
 
     def both(model: Any, batch: Any) -> Tensor:
         return model(batch[0]).pow(2).mean() + 0.1 * plain(model, batch)

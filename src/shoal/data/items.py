@@ -135,6 +135,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (one for one in known if isinstance(one, _KINDS))
     else:
         yield from getattr(value, "__dict__", {}).values()
+        yield getattr(value, "__self__", None)  # a method that is not Python's
         for kind in type(value).__mro__:
             if "__call__" in vars(kind) and isinstance(vars(kind)["__call__"], types.FunctionType):
                 yield vars(kind)["__call__"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -16,6 +17,7 @@ from shoal.data.dataset import DatasetSource, check_dataset, materialise
 from shoal.data.rows import Rows
 from shoal.data.source import Source, TensorSource, is_tensors, parts, tensor_leaves
 from shoal.errors import JobError
+from shoal.plain import tensor_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._sources: dict[Any, Source] = {}
+        self._arrays: dict[Any, tuple[np.ndarray[Any, Any], Tensor]] = {}
         self._moved: dict[Any, tuple[Tensor, Tensor]] = {}
         self._kept: list[Any] = []
 
@@ -69,7 +72,9 @@ class Pool:
         if isinstance(data, Rows):
             return self._narrow(self.open(data.data, collate), data.index)
         if isinstance(data, Subset):
-            return self._narrow(self.open(data.dataset, collate), torch.as_tensor(data.indices, dtype=torch.int64))
+            indices: Any = data.indices
+            index = tensor_of(indices) if isinstance(indices, np.ndarray) else torch.as_tensor(indices)
+            return self._narrow(self.open(data.dataset, collate), index.to(torch.int64))
         if isinstance(data, TensorDataset) and collate is None:
             data = data.tensors
         if is_tensors(data):
@@ -87,11 +92,18 @@ class Pool:
         return View(view.source, view.rows(index))
 
     def _tensors(self, data: Any, note: str = "") -> Source:
-        leaves, spec = tensor_leaves(data)
+        leaves, spec = tensor_leaves(data, self._array)
         key = (str(spec), *(_identity(leaf) for leaf in leaves))
         if key not in self._sources:
             self._sources[key] = TensorSource([self._move(leaf) for leaf in leaves], spec, self.device, note)
         return self._sources[key]
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """The array as a tensor; one that has to be copied is copied once for all who have it."""
+        key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
+        if key not in self._arrays:
+            self._arrays[key] = array, tensor_of(array)
+        return self._arrays[key][1]
 
     def _move(self, leaf: Tensor) -> Tensor:
         """The tensor on the device, once for all who have it. The original is kept, so that its id stays its own."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.errors import JobError
+from shoal.plain import tensor_of
 
 
 class Rows:
@@ -19,7 +21,7 @@ class Rows:
     """
 
     def __init__(self, data: Any, index: Any) -> None:
-        index = torch.as_tensor(index)
+        index = tensor_of(index) if isinstance(index, np.ndarray) else torch.as_tensor(index)
         if index.dtype == torch.bool:
             index = index.nonzero().squeeze(-1)
         if index.ndim != 1 or index.is_floating_point() or index.is_complex():

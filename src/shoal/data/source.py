@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import JobError
+from shoal.plain import tensor_of
 
 
 class Source(ABC):
@@ -124,17 +125,17 @@ def is_tensors(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
 
 
-def tensor_leaves(data: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
-    """The tensors of a pytree, with numpy arrays wrapped in place; JobError where they do not make one data set."""
+def tensor_leaves(
+    data: Any, convert: Callable[[np.ndarray[Any, Any]], Tensor] = tensor_of
+) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """The tensors of a pytree, with numpy arrays converted; JobError where they do not make one data set."""
     leaves, spec = pytree.tree_flatten(data)
     if not leaves:
         raise JobError("is empty; pass at least one tensor")
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind not in "biufc":
-                raise JobError(f"holds an array of {leaf.dtype}; pass numbers")
-            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+            leaf = convert(leaf)
         if not isinstance(leaf, Tensor):
             raise JobError(f"holds a {type(leaf).__name__}; pass tensors or arrays, or a map-style Dataset")
         if leaf.ndim == 0:

@@ -10,8 +10,8 @@ from torch import nn
 from shoal.data import Pool
 from shoal.errors import JobError, describe
 from shoal.job import Job
-from shoal.pack.members import Member, in_train_mode, open_data, seeded
-from shoal.pack.ownership import call_factory, copied, gives_out_shared, overlapping, spans
+from shoal.pack.members import Member, open_data, seeded
+from shoal.pack.ownership import call_factory, copied, gives_out_shared, in_train_mode, overlapping, spans
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
@@ -38,6 +38,9 @@ def build_network(job: Job, device: torch.device, own: bool = False) -> tuple[nn
                 f"building the model raised {describe(error)}; call job.model() by itself to see where"
             ) from error
         rng.set_state(torch.get_rng_state())
+    empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
+    if empty is not None:
+        raise JobError(f"its parameter {empty} is on the meta device, without numbers; build the network on the CPU")
     return model, rng
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from shoal.checks import prepare
-from shoal.errors import JobError
+from shoal.errors import JobError, ShoalWarning
 from shoal.job import Job
 from shoal.monitor import Monitor
-from shoal.pack.members import Member, draws, make_optimizer
+from shoal.pack.members import Member, draws, make_optimizer, trying
+from shoal.pack.own_state import MODULES, share
+from shoal.pack.private_copy import PrivateCopies
 
 if TYPE_CHECKING:
     from shoal.pack.run import Run
@@ -60,8 +63,13 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
     if not isinstance(hparams, Mapping):
         raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
     job = dataclasses.replace(source.job, name=name, hparams={**source.job.hparams, **hparams}, **given)
-    member = newcomer(run, job)
+    with trying(job, step=True):  # a factory may write to what the job that is cloned reads
+        member = newcomer(run, job)
     state = copy.deepcopy(run.written(source).state())
+    if source.own.job is not None:
+        state["python"] = _apart(member, source, state["python"], given)
+        share([other.own for other in (*run.everybody, member) if other.status == "running"])
+        _warn_of_shared(source, member)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
     if changes.keys() & WATCHED:
         member.monitor, member.best = Monitor.of(job), None
@@ -73,6 +81,45 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
     if hparams and member.optimizer_state:
         _change(member, source.job)
     return member
+
+
+OWN = ("model", "collate", "loss", "step", "optimizer", "params", "schedule", "metrics")
+"""Fields of a job that may hold state."""
+
+
+def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any]) -> Any:
+    """Give a clone functions, objects and a network of its own, all as they are now; what its optimizer has to load."""
+    copies = PrivateCopies()
+    fields = {name: copies.of(getattr(source.job, name)) for name in OWN if name not in given}
+    member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
+    member.own.wanted, member.own.watched = True, source.own.watched
+    member.own.begin(member.job, member.model)
+    assert source.own.job is not None and member.own.job is not None
+    held = {name: copies.known(source.own.job.at((name,))) for name in ("optimizer", "scheduler")}
+    member.own.stand_ins = {name: value for name, value in held.items() if value is not None}
+    for value in copies.shared:
+        member.own.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
+    return {"driver": saved["driver"]} if saved and "driver" in saved else None
+
+
+def _warn_of_shared(source: Member, member: Member) -> None:
+    """Say what a clone and the job that it was taken from both change, since there is only one of it."""
+    theirs, mine = source.own.job, member.own.job
+    assert theirs is not None and mine is not None
+    changed = theirs.changed_in(mine.handles())
+    if any(theirs.draws or ()):
+        changed[MODULES] = "there is one of each in a process"
+    lost = {**mine.problems, **changed}
+    if lost:
+        where, why = next(iter(lost.items()))
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        warnings.warn(
+            f"clone {member.name!r}: {source.name!r} changes {where}{more}, which the clone has in common with it "
+            f"({why}); each of them moves it for the other, and both end with other weights than alone; keep such "
+            "state in the model or in the step's closure, in numbers, tensors, lists or dicts",
+            ShoalWarning,
+            stacklevel=2,
+        )
 
 
 def _check(source: Member, changes: Mapping[str, Any]) -> None:

@@ -59,6 +59,17 @@ def _pass(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float
 
 def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
     """Losses and outputs with a member axis, from one program; None where the members must be asked one by one."""
+    undo = unit.undo_validation()
+    found: dict[int, dict[str, float]] | None = None
+    try:
+        found = _all_at_once(unit, view, slots)
+    finally:
+        if found is None:
+            undo()
+    return found
+
+
+def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
     sums: dict[str, Tensor] = {}
     rows = 0
     outputs: list[Any] = []
@@ -100,14 +111,16 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
             unit.members[slot].model.to(unit.members[slot].device)
         for batch in view.feed(unit.members[slots[0]].job.batch_size):
             for slot in slots:
+                # a step may write to its batch
+                own = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
                 with _blame(slot), _watching(places[slot]):
-                    sheets[slot].add(places[slot].model, batch)
+                    sheets[slot].add(places[slot].model, own)
         found = {}
         for slot in slots:
             with _blame(slot), _watching(places[slot]):
                 found[slot] = sheets[slot].values()
+        unit.adopt_state(slots)
     finally:
-        unit.adopt_buffers(slots)
         for slot, home in homes.items():
             unit.members[slot].model.to(home)
     return found

@@ -28,7 +28,7 @@ from shoal.locks import one_at_a_time
 from shoal.monitor import Monitor
 from shoal.pack.optim import make_scheduler
 from shoal.pack.own_state import OwnState, storable
-from shoal.pack.ownership import own_network
+from shoal.pack.ownership import build_model as build_model
 from shoal.pack.python_state import preserved
 from shoal.pack.trace import PRECISIONS
 from shoal.randomness import generator_at
@@ -265,21 +265,6 @@ def names(jobs: Sequence[Job]) -> list[str]:
     return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
 
 
-def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds,
-    in memory of its own.
-
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
-    that is in eval mode as a whole, as one is after inference, is put in train mode.
-    """
-    return in_train_mode(own_network(job))
-
-
-def in_train_mode(model: nn.Module) -> nn.Module:
-    """The network, ready for training."""
-    return model if model.training else model.train()
-
-
 def open_data(pool: Pool, job: Job, which: str) -> View:
     """Open `data` or `val`, with errors that say which."""
     try:
@@ -345,7 +330,8 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     """
     roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
     if step:
-        roots |= {"step": job.step, "loss": job.loss}
+        factory = None if isinstance(job.model, nn.Module) else job.model
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
     users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
     return preserved(roots) if users else nullcontext()
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checks import field_problems, optimizer_problems
 from shoal.data import View
 from shoal.errors import JobError
 from shoal.job import Job
 from shoal.pack.members import Member, build_model
+from shoal.plain import plain_int
 
 ENDLESS = 2**62
 """Steps of a job whose length is its user's loop."""
@@ -43,6 +45,11 @@ class Settings:
         count = len(models)
         if not count:
             raise JobError("models is empty; pass at least one network")
+        seeds = seeds.tolist() if isinstance(seeds, np.ndarray | Tensor) else seeds
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray) and value.ndim:
+                setattr(self, field.name, value.tolist())
         lines = [
             f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
             for name, value in [*((f.name, getattr(self, f.name)) for f in fields(self)), ("seeds", seeds)]
@@ -88,7 +95,7 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
     name = f"member {id}"
     if not isinstance(model, nn.Module):
         raise JobError(f"{name}: the model is a {type(model).__name__}; pass an nn.Module")
-    seed = id if settings["seed"] is None else settings["seed"]
+    seed = id if settings["seed"] is None else plain_int(settings["seed"])
     try:
         job = Job(**{**settings, "seed": seed}, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
     except JobError as error:

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.errors import JobError, ShoalWarning, describe
+from shoal.host import training_mode
 from shoal.pack.group import told
 from shoal.pack.handout import Batches, Hand
 from shoal.pack.members import Member, autocast, draws, evaluating
@@ -207,9 +209,9 @@ class Pack:
         """The member, with its weights and optimizer state its own."""
         asked_ids([id], self.ids)
         for unit in self._units:
-            for slot, member in enumerate(unit.members):
-                if member.index == id:
-                    (unit.unit if isinstance(unit, HandedStack) else unit).write_back([slot])
+            slots = [slot for slot, member in enumerate(unit.members) if member.index == id]
+            if slots:
+                (unit.unit if isinstance(unit, HandedStack) else unit).write_back(slots)
         return self._members[id]
 
     def _drop(self, unit: HandedStack | SerialUnit, slots: list[int]) -> None:
@@ -222,6 +224,7 @@ class Pack:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
+    @training_mode()
     def step(self, *batch: Any, per_member: bool = False, members: Sequence[int] | None = None) -> Tensor:
         """One training step of every member; their losses [M], in the order of `ids`.
 
@@ -309,14 +312,11 @@ class Pack:
             self._drop(unit, list(range(len(unit.members))))
 
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
-        for unit in self._units:
-            if isinstance(unit, HandedStack):
-                try:
-                    if unit.key(batches.of(unit.members[0])) == recipes[0].key:
-                        unit.join(recipes)
-                        return True
-                except (Untraceable, NotStackable):
-                    continue
+        for unit in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+            with suppress(Untraceable, NotStackable):
+                if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                    unit.join(recipes)
+                    return True
         return False
 
     def _prepare(self, unit: HandedStack, batches: Batches) -> None:
@@ -387,8 +387,8 @@ class Pack:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
         self._look_for_changes()
-        stacks = [unit for unit in self._units if isinstance(unit, HandedStack)]
-        if len(stacks) == 1 and [member.index for member in stacks[0].members] == self.ids:
+        stacks = [u for u in self._units if isinstance(u, HandedStack) and [m.index for m in u.members] == self.ids]
+        if stacks:
             outputs = stacks[0].outputs(inputs)
             return joined(outputs) if isinstance(outputs, Unlike) else outputs
         members = [self._written(id) for id in self._members]

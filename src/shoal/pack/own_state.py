@@ -7,7 +7,8 @@ others nothing is looked for and nothing saved.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from shoal.pack.state_codec import Plain
 from shoal.pack.state_keeper import Keeper
 
 Saved = Mapping[str, Plain]
+MODULES = "the random numbers of the modules `random` and `numpy`"
 
 
 class OwnState:
@@ -36,6 +38,8 @@ class OwnState:
         """Of what the job's functions and the model reach."""
         self.driver: Keeper | None = None
         """Of the optimizer and scheduler that train it now."""
+        self.stand_ins: dict[str, Any] = {}
+        """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
 
     @contextmanager
@@ -90,7 +94,10 @@ class OwnState:
             roots = {"optimizer": optimizer, **({"scheduler": schedule} if foreign else {})}
             self.driver = Keeper(roots, model=model, beside=self.job)
         if self.job is not None:
-            self.job.know({("optimizer",): optimizer, ("scheduler",): schedule})
+            made = {"optimizer": optimizer, "scheduler": schedule}
+            self.job.swap({id(old): made[name] for name, old in self.stand_ins.items()})
+            self.job.know({(name,): value for name, value in made.items()})
+            self.stand_ins = {}
         if started:
             self._put_back(device)
         self._loaded = None
@@ -139,3 +146,12 @@ def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
 def _is_torchs(scheduler: Any) -> bool:
     parts = getattr(scheduler, "_schedulers", ())
     return type(scheduler).__module__ == lr_scheduler.__name__ and all(map(_is_torchs, parts))
+
+
+def share(states: Sequence[OwnState]) -> None:
+    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
+    keepers = [state.job for state in states if state.job is not None]
+    holders = Counter(handle for keeper in keepers for handle in keeper.handles())
+    several = {handle for handle, count in holders.items() if count > 1}
+    for keeper in keepers:
+        keeper.shared = several & keeper.handles()

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -46,10 +46,11 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 
 
 @contextmanager
-def patched(checks: list[Tensor] | None = None) -> Iterator[None]:
+def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -> Iterator[None]:
     """Inside, this thread's torch is one that can be traced.
 
-    `checks`: where to note what torch.distributions would have looked at before going on; None: it may not look.
+    `params`: those of the model, whose gradients may not be switched; they may be filled in later. `checks`: where to
+    note what torch.distributions would have looked at before going on; None: it may not look.
     """
     with one_at_a_time, ExitStack() as stack:
         thread = threading.get_ident()
@@ -69,7 +70,7 @@ def patched(checks: list[Tensor] | None = None) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.random, "default_generator", _Generator(thread, torch.default_generator))
         )
-        stack.enter_context(_Switches())
+        stack.enter_context(_Switches(params))
         yield
 
 
@@ -126,6 +127,8 @@ class _Generator:
 
 
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+_GRADIENTS = (_GRAD.__get__, _GRAD.__set__)
 
 
 _TRACER = ("torch._", "torch.fx", "torch.utils._")
@@ -141,11 +144,17 @@ def _caller() -> str:
 
 
 class _Switches(TorchFunctionMode):
-    """Refuses to switch the gradients of a leaf, which leaves nothing behind in a graph."""
+    """Refuses what leaves nothing behind in a graph: to switch a parameter's gradient, and to look at gradients."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._params = params
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SWITCHES and not _caller().startswith(_TRACER):
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-            if bool(wanted) != args[0].requires_grad:
+            if bool(wanted) != args[0].requires_grad and any(args[0] is param for param in self._params):
                 raise Untraceable("it switches requires_grad inside the step")
+        if func in _GRADIENTS and not _caller().startswith(_TRACER):
+            raise Untraceable("it reads or sets gradients (.grad) inside the step")
         return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ import torch
 
 from shoal.errors import ShoalError, describe
 from shoal.events import Event
+from shoal.host import flush_output
 from shoal.pack.members import Member
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches")
@@ -25,8 +26,7 @@ _parents: list[Connection] = []
 def fork(body: Callable[[Connection], None]) -> tuple[int, Connection]:
     """Run `body` in a forked process that ends with its parent. Returns its process id and the pipe to it."""
     ours, theirs = Pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the worker touches none of theirs
         pid = os.fork()
@@ -58,8 +58,7 @@ def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connectio
     except BaseException:
         code = 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)
 
 

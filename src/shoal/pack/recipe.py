@@ -24,7 +24,7 @@ from shoal.job import Job
 from shoal.pack.fingerprint import fingerprint, without_floats
 from shoal.pack.members import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
 from shoal.pack.optim import RULES, Flags, ScheduleRunner, split_hparams
-from shoal.pack.python_state import PythonState, preserved
+from shoal.pack.python_state import PythonState
 from shoal.pack.signature import Path, skeleton
 from shoal.pack.trace import Call, Trace, Untraceable, same_graph, trace
 from shoal.pack.used import used_params
@@ -344,15 +344,13 @@ def _shapes(batch: Any) -> str:
 
 
 def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
-    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
-    changed = bool(state.changes() or state.unrestorable)
-    if not changed and runner.can_table():
-        saved = runner.state_dict()
-        with preserved({"schedule": runner}):  # it may keep state where only the scheduler itself reaches it
-            runner.step()
-            changed = bool(state.changes())
-        runner.load_state_dict(saved)
-    return changed
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
+
+    `runner`: one to try it on, since a schedule may count its calls by itself.
+    """
+    if not state.changes() and runner.can_table():
+        runner.step()
+    return bool(state.changes() or state.unrestorable)
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:
@@ -386,7 +384,8 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign or (state is not None and _keeps_state(runner, state)):
+    tried = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    if runner.foreign or (state is not None and tried is not None and _keeps_state(tried, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

@@ -157,14 +157,27 @@ class Ride:
                 continue
             member.history.append(history_row(member, rates[slot], val))
             watched[slot] = member.monitor.value(member.history[-1])
+            member.error = member.monitor.missing(member.history[-1], member.job.val is None or slot in due)
+            if member.error is not None:
+                ends[slot] = "failed"
+        stops = {slot: self._judge(slot) for slot in watched if slot not in ends}
         self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
         ends |= self._failures()
         for slot in slots:
             if slot in whole:
                 members[slot].close_epoch()
             if slot not in ends:
-                ends |= self._look(slot)
+                ends |= self._look(slot, stops[slot])
         return ends
+
+    def _judge(self, slot: int) -> bool:
+        """Keep a member's weights if they are its best; whether it should stop."""
+        member = self.members[slot]
+        best, stop = member.monitor.see(member.history[-1])
+        if best and member.job.keep == "best":
+            self.unit.write_back([slot])
+            member.best = weights(member.model)
+        return stop
 
     def _validate(self, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
         """What these members' validation gives; where it raises for all together, each is asked by itself."""
@@ -177,13 +190,9 @@ class Ride:
                 return {slots[0]: MemberError(slots[0], error)}
         return {slot: value for one in slots for slot, value in self._validate([one]).items()}
 
-    def _look(self, slot: int) -> dict[int, str]:
-        """After a member's epoch: keep its weights if they are its best, and see whether it is at its end."""
+    def _look(self, slot: int, stop: bool) -> dict[int, str]:
+        """After a member's epoch: see whether it is at its end."""
         member = self.members[slot]
-        best, stop = member.monitor.see(member.history[-1])
-        if best and member.job.keep == "best":
-            self.unit.write_back([slot])
-            member.best = weights(member.model)
         ending = self.host.epoch(self, slot)
         if ending is not None and ending.status == "failed":
             member.error = ending.error

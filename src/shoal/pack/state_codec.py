@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -101,6 +102,8 @@ class Encoder:
             return [kind.__name__, str(value)]
         if isinstance(value, type):
             return self._class(value)
+        if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type):
+            return ["bound", self._value(value.__self__), value.__name__]
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType | np.ufunc):
             return ["name", *_name(value, "a function that was made on the way")]
         if isinstance(value, types.ModuleType):
@@ -223,6 +226,9 @@ class Decoder:
             return (range if kind == "range" else slice)(*content)
         if kind == "enum":
             return self.value(content[0])[content[1]]
+        if kind == "bound":
+            owner = self.value(content[0])
+            return inspect.getattr_static(type(owner), content[1]).__get__(owner)
         if kind == "dtype":
             return getattr(torch, content[0].removeprefix("torch."))
         if kind == "device":

@@ -111,17 +111,38 @@ class Keeper:
         self.paths |= {id(value): path for path, value in objects.items()}
         self._objects |= objects
 
+    def at(self, path: Path) -> Any:
+        """The object at the end of a way; None where there is none."""
+        return self._objects.get(path)
+
+    def swap(self, objects: Mapping[int, Any]) -> None:
+        """Take these objects, by the ids of those that they stand for, for what was there at the beginning."""
+        self._notes = {
+            key: note if _is_content(place) else place.swap(note, objects)
+            for (key, note), place in zip(self._notes.items(), self._places.values(), strict=True)
+        }
+
     def handles(self) -> set[Handle]:
         """All that it looks at."""
         named = [(p, p.get()) for p in self._places.values() if isinstance(p, places.Names)]
         others = {(id(p.owner), None) for p in self._places.values() if not isinstance(p, places.Names)}
         return others | {(id(place.owner), name) for place, names in named for name in names}
 
-    # --- saving -----------------------------------------------------------------------------------------------------
+    def changed_in(self, handles: set[Handle]) -> dict[str, str]:
+        """Which of these hold something else than at the beginning, in words; and that others have them too."""
+        changed: dict[str, str] = {}
+        for key, place in self._places.items():
+            if isinstance(place, Position) or not self._has_changed(key, place):
+                continue
+            if isinstance(place, places.Names):
+                paths = list(place.differences(self._notes[key]))
+                names = {(*place.path, place.element(name)): name for name in place.get()}
+                changed |= {say(p): SHARED for p in paths if p in names and (id(place.owner), names[p]) in handles}
+            elif (id(place.owner), None) in handles:
+                changed[say(place.path)] = SHARED
+        return changed
 
-    def changed_places(self) -> list[Place]:
-        """Those that hold something else than at the beginning."""
-        return [place for key, place in self._places.items() if self._has_changed(key, place)]
+    # --- saving -----------------------------------------------------------------------------------------------------
 
     def _has_changed(self, key: str, place: Place) -> bool:
         if isinstance(place, Position):  # what is inside of it may move where it does not say so
@@ -304,6 +325,10 @@ def _tensor_hash(value: Tensor) -> bytes:
 def _array_hash(value: np.ndarray[Any, Any]) -> bytes:
     """Of the content, all of it: an array does not say that it was written to."""
     return hashlib.sha256(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()).digest()
+
+
+def _is_content(place: Place) -> bool:
+    return isinstance(place, TensorContent | ArrayContent)
 
 
 def _put_content(place: Place, content: Any) -> None:

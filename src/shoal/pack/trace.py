@@ -159,10 +159,12 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     leaves, batch_spec = pytree.tree_flatten(batch)
     wrapper = _Recorded(model, call)
     checks: list[Tensor] | None = [] if grad else None
+    traced: list[Tensor] = []
     out_spec: list[pytree.TreeSpec] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
         names = [f"model.{name}" for name in (*params, *buffers)]
+        traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
         out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
@@ -178,7 +180,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
-        with patched(checks), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
+        with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
@@ -290,6 +292,17 @@ def origin(node: Node) -> Node:
             break
         node = node.all_input_nodes[0]
     return node
+
+
+def written_params(recorded: Trace) -> list[int]:
+    """The parameters that the graph itself writes to, by their place."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
 
 
 def _refuse_in_graph(recorded: Trace) -> None:

@@ -121,8 +121,16 @@ class Unit(ABC):
         """
         return None
 
-    def adopt_buffers(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
-        """Take over the buffers of these members' own models, which validation may have changed."""
+    def undo_validation(self) -> Callable[[], None]:
+        """A function that puts back the buffers as they are now, for a validation that does not come to its end."""
+        return _nothing
+
+    def adopt_state(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
+        """Take over weights and buffers of these members' own models, which validation may have changed."""
+
+
+def _nothing() -> None:
+    return
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from shoal.errors import describe
 from shoal.events import Event, Wire, happened
 from shoal.pack.board import Board
 from shoal.pack.members import Member
@@ -78,7 +79,10 @@ def free_cores(count: int) -> float:
     So many processes count for a moment; what each got of a core is added up. On a busy core a worker would only make
     the others wait for it.
     """
-    crew = [fork(_spin) for _ in range(count)]
+    crew = []
+    with suppress(OSError):  # no more processes may be had
+        for _ in range(count):
+            crew.append(fork(_spin))
     total = 0.0
     for pid, pipe in crew:
         with suppress(EOFError):
@@ -200,6 +204,7 @@ def run_shared(
         for worker in crew:
             if not worker.start():
                 own += worker.members.values()
+                tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
         alive = [worker for worker in crew if worker.started]
         if alive:
             torch.set_num_threads(1)  # as each of them has: more would take their cores
@@ -239,6 +244,8 @@ class Crewman:
         self._all = dict(self.members)
         self._board, self._make = board, make
         self.started = False
+        self.problem = ""
+        """Why it could not begin."""
         self.pid = 0
         self._pipe: Connection | None = None
         self._listener: threading.Thread | None = None
@@ -257,14 +264,21 @@ class Crewman:
     def start(self) -> bool:
         """Fork; whether the worker is up and can train."""
         share = list(self.members.values())
-        self.pid, self._pipe = fork(partial(self.body, share))
+        try:
+            self.pid, self._pipe = fork(partial(self.body, share))
+        except OSError as error:
+            self.problem = describe(error)
+            return False
         self._listener = threading.Thread(target=self._listen, args=(self._pipe, self._inbox), daemon=True)
         self._listener.start()
         try:
-            self.started = pickle.loads(self._inbox.get(timeout=READY_SECONDS) or b"N.") == ("ready",)
+            message = self._inbox.get(timeout=READY_SECONDS)
+            kind, *content = pickle.loads(message) if message is not None else ("cannot", "it ended without a word")
         except queue.Empty:
-            self.started = False
+            kind, content = "cannot", [f"it did not answer within {READY_SECONDS:.0f} seconds"]
+        self.started = kind == "ready"
         if not self.started:
+            self.problem = str(content[0]) if content else str(kind)
             self.close()
         return self.started
 
@@ -363,12 +377,16 @@ class Crewman:
 
 def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line, numbers: tuple[int, int]) -> None:
     """Train, tell, send members back."""
-    x = torch.ones(1, requires_grad=True)
-    x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
-    board.plan.parts = []
-    run = make(members, line.tell)
-    run.numbers = itertools.count(*numbers)
-    signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
+    try:
+        x = torch.ones(1, requires_grad=True)
+        x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
+        board.plan.parts = []
+        run = make(members, line.tell)
+        run.numbers = itertools.count(*numbers)
+        signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
+    except Exception as error:
+        line.send("cannot", describe(error))
+        return
     line.send("ready")
     try:
         run.go()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -276,11 +276,20 @@ class CapturedUnit(Unit):
                 found += [_member(out, i) for i in range(len(rows))]
         return _stack(found)
 
-    def adopt_buffers(self, slots: list[int]) -> None:
+    def undo_validation(self) -> Callable[[], None]:
+        undos = [chunk.view.undo_validation() for chunk in self.chunks]
+
+        def undo() -> None:
+            for each in undos:
+                each()
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
         places = self._places()
         for slot in slots:
             chunk, row = places[slot]
-            chunk.view.adopt_buffers([row])
+            chunk.view.adopt_state([row])
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         places = self._places()

@@ -267,6 +267,10 @@ class Rule(ABC):
             return torch.addcmul(grad, param, c["weight_decay"]).to(grad.dtype)
         return grad
 
+    def fresh_entry(self, param: Tensor, h: Mapping[str, float]) -> State:
+        """What torch has for a parameter that never had a gradient: mostly nothing."""
+        return {}
+
     def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:
         """Drop from one member's state what torch would not have, given that member's numbers."""
         return entry

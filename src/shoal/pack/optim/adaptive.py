@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.pack.optim._rule import Column, Rule, State, lerp_
+from shoal.pack.optim._rule import Column, Rule, State, lerp_, scalar_dtype
 
 
 class Adagrad(Rule):
@@ -27,6 +27,13 @@ class Adagrad(Rule):
             start = h["initial_accumulator_value"].to(total.dtype)
             total.copy_(start.view(-1, *[1] * (total.ndim - 1)).expand_as(total))
         return state
+
+    def fresh_entry(self, param: Tensor, h: Mapping[str, float]) -> State:
+        """torch makes its state when the optimizer is built."""
+        start = h["initial_accumulator_value"]
+        value = complex(start, start) if param.is_complex() else start
+        total = torch.full(param.shape, value, dtype=param.dtype)
+        return {"step": torch.tensor(0.0, dtype=scalar_dtype()), "sum": total}
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 from shoal.errors import JobError
 from shoal.pack.optim.hparams import RULES, numbers, with_defaults
 from shoal.pack.python_state import preserved
+from shoal.plain import plain_number
 
 Schedule = Callable[[Any], Any]
 """`step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
@@ -50,7 +51,7 @@ def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
     except Exception as error:  # a maker of schedulers fails on a number in any way it likes
         refused = error
     else:
-        if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
+        if isinstance(plain_number(factor), (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
             return lr_scheduler.LambdaLR(optimizer, lambda step: float(schedule(step)))
     try:
         made = schedule(optimizer)

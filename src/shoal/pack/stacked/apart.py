@@ -7,7 +7,7 @@ operator sees it; the same holds for its gradients on the way back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,11 +102,3 @@ def spread(x_M: Tensor, shape: tuple[int, ...]) -> Tensor:
         wide: Tensor = Spread.apply(x_M, shape)  # type: ignore[no-untyped-call]
         return wide
     return x_M.expand(x_M.shape[0], *shape)
-
-
-def summed(x_M: Tensor, over: list[int], **settings: Any) -> Tensor:
-    """`sum` over dimensions behind the member axis, in an order that the member's own shape says."""
-    return x_M.contiguous().sum(over, **settings)
-
-
-Each = Callable[..., Any]

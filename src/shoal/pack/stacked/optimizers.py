@@ -300,6 +300,8 @@ class StackedOptimizer:
             for i, state in zip(held, states, strict=True):
                 copies = {name: found[id(tensor)].clone() for name, tensor in state.items()}
                 entries[self.span.trained[i]] = torch_entry(rule, copies, numbers[g])
+            for position in set(plan.groups[g]) - set(self.span.trained):
+                entries[position] = rule.fresh_entry(self.span.stack.params[position][0], numbers[g])
         order = [position for group in plan.groups for position in group]
         return optimizer_state_dict(plan.skeleton(), [entries.get(p, {}) for p in order], plan.runner.groups())
 

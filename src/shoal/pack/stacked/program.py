@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shoal.pack.signature import Path, PerMember, difference, lift, skeleton
 from shoal.pack.stacked import rules
 from shoal.pack.stacked.site import NotStackable, Site
-from shoal.pack.trace import Trace, origin
+from shoal.pack.trace import Trace, origin, written_params
 from shoal.randomness import Draw
 
 Noise = Callable[[int], Tensor]
@@ -70,6 +70,8 @@ class Program:
             raise NotStackable("members of their own numbers cannot share one solo step")
         self._inputs = [node for node in self.trace.nodes if node.op == "placeholder"]
         self._stacked_batch = list(stacked_batch)
+        self.written = written_params(self.trace)
+        """Parameters that the step itself writes to, by their place."""
         self._carries = self._propagate(stacked_batch)
         self._instructions = self._build()
 

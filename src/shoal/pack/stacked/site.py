@@ -146,11 +146,12 @@ def per_member(op: Run, site: Site) -> Run:
     Stacked arguments are unbound and results stacked, so that autograd pays one copy each way; with `deterministic`
     they are copied apart, see `apart`.
     """
-    members, mutates = site.members, site.op._schema.is_mutable
+    members, target = site.members, site.op._schema.arguments[:1]
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in target)
     pickers = [_picker(site, value) for value in site.args]
 
     def run(*args: Any) -> Any:
-        if mutates and isinstance(args[0], Tensor):
+        if writes and isinstance(args[0], Tensor):
             others = zip(pickers[1:], args[1:], strict=True)
             return _written(op, args[0], [pick(value) for pick, value in others], site)
         columns = [pick(value) for pick, value in zip(pickers, args, strict=True)]

@@ -99,6 +99,7 @@ class Stack:
     @torch.no_grad()
     def apply(self, grads: Grads, active: Tensor | None) -> None:
         """One optimizer step from these gradients (one per trained parameter); members outside `active` sit out."""
+        grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
         if self.scaler is not None or self.max_norm is not None:
             grads = _apart(grads)
         present = [grad for grad in grads if grad is not None]

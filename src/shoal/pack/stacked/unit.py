@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import Member
-from shoal.pack.prove import prove_evaluation, proven_together
+from shoal.pack.prove import proven_together
+from shoal.pack.prove_evaluation import prove_evaluation
 from shoal.pack.recipe import Evaluation, Kitchen, Recipe
 from shoal.pack.serial import serial_unit
 from shoal.pack.stacked.blame import added, check_shapes, culprits, gradients, row_of, undraw
@@ -64,6 +65,8 @@ class StackedUnit(Unit):
         """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
+        self._written: list[tuple[Tensor, Tensor]] = []
+        """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
         self._everybody = bool(self.stack.active.all())
         """Whether all rows still train."""
@@ -87,7 +90,7 @@ class StackedUnit(Unit):
         try:
             for index in range(batches):
                 self._batch(feed, index)
-                if self._undone or self._aside or self.rates_of.failed:
+                if self._undone or self._aside or self._failed or self.rates_of.failed:
                     break
         except Exception as error:
             undraw(self, before, range(len(before)) if self._noise is not None else ())
@@ -203,6 +206,8 @@ class StackedUnit(Unit):
     def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
         """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
         self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
+        for param, value in self._written:
+            param[stopped] = value[stopped]
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
@@ -215,6 +220,8 @@ class StackedUnit(Unit):
         if self._noise is None:
             self._noise = self._draw(program)
         before = [buffer.clone() for buffer in stack.buffers]
+        params = [stack.params[index].detach() for index in program.written]
+        self._written = [(param, param.clone()) for param in params]
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
@@ -225,6 +232,8 @@ class StackedUnit(Unit):
                 stack.reserve()
         except Exception:
             stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            for param, value in self._written:
+                param.copy_(value)
             raise
         self._noise = None
         for member in self.members:
@@ -236,7 +245,13 @@ class StackedUnit(Unit):
         if before:
             stack.set_buffers(after, ok, before)
         if last:
-            stack.apply(self._grads, ok)
+            try:
+                stack.apply(self._grads, ok)
+            except Exception as error:
+                if context_lost(error) or out_of_memory(error):
+                    raise
+                # some weights have moved and others not: nobody can go on from here
+                self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
             self.rates_of.step()
@@ -364,12 +379,24 @@ class StackedUnit(Unit):
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
-    def adopt_buffers(self, slots: list[int]) -> None:
-        named = [dict(self.members[slot].model.named_buffers()) for slot in slots]
+    def undo_validation(self) -> Callable[[], None]:
+        buffers = self.stack.buffers
+        saved = [buffer.clone() for buffer in buffers]
+
+        def undo() -> None:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
+        names = [*self.stack.param_names, *self.stack.buffer_names]
         with torch.no_grad():
-            for slot, buffers in zip(slots, named, strict=True):
-                for name, stacked in zip(self.stack.buffer_names, self.stack.buffers, strict=True):
-                    stacked[slot].copy_(buffers[name])
+            for slot in slots:
+                model = self.members[slot].model
+                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                for name, stacked in zip(names, self.stack.state, strict=True):
+                    stacked[slot].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
@@ -383,7 +410,8 @@ class StackedUnit(Unit):
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked, or draws."""
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
+        parameters (an embedding with max_norm), which the members' own models keep."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
@@ -394,7 +422,7 @@ class StackedUnit(Unit):
                 rows = [traces[row] for row in self.stack.rows]
                 program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
                 prove_evaluation(models, whats, traces, batch, self.kitchen)
-                self._forwards[key] = None if program.draws else program
+                self._forwards[key] = None if program.draws or program.written else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None
         return self._forwards[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ def widened(x: Tensor, stacked: bool, members: int) -> Tensor:
     return x if stacked else x.unsqueeze(0).expand(members, *x.shape)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[M, ..., K] as [M, rows, K]; none of them may be empty for `reshape` to know how many rows there are."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+
+
 @rule(aten.linear.default, steady=in_full_precision)
 def linear(site: Site) -> Run:
     members, (has_x, has_w) = site.members, (site.stacked(0), site.stacked(1))
@@ -31,7 +37,7 @@ def linear(site: Site) -> Run:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = widened(x, has_x, members)
         weight = widened(weight, has_w, members)
-        rows = x if len(lead) == 1 else x.reshape(members, -1, x.shape[-1])
+        rows = x if len(lead) == 1 else as_rows(x)
         out = affine(rows, weight, None if bias is None else widened(bias, has_b, members))
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
@@ -41,7 +47,7 @@ def linear(site: Site) -> Run:
 def _cpu_linear(members: int, has_x: bool, has_b: bool, lead: tuple[int, ...]) -> Run:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = widened(x, has_x, members)
-        rows = rows if len(lead) == 1 else rows.reshape(members, -1, rows.shape[-1])
+        rows = rows if len(lead) == 1 else as_rows(rows)
         if bias is not None and not has_b:
             bias = bias.expand(members, -1)
         out = affine(rows, weight, bias)
@@ -108,14 +114,14 @@ def matmul(site: Site) -> Run:
         x = x.unsqueeze(1) if a == 1 else x
         y = y.unsqueeze(-1) if b == 1 else y
         if max(b, 2) == 2:  # one matrix for all leading dimensions: fold them into rows
-            out = bmm(x.reshape(members, -1, x.shape[-1]), y)
+            out = bmm(as_rows(x), y)
         else:
             width = max(a, b, 2)
             x, y = pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width)
             if x.device.type == "cpu":
                 lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
                 x, y = x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])
-                out = bmm(x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]))
+                out = bmm(x.flatten(0, -3), y.flatten(0, -3))
             else:
                 out = torch.matmul(x, y)
         return out.reshape(members, *out_shape)

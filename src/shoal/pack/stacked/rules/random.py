@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.pack.signature import PerMember
-from shoal.pack.stacked.rules._registry import rule
+from shoal.pack.stacked.rules._registry import numbers_of, rule
 from shoal.pack.stacked.site import NotStackable, Run, Site
 from shoal.randomness import Draw
 
@@ -61,14 +61,12 @@ def alpha_dropout(site: Site) -> Run:
     rates, training = _rates(site), site.args[2]
     if not training or all(p == 0 for (p,) in rates):
         return lambda x, *_: x
-    if any(p in (0.0, 1.0) for (p,) in rates):
-        raise NotStackable("alpha dropout with a rate of 0 or 1 beside other rates")
     meta = site.meta(0)
     feature = "feature" in site.name
     shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
     stride = None if feature else _dense(meta)
-    draw = site.draw(Draw("bernoulli", shape, meta.dtype, stride, tuple((1 - p,) for (p,) in rates)))
-    a = tuple(((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
+    draw = site.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # of rate 0 or 1 it draws nothing, as torch
+    a = tuple(0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
     columns = [
         _numbers(site, values, meta)
         for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))
@@ -76,7 +74,7 @@ def alpha_dropout(site: Site) -> Run:
     scale, slope, shift = columns
 
     def run(x: Tensor, *_: Any) -> Tensor:
-        noise = draw()
+        noise = (draw() != 0).to(meta.dtype)
         b = (noise - 1) * slope + shift
         out: Tensor = _lone(site, x) * (noise * scale) + b
         return out
@@ -129,11 +127,13 @@ _FILLS = {
 
 @rule(*_FILLS, steady=True)
 def fill(site: Site) -> Run:
-    numbers, generator = site.args[1:-1], site.args[-1]
-    if generator is not None or site.varies:
-        raise NotStackable(f"{site.name} with a generator of its own or a number that differs")
+    given, generator = site.args[1:-1], site.args[-1]
+    if generator is not None:
+        raise NotStackable(f"{site.name} with a generator of its own")
+    columns = [numbers_of(value, site.members) for value in given]
+    numbers = tuple(zip(*columns, strict=True)) if site.varies else (tuple(given),)
     meta = site.meta(0)
-    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), (tuple(numbers),)))
+    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), numbers))
     return lambda x, *_: x.copy_(draw())
 
 

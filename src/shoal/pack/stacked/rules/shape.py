@@ -82,6 +82,8 @@ def by_dim(site: Site) -> Run:
     names = [argument.name for argument in site.op._schema.arguments]
     places = [i for i, name in enumerate(names) if name in _DIM_NAMES]
     ndim = site.ndim(0)
+    if packet == "roll" and ndim == 0:
+        return lambda x, *_: x  # vmap would roll the members
     if site.varies or ndim == 0 or (packet == "roll" and not site.args[2]) or (packet == "norm" and not places):
         return general(site)
     if not places:
