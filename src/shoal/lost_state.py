@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 from shoal.pack.members import Member, draws, scratch_copy
-from shoal.pack.own_state import MODULES, share
+from shoal.pack.own_state import MODULES, share, state_roots
 from shoal.pack.python_state import preserved
 from shoal.pack.recipe import Recipe
 from shoal.pack.serial import SerialUnit
@@ -73,9 +72,7 @@ def _try(member: Member) -> dict[str, str]:
     """What cannot be saved after two steps of a copy; everything is then as it was."""
     job, keeper = member.job, member.own.job
     assert keeper is not None
-    roots: dict[str, Any] = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "schedule": job.schedule,
-                             "optimizer": job.optimizer, "params": job.params}  # fmt: skip
-    with preserved(roots) as state:
+    with preserved(state_roots(job, member.model), skip=member.model) as state:
         if state.unrestorable:  # a step could not be undone
             keeper.capture()
             return dict(keeper.problems)

@@ -202,6 +202,8 @@ def scratch_copy(member: Member) -> Member:
         rng=generator_at(member.rng.get_state()),
         orders=generator_at(member.orders.get_state()),
         history=[],
+        losses=[],
+        logs={},
         optimizer_state={},
         best=None,
     )

@@ -82,7 +82,7 @@ class OwnState:
         if self.job is not None:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
         elif self.wanted or (self._loaded or {}).get("job") is not None:
-            self.job = Keeper(_roots(job, model if self.watched else None), model=model)
+            self.job = Keeper(state_roots(job, model if self.watched else None), model=model)
 
     def attach(
         self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
@@ -112,11 +112,11 @@ class OwnState:
     def finish(self, job: Job, model: nn.Module, device: torch.device) -> None:
         """Put in place what a member at its end has become elsewhere, as far as it needs no optimizer."""
         if self._loaded is not None and self._loaded.get("job") is not None:
-            self.job = self.job or Keeper(_roots(job, model), model=model)
+            self.job = self.job or Keeper(state_roots(job, model), model=model)
             self.job.restore(self._loaded["job"], device, partly=True)
 
 
-def _roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
+def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
     """What a job's Python state can be reached from; without the model, what its optimizer and schedule can reach."""
     roots: dict[str, Any] = {
         "schedule": job.schedule,
