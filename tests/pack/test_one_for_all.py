@@ -218,6 +218,26 @@ def test_a_step_that_raises_late(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert results[1].steps == 2
 
 
+LABELS = torch.arange(24) % 12
+STEPS: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "labels": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    "gather": lambda model, batch: model(batch[0]).gather(1, batch[1][:, None]).square().mean(),
+    "rows": lambda model, batch: model(batch[0]).T.index_select(0, batch[1]).square().mean(),
+    "sums": lambda model, batch: torch.zeros(12, 12).double().index_add(0, batch[1], model(batch[0])).square().mean(),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_label_that_is_out_of_range(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = LABELS.clone()
+    bad[20] = 99
+    settings: dict[str, Any] = {"model": wide, "step": STEPS[kind], "loss": None, "shuffle": False}
+    jobs = [job(i, data=(X, labels), **settings) for i, labels in enumerate((LABELS, bad, LABELS))]
+    results = assert_as_alone(jobs, "stacked", monkeypatch)
+    assert [(result.status, result.tier) for result in results[::2]] == [("done", "stacked")] * 2
+    assert (results[1].status, results[1].steps) == ("failed", 2)
+
+
 def gaussian(model: nn.Module, batch: Any) -> Tensor:
     """Fails, by a check of torch.distributions, where the batch has no positive number."""
     hidden = model(batch[0])
