@@ -209,7 +209,10 @@ def test_company_that_fails() -> None:
     results = train(pack)
     assert [r.status for r in results] == ["done", "failed", "done"]
     assert results[1].error is not None and "out of range" in results[1].error
-    assert_bits_alone(pack, 0, 1, 2)
+    assert_bits_alone(pack, 0, 2)
+    (alone,) = train(pack[1:2])  # its own step has the last word, outside the stack
+    assert (alone.status, alone.error) == (results[1].status, results[1].error)
+    assert_same_bits(results[1], alone)
 
 
 def test_company_that_stops_early_and_company_with_other_settings() -> None:

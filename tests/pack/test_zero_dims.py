@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     "set by a mask": (lambda h, v: _set(h, h > 0, v), [H, ZERO], "pp"),
     "gather from one number": (lambda t, i: torch.gather(t, 0, i * 0), [ZERO, COUNT], "pb"),
     "index_fill": (lambda h, i, v: h.index_fill(0, i, v), [H, whole(5, 5, 2), ZERO], "pbp"),
+    "index_fill of the batch": (lambda x, i, v: x.index_fill(0, i, v), [H, whole(5, 5, 2), ZERO], "xxp"),
     "embedding": (lambda h, i: F.embedding(i, h), [H, COUNT], "pb"),
     "one_hot": (lambda h, i: F.one_hot(i, 5) * h[:, 0], [H, COUNT], "pb"),
     "stack and cat": (lambda h, t: torch.cat([torch.stack([t, t * 2]), h[0]]), [H, ZERO], "pp"),

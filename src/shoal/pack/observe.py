@@ -138,7 +138,12 @@ def _nudged(tensor: Tensor, eps: float) -> Tensor:
     return (tensor * (1 + eps * noise.to(tensor.device))).to(tensor.dtype)
 
 
+def is_coarse(trace: Trace) -> bool:
+    """Whether any of a step is in fewer digits than float64, so that rounding may show."""
+    return _coarsest(trace) > torch.finfo(torch.float64).eps
+
+
 def _coarsest(trace: Trace) -> float:
     """The unit of rounding of the coarsest dtype that a step computes in."""
     values = (v for node in trace.nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
-    return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=2.3e-16)
+    return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)

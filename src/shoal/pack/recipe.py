@@ -344,11 +344,12 @@ def _shapes(batch: Any) -> str:
 
 
 def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
-    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order."""
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
+
+    `runner`: one to try it on, since a schedule may count its calls by itself.
+    """
     if not state.changes() and runner.can_table():
-        saved = runner.state_dict()
         runner.step()
-        runner.load_state_dict(saved)
     return bool(state.changes() or state.unrestorable)
 
 
@@ -383,7 +384,8 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign or (state is not None and _keeps_state(runner, state)):
+    tried = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    if runner.foreign or (state is not None and tried is not None and _keeps_state(tried, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

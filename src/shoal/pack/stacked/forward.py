@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import evaluating
-from shoal.pack.prove import prove_evaluation
+from shoal.pack.prove_evaluation import prove_evaluation
 from shoal.pack.recipe import Evaluation, Kitchen
 from shoal.pack.signature import skeleton
 from shoal.pack.stacked.program import Program

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import Member, draws, run_step
-from shoal.pack.prove import Disproved, prove_training
+from shoal.pack.proof_cases import Disproved
+from shoal.pack.prove import prove_training
 from shoal.pack.recipe import Kitchen, Recipe
 from shoal.pack.serial import SerialUnit
 from shoal.pack.stacked.loading import load_slot

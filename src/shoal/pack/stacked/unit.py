@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.pack.members import Member
-from shoal.pack.prove import prove_evaluation, proven_together
+from shoal.pack.prove import proven_together
+from shoal.pack.prove_evaluation import prove_evaluation
 from shoal.pack.recipe import Evaluation, Kitchen, Recipe
 from shoal.pack.serial import serial_unit
 from shoal.pack.stacked.blame import added, check_shapes, culprits, gradients, row_of, undraw

@@ -269,9 +269,12 @@ def strided(site: Site) -> Run:
     return run
 
 
-@rule(aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default)
-def scattered_view(site: Site) -> Run:
-    """Under vmap the gradient of these goes astray."""
+@rule(
+    aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+    aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor,
+)  # fmt: skip
+def scattered(site: Site) -> Run:
+    """Under vmap the gradient of these goes astray, or the number of one member goes to all."""
     return once_per_member(site)
 
 
