@@ -15,6 +15,7 @@ import pytest
 from tests.pack.stateful import KINDS, job
 
 import shoal
+from shoal.errors import OutError
 
 ONE_IN_A_PROCESS = ("global counter", "class attribute", "module random", "module numpy.random")
 """Kinds of which only one job can be in a run."""
@@ -115,3 +116,23 @@ def test_all_kinds_of_state_survive_kills_of_real_processes(kinds: list[str], tm
     resumed = in_a_process(kinds, out)
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout) == json.loads(alone.stdout)
+
+
+def test_jobs_that_were_interrupted_go_on_in_the_same_process(tmp_path: Path) -> None:
+    """Their closures are not as they were when the run began; those of other jobs are another matter."""
+    kinds = ["dict in a closure", "counter", "nonlocal counter"]
+    alone = trained(kinds)
+    jobs = [job(kind, epochs=EPOCHS) for kind in kinds]
+
+    def stop(event: shoal.Event) -> None:
+        if event.kind == "epoch" and event.member is not None and event.member.epoch == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", threads=1, out=tmp_path, events=stop)
+    assert hashes(shoal.train(jobs, device="cpu", threads=1, out=tmp_path)) == alone
+    assert hashes(shoal.train(jobs, device="cpu", threads=1, out=tmp_path)) == alone, "and are at their end"
+    cell = jobs[0].step.__closure__[0]  # type: ignore[union-attr]
+    cell.cell_contents["n"] += 1
+    with pytest.raises(OutError, match=r"another step: its closure state is dict of 2 there and dict of 5 here"):
+        shoal.train(jobs, device="cpu", threads=1, out=tmp_path)

@@ -30,7 +30,7 @@ from shoal.durable.checkpoints import Checkpoints, Copy
 from shoal.durable.histories import Histories, from_text, to_text
 from shoal.durable.initial_weights import compare_weights, describe_weights
 from shoal.durable.jobdiff import compare, remarks
-from shoal.durable.jobtable import WEIGHTS, JobTable
+from shoal.durable.jobtable import CODE, WEIGHTS, JobTable, describe_functions
 from shoal.durable.lock import Lock
 from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
 from shoal.lost_state import in_words, lost_state
@@ -41,6 +41,8 @@ VERSION = 3
 """Of the folder's format."""
 READABLE = (2, VERSION)
 """Format 2 says nothing of code and initial weights, which are then not compared."""
+_left: dict[tuple[Path, str], dict[str, Any]] = {}
+"""By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
 FOLDERS = ("members", "history", "weights")
 OTHER_WEIGHTS = "other initial weights (was the seed or the factory changed?)"
 
@@ -78,6 +80,7 @@ class RunFolder:
         self._checkpoints = Checkpoints(path / "members")
         self._histories = Histories(path / "history")
         self._jobs: dict[int, str] = {}
+        self._claimed: list[Member] = []
         self._not_storable: set[int] = set()
         self._lossy: set[str] = set()
         """Jobs of which was said that some of their state cannot be saved."""
@@ -92,7 +95,10 @@ class RunFolder:
     def close(self) -> None:
         """Wait for what is on its way to the disk, and let another run have the folder."""
         self._checkpoints.wait()
-        self._lock.release()
+        try:
+            self._leave()
+        finally:
+            self._lock.release()
 
     def claim(self, members: Sequence[Member], also: Mapping[str, Any] | None = None) -> bool:
         """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
@@ -139,6 +145,7 @@ class RunFolder:
         else:
             atomic.write_sealed(known, {"version": VERSION, **table.to_json()})
         self._jobs = {member.index: key for member, key in zip(members, table.keys(), strict=True)}
+        self._claimed = list(members)
         atomic.remove_left_overs(self.path)
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
@@ -150,6 +157,7 @@ class RunFolder:
 
     def _check(self, members: Sequence[Member], held: JobTable, here: JobTable) -> None:
         """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
+        self._know_again(held, here)
         seen = compare(held, here)
         unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
         changed = [name for name in seen.other_weights if name not in unstable]
@@ -162,6 +170,21 @@ class RunFolder:
             )
         for text in remarks(seen, unstable, held, here):
             warn(f"out={str(self.path)!r}: {text}")
+
+    def _know_again(self, held: JobTable, here: JobTable) -> None:
+        """Jobs whose closures are as this process's last run in this folder left them are those that it began with."""
+        known = {job["name"]: job for job in held.jobs}
+        for job in here.jobs:
+            left = _left.get((self.path.resolve(), job["name"]))
+            if left is not None and left == here.functions(job) and CODE in known.get(job["name"], {}):
+                here.take_functions(job, held, known[job["name"]])
+
+    def _leave(self) -> None:
+        """Note what training has made of the jobs' functions, whose state is in this process and in the checkpoints."""
+        for member in self._claimed:
+            if member.own.job is not None and not self.passing:
+                _left[self.path.resolve(), member.name] = describe_functions(member)
+        self._claimed = []
 
     def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
         if not path.exists():

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.checks import prepare
 from shoal.durable import store
-from shoal.errors import ShoalWarning
+from shoal.errors import OutError, ShoalWarning
 from shoal.pack.board import Board
 from shoal.pack.clones import clone_of
 from shoal.pack.members import Member
@@ -116,3 +116,14 @@ def test_a_clone_of_a_clone_and_one_with_another_step() -> None:
     assert [m.status for m in clones] == ["done"] * 3
     assert_same(clones[1], alone)
     assert not torch.equal(next(clones[2].model.parameters()), next(alone.model.parameters()))
+
+
+def test_state_that_does_not_fit_is_an_error_that_names_it() -> None:
+    states: list[dict[str, Any]] = []
+    trained(prepared("dict in a closure"), lambda run: states.append(run.everybody[0].state()))
+    other = prepared("nonlocal counter")
+    other.load_state(states[1])
+    with pytest.raises(
+        OutError, match="its checkpoint holds state in the closure of step, which this job does not have"
+    ):
+        trained(other)

@@ -378,7 +378,8 @@ def _in(kind: str, name: str, place: str) -> str:
 
 
 def _type_name(kind: type) -> str:
-    return kind.__qualname__ if library_of(kind) is None else f"{kind.__module__}.{kind.__qualname__}"
+    own = library_of(kind) is None or kind.__module__ == "builtins"
+    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _key(value: Any) -> str:

@@ -86,6 +86,17 @@ class JobTable:
         names: dict[str, str] = self.parts[job[CODE]]
         return names
 
+    def functions(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """What a job's functions and classes are made of, without its network, which is built anew each time."""
+        return {part: self.parts[key] for part, key in self.code(job).items() if not _is_network(part)}
+
+    def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
+        """Have a job's functions described as another table does; `known` is that one's entry of the same job."""
+        mine = {part: key for part, key in self.code(job).items() if _is_network(part)}
+        theirs = {part: key for part, key in held.code(known).items() if not _is_network(part)}
+        self.parts |= {key: held.parts[key] for key in theirs.values()}
+        job[CODE] = self._put(mine | theirs)
+
     def _put(self, content: dict[str, Any]) -> str:
         key = _hash(content)
         self.parts.setdefault(key, content)
@@ -113,6 +124,11 @@ def describe_settings(member: Member) -> dict[str, Any]:
     return plain
 
 
+def describe_functions(member: Member) -> dict[str, Any]:
+    """What a member's functions and classes are made of now, as `JobTable.functions` gives it."""
+    return {part: texts for part, texts in _described(member).finish().items() if not _is_network(part)}
+
+
 def _described(member: Member) -> Describer:
     """What a member's functions and network are made of."""
     job, describer = member.job, Describer()
@@ -126,6 +142,10 @@ def _described(member: Member) -> Describer:
         if view is not None and isinstance(view.source, DatasetSource):
             describer.add(name, type(view.source.dataset))
     return describer
+
+
+def _is_network(part: str) -> bool:
+    return part == "model" or part.startswith("module ")
 
 
 def _hash(content: Any) -> str:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import site
 import sys
-import sysconfig
 import types
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
+from shoal.pack.user_code import is_library_class, is_library_function, is_library_module
+
 PYTHON = "python"
-_KNOWN = frozenset({"torch", "numpy", "shoal", "builtins"})
-"""Libraries wherever they are installed, such as from a working copy."""
 
 
 def library_of(thing: Any) -> str | None:
-    """The library that a function or a class comes from; None: it is the user's own code."""
-    code = getattr(thing, "__code__", None)
-    if isinstance(code, types.CodeType) and not code.co_filename.startswith("<"):
-        return _library_of_file(code.co_filename, _top(thing))  # not by its module: a wrapper takes on its function's
-    return _library_of_module(str(getattr(thing, "__module__", None) or "builtins"))
+    """The library that a function or a class comes from; None: it is the user's own code.
+
+    A wrapper that a library puts around a function of the user's is the library's.
+    """
+    if isinstance(thing, types.FunctionType):
+        return _top(str(thing.__globals__.get("__name__", ""))) if is_library_function(thing) else None
+    if isinstance(thing, type):
+        return _top(str(thing.__module__)) if is_library_class(thing) else None
+    return PYTHON
 
 
 def library_of_module(module: types.ModuleType) -> str | None:
     """The library that a module belongs to; None: it is the user's own."""
-    return _library_of_module(module.__name__)
+    return _top(module.__name__) if is_library_module(module.__name__) else None
 
 
 @lru_cache
@@ -40,38 +42,6 @@ def version_of(library: str) -> str:
         return "?"
 
 
-@lru_cache(maxsize=4096)
-def _library_of_module(name: str) -> str | None:
-    top = name.partition(".")[0]
-    if top in _KNOWN:
-        return top if top != "builtins" else PYTHON
-    if top == "__main__":
-        return None
-    if name in sys.builtin_module_names or top in sys.stdlib_module_names:
-        return PYTHON
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return None if file is None else _library_of_file(file, top)
-
-
-@lru_cache(maxsize=4096)
-def _library_of_file(file: str, top: str) -> str | None:
-    if top in _KNOWN:
-        return top
-    for folder in ("site-packages", "dist-packages"):
-        _, found, rest = file.rpartition(f"/{folder}/")
-        if found:
-            return rest.partition("/")[0].removesuffix(".py")
-    if any(file.startswith(folder) for folder in _installed()):
-        return top
-    return PYTHON if file.startswith(sysconfig.get_paths()["stdlib"]) else None
-
-
-@lru_cache(maxsize=1)
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({paths["purelib"], paths["platlib"], *site.getsitepackages()})
-
-
-def _top(thing: Any) -> str:
-    space = getattr(thing, "__globals__", None) or {}
-    return str(space.get("__name__", "")).partition(".")[0]
+def _top(module: str) -> str:
+    top = module.partition(".")[0]
+    return PYTHON if top in sys.stdlib_module_names or top in sys.builtin_module_names else top

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils import _pytree as pytree
 
+from shoal.errors import OutError
 from shoal.job import Job
 from shoal.pack.state_codec import Plain
 from shoal.pack.state_keeper import Keeper
@@ -41,6 +42,7 @@ class OwnState:
         self.stand_ins: dict[str, Any] = {}
         """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
+        self._name = ""
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
@@ -77,6 +79,7 @@ class OwnState:
 
     def begin(self, job: Job, model: nn.Module) -> None:
         """Before an optimizer is made for the member: note what there is or, if it has trained, what it has become."""
+        self._name = job.name
         if self._loaded is None and (self.job is not None or self.driver is not None):
             self._loaded = self.capture()
         if self.job is not None:
@@ -104,16 +107,23 @@ class OwnState:
 
     def _put_back(self, device: torch.device) -> None:
         saved = self._loaded or {}
-        if self.job is not None:
-            self.job.restore(saved.get("job"), device)
-        if self.driver is not None:
-            self.driver.restore(saved.get("driver"), device)
+        try:
+            if self.job is not None:
+                self.job.restore(saved.get("job"), device)
+            if self.driver is not None:
+                self.driver.restore(saved.get("driver"), device)
+        except KeyError as error:
+            raise OutError(
+                f"job {self._name!r}: its checkpoint holds {error.args[0]}, which this job does not have; put the code "
+                "back as it was, or use another folder"
+            ) from error
 
     def finish(self, job: Job, model: nn.Module, device: torch.device) -> None:
         """Put in place what a member at its end has become elsewhere, as far as it needs no optimizer."""
         if self._loaded is not None and self._loaded.get("job") is not None:
             self.job = self.job or Keeper(state_roots(job, model), model=model)
-            self.job.restore(self._loaded["job"], device, partly=True)
+            with suppress(Exception):  # its weights are what counts, and they are there
+                self.job.restore(self._loaded["job"], device, partly=True)
 
 
 def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
