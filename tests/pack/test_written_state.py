@@ -13,7 +13,7 @@ from tests.pack.steps.compare import differences
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.optim._rule import Rule
+from shoal.pack.optim import Rule, load_optimizer
 
 N, D, C = 18, 6, 3
 X, Y = numbers(1, 25, D), whole(2, C, 25)
@@ -229,6 +229,37 @@ def test_weights_that_a_step_writes_are_put_back_where_a_check_fails() -> None:
     alone = [shoal.solo(job) for job in made]
     assert {result.status for result in alone} == {"done", "failed"}
     assert not [line for a, b in zip(results, alone, strict=True) for line in differences(a, b)]
+
+
+class Layers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(D).double(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(self.norm(x)))
+
+
+def test_what_a_step_sets_in_modules_is_set_in_the_results() -> None:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        assert isinstance(model, Layers)
+        model.norm.eval()
+        model.drop.p = 0.4
+        return plain(model, batch)
+
+    results = assert_as_alone(jobs(Layers, step=step))
+    for result in results:
+        assert (result.model.norm.training, result.model.drop.training, result.model.drop.p) == (False, True, 0.4)
+
+
+def test_numbers_of_an_optimizer_keep_their_dtype_when_they_are_loaded() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    first, second = torch.optim.NAdam([param]), torch.optim.NAdam([param])
+    param.grad = torch.ones_like(param)
+    first.step()
+    load_optimizer(second, first.state_dict())
+    for name, value in first.state[param].items():
+        assert second.state[param][name].dtype == value.dtype, name
 
 
 def test_an_update_that_breaks_off_ends_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ call changes (a counter, a hidden state) is state, and a graph cannot carry it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class Repeated:
     again: Trace
     caches: bool = False
     """Whether a first call leaves something in Python behind that later ones read."""
+    left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    """Plain attributes that it leaves in the model's modules, by module and name, such as a rate or a mode."""
 
 
 def record_repeatable(
@@ -72,10 +74,12 @@ def record_repeatable(
                 state.restore()
                 state.forget_cached_calls()
                 model = copy_model()
+                before = _plain_attributes(model)
                 try:
                     _run(run, model)
                 except Exception as error:
                     raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
+                left = {k: v for k, v in _plain_attributes(model).items() if k not in before or before[k] != v}
                 filled = PythonState({"step": reached, "model": model}, skip=model)
                 first = record(model)
                 changes = filled.changes()
@@ -83,10 +87,16 @@ def record_repeatable(
                     raise Untraceable(_refusal(changes[0], filled))
                 if _without_constants(first) != _without_constants(cold):
                     raise Untraceable(reason)
-                return Repeated(first, first, caches=True)
+                return Repeated(first, first, caches=True, left=left)
             return Repeated(first, record(model) if twice else first)
         finally:
             state.forget_cached_calls()
+
+
+def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    plain = (bool, int, float, str)
+    modules = model.named_modules()
+    return {(where, k): v for where, module in modules for k, v in vars(module).items() if isinstance(v, plain)}
 
 
 def _refusal(path: Path, state: PythonState) -> str:

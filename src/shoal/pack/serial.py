@@ -24,6 +24,7 @@ from shoal.pack.members import (
     run_step,
     trying,
 )
+from shoal.pack.optim import load_optimizer
 from shoal.pack.optim.schedules import jump_to
 from shoal.pack.stream import Stream
 from shoal.pack.unit import Unit, out_of_memory
@@ -64,7 +65,7 @@ class SerialUnit(Unit):
         """Go on where the member is."""
         member = self.member
         if member.optimizer_state:
-            self.optimizer.load_state_dict(member.optimizer_state)
+            load_optimizer(self.optimizer, member.optimizer_state)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
         if self.schedule is not None and member.schedule_state is not None:
             self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
@@ -119,7 +120,7 @@ class SerialUnit(Unit):
         """Go on from the member's own weights and optimizer state as they are now."""
         member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
         if member.optimizer_state:
-            self.optimizer.load_state_dict(member.optimizer_state)
+            load_optimizer(self.optimizer, member.optimizer_state)
         else:
             with draws(member, keep=False):
                 self.optimizer = make_optimizer(self.job, self.model)

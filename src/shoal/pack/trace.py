@@ -13,7 +13,7 @@ import itertools
 import logging
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -61,6 +61,8 @@ class Trace:
     """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
     caches: bool = False
     """Whether a first call leaves something in Python behind, such as a mask that is made once."""
+    left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    """Plain attributes that a first call leaves in the model's modules, by module and name."""
     first: Trace | None = None
     """The same operators on a batch of another size: gradients go the same ways."""
     number: int = field(default_factory=itertools.count().__next__)
@@ -116,7 +118,7 @@ def trace(
         twice=twice,
     )
     first, again = pair.first, pair.again
-    first.caches = pair.caches
+    first.caches, first.left = pair.caches, pair.left
     if not same_graph(first, again):
         raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)

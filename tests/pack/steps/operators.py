@@ -67,9 +67,9 @@ BLOCKS: list[Piece] = [
         forward="""
             h = self.l{i}(h)
             «
-                v = h[:, :3]; v.mul_(2.0) ; a, b = h.chunk(2, 1); a += b ; h.view(-1, 2, 3)[:, 0].add_(1.0) ;
+                v = h[:, :3]; v.mul_(2.0) ; a, b = h[:, :3], h[:, 3:]; a += b ; h.view(-1, 2, 3)[:, 0].add_(1.0) ;
                 h.t()[0] = 0.5 ; h[:, ::2] = x[:, ::2] ; h[1:] += h[:-1].clone() ; h.narrow(1, 0, 2).zero_() ;
-                h.unbind(1)[2].tanh_() ; torch.add(h.detach(), x, out=torch.empty_like(h)) ;
+                h.select(1, 2).tanh_() ; torch.add(h.detach(), x, out=torch.empty_like(h)) ;
                 h.diagonal().fill_(0.1) ; h[0, 0] = 1.0 ; h.index_fill_(1, torch.tensor([0, 2]), 0.2)
             »
         """,

@@ -14,6 +14,7 @@ from shoal.pack.optim.schedules import ScheduleRunner, make_scheduler, needs_met
 from shoal.pack.optim.state import (
     from_torch_state,
     group_settings,
+    load_optimizer,
     optimizer_state_dict,
     to_torch_state,
     torch_entry,
@@ -30,6 +31,7 @@ __all__ = [
     "clip_",
     "from_torch_state",
     "group_settings",
+    "load_optimizer",
     "make_scheduler",
     "merge_flags",
     "needs_metric",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal.pack.optim._rule import Rule, State, scalar_dtype
 from shoal.pack.optim.hparams import PAIRS
@@ -69,6 +70,21 @@ def torch_values(
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
         values.append((stacked, value.to(stacked.dtype)))
     return values
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, with numbers such as NAdam's `mu_product` in the dtype they have in `state`.
+
+    torch gives them that of their parameter, and in float64 they would go on with another rounding than before.
+    """
+    optimizer.load_state_dict(dict(state))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for place, param in zip(places, params, strict=True):
+        for name, value in state["state"].get(place, {}).items():
+            loaded = optimizer.state[param].get(name)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and not value.ndim:
+                optimizer.state[param][name] = loaded.to(value.dtype)
 
 
 def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:

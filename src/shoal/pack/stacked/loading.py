@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.pack.members import Member, make_optimizer, make_schedule
+from shoal.pack.optim import load_optimizer
 from shoal.pack.optim.schedules import jump_to
 from shoal.pack.stacked.optimizers import StackedOptimizer
 from shoal.pack.stacked.stack import Stack
@@ -39,7 +40,7 @@ def _optimizer(stack: Stack, slot: int, member: Member, step: int | None) -> Non
     own = slot - part.span.start
     if not isinstance(part, StackedOptimizer):
         if member.optimizer_state:
-            part.optimizers[own].load_state_dict(member.optimizer_state)
+            load_optimizer(part.optimizers[own], member.optimizer_state)
         else:
             part.optimizers[own] = make_optimizer(member.job, part.twins[own])
             part.schedules[own] = make_schedule(member.job, part.optimizers[own])

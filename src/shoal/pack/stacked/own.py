@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shoal.pack.members import make_optimizer, make_schedule, trying
+from shoal.pack.optim import load_optimizer
 
 if TYPE_CHECKING:
     from shoal.pack.stacked.optimizers import Grads, Span, StackedOptimizer
@@ -34,7 +35,7 @@ class OwnOptimizers:
                 self.schedules.append(make_schedule(member.job, self.optimizers[-1]))
         for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
             if member.optimizer_state:
-                optimizer.load_state_dict(member.optimizer_state)
+                load_optimizer(optimizer, member.optimizer_state)
                 optimizer._opt_called = True  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.pack.members import Member
 from shoal.pack.optim import MemberScaler, clip_
@@ -149,6 +149,8 @@ class Stack:
             places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
             for place, row, own in zip(places, near, far, strict=False):
                 place.copy_(row if place.device == row.device else own)
+            if member.batches:
+                _leave_attributes(member.model, self.recipes[slot])
             member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
             member.schedule_state = self.optimizer.schedule_state(slot)
             member.scaler_state = None if scaler is None else scaler.state_dict(slot)
@@ -240,6 +242,13 @@ class Stack:
         kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
         kept.optimizer = self.optimizer.keep(kept, rows)
         return kept
+
+
+def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
+    """What the first call of the step sets in the model's modules, such as the mode of a layer that it freezes."""
+    for trace in recipe.steps.values():
+        for (where, name), value in trace.left.items():
+            setattr(model.get_submodule(where), name, value)
 
 
 def _apart(grads: Grads) -> Grads:

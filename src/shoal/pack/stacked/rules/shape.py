@@ -164,10 +164,8 @@ def _over_everything(site: Site, packet: str) -> Run:
         return lambda x, *_: reduce(x, over, dtype=dtype)
     if packet in ("max", "min"):
         reduce = _REDUCTIONS["a" + packet]
-        if site.out.dtype.is_floating_point:
-            return general(site)  # ties share the gradient differently
-        return lambda x, *_: reduce(x, over)
-    return general(site)
+        return lambda x, *_: reduce(x, over)  # equal elements share the gradient, as in max(); vmap's goes to one
+    return once_per_member(site) if packet in ("median", "nanmedian", "aminmax") else general(site)
 
 
 def _keeps_numbers(site: Site) -> bool:
