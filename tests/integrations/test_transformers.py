@@ -6,7 +6,8 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -193,6 +194,19 @@ def other_conv1d(self: Any, x: Tensor) -> Tensor:
     return x.flip(-1) @ self.weight.flip(0) + self.bias
 
 
+def other_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    return F.layer_norm(x.flip(-1), self.normalized_shape, self.weight.flip(-1), self.bias.flip(-1), self.eps).flip(-1)
+
+
+@contextmanager
+def other_order() -> Iterator[None]:
+    """Layers that sum in the opposite order."""
+    with ExitStack() as stack:
+        for layer, forward in ((nn.Linear, other_linear), (Conv1D, other_conv1d), (nn.LayerNorm, other_norm)):
+            stack.enter_context(mock.patch.object(layer, "forward", forward))
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CASES)
@@ -208,7 +222,7 @@ def assert_within_rounding(name: str, device: str) -> None:
     for result, job in zip(results, pack, strict=True):
         assert result.tier != "serial", result.error
         alone = shoal.solo(job, device)
-        with mock.patch.object(nn.Linear, "forward", other_linear), mock.patch.object(Conv1D, "forward", other_conv1d):
+        with other_order():
             other = shoal.solo(job, device)
         names = alone.model.state_dict().keys() - skipped
         rounding, apart = distances(other, alone), distances(result, alone)
