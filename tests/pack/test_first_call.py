@@ -14,6 +14,7 @@ from tests.pack.equality import assert_as_alone, numbers, reasons, train, whole
 from torch import Tensor, nn
 
 import shoal
+from shoal.pack import state_walk
 
 X, Y = numbers(1, 20, 6), whole(2, 3, 20)
 MASKS: dict[int, Tensor] = {}
@@ -143,3 +144,10 @@ def test_an_iterator_that_cannot_be_put_back_is_not_moved_before_training() -> N
         assert result.tier == "serial"
         for name, value in alone.model.state_dict().items():
             assert torch.equal(result.model.state_dict()[name], value)
+
+
+def test_more_python_objects_than_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [[float(k)] for k in range(2000)]
+    pack = jobs(Net, loss=None, step=lambda model, batch: F.cross_entropy(model(batch[0]) * table[9][0], batch[1]))
+    monkeypatch.setattr(state_walk, "MOST_OBJECTS", 1000)
+    assert "reaches more Python objects than can be watched" in reasons(pack)

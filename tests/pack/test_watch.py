@@ -7,6 +7,7 @@ import contextvars
 import copy
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.callbacks import Callbacks
 from shoal.checks import prepare
 from shoal.data import dataset
 from shoal.pack import renewal
+from shoal.pack.recipe import Kitchen
 from shoal.pack.run import Run
 from shoal.pack.watch import Watch
 from shoal.training import collect
@@ -165,7 +167,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 def jobs(way: dict[str, Any], count: int = 3, **settings: Any) -> list[shoal.Job]:
-    common = {"model": Net, "data": (X, Y), "batch_size": 8, "epochs": 5} | way | settings
+    common = {"model": Net, "data": (X, Y), "batch_size": 8, "epochs": 3} | way | settings
     return [shoal.Job(seed=seed, hparams={"lr": 0.01 * (seed + 1)}, **common) for seed in range(count)]
 
 
@@ -305,9 +307,9 @@ def test_parameters_that_a_callback_unfreezes() -> None:
         made.append(net)
         return net
 
-    def unfreeze(epoch: float) -> None:
+    def unfreeze(value: float) -> None:
         for net in made:
-            net.a.requires_grad_(epoch >= 1.0)
+            net.a.requires_grad_(value > 0.0)
 
     pack = jobs({"model": build, "loss": F.mse_loss}, optimizer=torch.optim.SGD)
     expected = [plain_loop(job, unfreeze) for job in pack]
@@ -420,3 +422,43 @@ def test_members_share_what_is_looked_at() -> None:
     watch.drop(range(9))
     assert watch.changes().keys() == {9} and len(watch) < shared
     set_global(0.0)
+
+
+def test_what_was_recorded_is_not_taken_for_another_job_once_a_global_has_changed() -> None:
+    first, second = prepare(jobs({"step": penalised(lambda: BETA)}, count=2), torch.device("cpu"))
+    kitchen = Kitchen()
+    before = kitchen.step(first, 8)
+    assert kitchen.step(second, 8) is before
+    set_global(1.0)
+    try:
+        after = kitchen.step(second, 8)
+        assert after is not before and kitchen.step(first, 8) is after
+    finally:
+        set_global(0.0)
+
+
+def test_outputs_are_of_the_value_that_there_is_now() -> None:
+    CONFIG["beta"] = 0.0
+    results = shoal.train(jobs({"model": Tempered, "loss": F.mse_loss}, epochs=1), device="cpu")
+    before = results.predict(X)
+    CONFIG["beta"] = 1.0
+    assert torch.allclose(results.predict(X), before / 2)
+    CONFIG["beta"] = 0.0
+
+
+def test_runs_in_two_threads_each_with_a_value_of_its_own() -> None:
+    ways = [in_a_closure(), in_a_closure()]
+
+    def train(factor: float, way: Way) -> shoal.Results:
+        put = way[1]
+        return shoal.train(jobs(way[0]), device="cpu", callbacks=[lambda view: put(factor * annealed(view.epoch))])
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(train, (1.0, 2.0), ways))
+    for factor, (_, put), results in zip((1.0, 2.0), ways, runs, strict=True):
+        scaled = functools.partial(_scaled, put, factor)
+        assert_equal(results, [plain_loop(result.job, scaled) for result in results])
+
+
+def _scaled(put: Callable[[float], object], factor: float, value: float) -> None:
+    put(factor * value)
