@@ -103,7 +103,7 @@ def test_predict_is_one_stacked_forward(monkeypatch: pytest.MonkeyPatch) -> None
     mixed = shoal.train([job(name="a"), job(name="b", model=Branch), job(name="c", seed=1)], device="cpu")
     calls.clear()
     out = mixed.predict(X)
-    assert calls == [2], "two stacked, one alone"
+    assert calls == [2, 2], "two stacked, after a proof on both; one alone"
     for i, result in enumerate(mixed):
         torch.testing.assert_close(out[i], result.model(X).detach())
 
