@@ -1,22 +1,25 @@
 """IST on networks that nobody changed for it: accuracy against ordinary training at no more compute, memory per worker.
 
     python benchmarks/ist_networks.py --seeds 5 --out benchmarks/results/ist-networks.json
-    python benchmarks/ist_networks.py --data FOLDER --rows 10000 --choose --device cuda --seeds 5
+    python benchmarks/ist_networks.py --data FOLDER --rows 6000 --defaults --choose --device cuda --seeds 5
 
-A convolutional network with batch norm, a residual network and a small transformer, on MNIST from a folder or on
+Two convolutional networks with batch norm, a residual network and a small transformer, on MNIST from a folder or on
 digits. Ordinary training is one worker with the whole network. IST has four workers; its steps are as many as fit into
 the operations of the ordinary training, counted over all workers. In both the rate falls linearly to zero. Rates were
 chosen on rows held out of the training rows of digits; `--choose` does it again on the data at hand, with another seed.
-Memory is the most that a worker's training holds; a recovery round, where there is one, is a line of its own.
+`--defaults`: IST with its default settings, in place of those that were chosen for each network. Memory is the most
+that a worker's training holds; a recovery round, where there is one, is a line of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -52,6 +55,25 @@ class ConvNet(nn.Module):
         x_BCHW = F.relu(self.norm2(self.conv2(x_BCHW)))
         x_BCHW = F.max_pool2d(F.relu(self.norm3(self.conv3(x_BCHW))), 2)
         logits: Tensor = self.head(F.relu(self.norm4(self.hidden(x_BCHW.flatten(1)))))
+        return logits
+
+
+class SmallConvNet(nn.Module):
+    """Three convolutions with batch norm, each followed by pooling, and one linear layer."""
+
+    def __init__(self, side: int, classes: int, width: int = 16) -> None:
+        super().__init__()
+        widths = (1, width, 2 * width, 2 * width)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+                for a, b in pairwise(widths)
+            )
+        )
+        self.head = nn.Linear(2 * width * (side // 8) ** 2, classes)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(x_BCHW).flatten(1))
         return logits
 
 
@@ -112,14 +134,21 @@ class Case:
     """Of IST."""
 
 
+DEFAULT_LOCAL_STEPS: int = inspect.signature(shoal.split.ist).parameters["local_steps"].default
 SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "hparams": {"momentum": 0.9}, "rates": (0.02, 0.05, 0.1, 0.2)}
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "hparams": {}, "rates": (1e-3, 2e-3, 4e-3, 8e-3)}
 CASES = {
     "cnn": Case(build=ConvNet, **SGD, rate=0.02, ist_rate=0.05, steps=600,
                 settings={"recovery": 0, "scale": False, "moments": "fresh"}),
+    "small-cnn": Case(build=SmallConvNet, **ADAM, rate=2e-3, ist_rate=2e-3, steps=470, settings={}),
     "resnet": Case(build=ResNet, **SGD, rate=0.1, ist_rate=0.05, steps=400, local_steps=10, settings={"recovery": 0}),
     "transformer": Case(build=Transformer, **ADAM, rate=1e-3, ist_rate=2e-3, steps=800, settings={"recovery": 0}),
 }  # fmt: skip
+
+
+def case_of(name: str, *, defaults: bool) -> Case:
+    """A case as it was chosen, or with the default settings of IST."""
+    return replace(CASES[name], settings={}, local_steps=DEFAULT_LOCAL_STEPS) if defaults else CASES[name]
 
 
 def operations(network: nn.Module, x: Tensor, y: Tensor) -> int:
@@ -133,7 +162,7 @@ class Bench:
     """One network on one set of rows."""
 
     def __init__(self, name: str, data: Data, args: argparse.Namespace) -> None:
-        self.name, self.case, self.data, self.args = name, CASES[name], data, args
+        self.name, self.case, self.data, self.args = name, case_of(name, defaults=args.defaults), data, args
         self.side = int(data.features**0.5)
         self.steps: int = args.steps or self.case.steps
 
@@ -251,6 +280,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, help="of ordinary training, in place of the case's own")
+    parser.add_argument("--defaults", action="store_true", help="IST with its default settings")
     parser.add_argument("--choose", action="store_true", help="choose the rates on held-out rows first")
     parser.add_argument("--held-out", action="store_true", help="look at held-out rows in place of the test rows")
     parser.add_argument("--seeds", type=int, default=1)
@@ -269,9 +299,8 @@ def main() -> None:
         lines.append(summary(name, [row for row in rows if row["network"] == name]))
         print(told(lines[-1]), flush=True)
         if args.out is not None:
-            settings = {
-                name: {"local_steps": CASES[name].local_steps, **CASES[name].settings} for name in args.networks
-            }
+            cases = {name: case_of(name, defaults=args.defaults) for name in args.networks}
+            settings = {name: {"local_steps": case.local_steps, **case.settings} for name, case in cases.items()}
             found = {"stamp": stamp(args.device, 1), "data": data.name, "training_rows": len(data.x),
                      "batch": args.batch, "workers": args.workers, "settings": settings, "summary": lines,
                      "results": rows}  # fmt: skip

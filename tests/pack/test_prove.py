@@ -382,3 +382,13 @@ def test_training_finds_what_it_would_find_alone() -> None:
     torch.set_rng_state(state)
     shoal.train(jobs(2, model=Normed), device="cpu", threads=1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_float32_loss_that_rounded_inputs_leave_as_it_is_may_differ_by_its_last_digit() -> None:
+    def observed(loss: float) -> Observed:
+        return Observed({"loss": {"": torch.tensor(loss, dtype=torch.float32)}})
+
+    eps = torch.finfo(torch.float32).eps
+    expected, seen = observed(3.9), observed(3.9 + 2.4e-7)
+    assert difference(expected, seen, expected) and not difference(expected, seen, expected, eps)
+    assert difference(expected, observed(3.9001), expected, eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shoal.split.method import Worker
 from shoal.split.renorm import renormalise
 from shoal.split.rounds import train_split
 from shoal.split.state import State
+from shoal.split.subnets.alternate import neighbours
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,72 @@ def test_a_residual_stream_stays_whole_where_the_rest_is_enough() -> None:
         IST(job, 2, 2, streams="no")  # type: ignore[arg-type]
 
 
+class Images(nn.Module):
+    """Reads 16 numbers as an image of 4 x 4, by convolutions of these widths with batch norm."""
+
+    def __init__(self, *widths: int, hidden: int = 0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for a, b in pairwise((1, *widths)):
+            layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+        self.convs = nn.Sequential(*layers)
+        self.hidden = nn.Linear(widths[-1], hidden) if hidden else nn.Identity()
+        self.head = nn.Linear(hidden or widths[-1], 3)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        x_BC = self.convs(x_BD.view(-1, 1, 4, 4)).mean((2, 3))
+        logits: torch.Tensor = self.head(F.relu(self.hidden(x_BC)))
+        return logits
+
+
+def image_job(*widths: int, hidden: int = 0, **settings: Any) -> shoal.Job:
+    return make_job(lambda: Images(*widths, hidden=hidden).double(), data=rows(width=16), **settings)
+
+
+@pytest.mark.parametrize(
+    ("widths", "hidden", "dealt"),
+    [
+        ((8,), 0, {"convs.0"}),
+        ((8, 8), 0, {"convs.3"}),
+        ((8, 8, 8), 0, {"convs.3"}),
+        ((8, 8, 8), 8, {"convs.3", "hidden"}),
+        ((8, 8, 8, 8, 8), 0, {"convs.3", "convs.9"}),
+    ],
+)
+def test_of_convolutions_every_other_layer_is_dealt(widths: tuple[int, ...], hidden: int, dealt: set[str]) -> None:
+    job = image_job(*widths, hidden=hidden, steps=4)
+    method = IST(job, 2, 2)
+    assert method.units.groups.keys() == dealt and not any(neighbours(method.units).values())
+    assert len(IST(job, 2, 2, layers="all").units.groups) == len(widths) + (hidden > 0)
+
+
+def test_every_weight_of_a_convolutional_network_is_trained_in_every_round() -> None:
+    job = image_job(8, 8, 8, steps=2)
+    with seeded(job.seed, torch.device("cpu")):
+        start = build_model(job).state_dict()
+    state = shoal.split.ist(job, 4, 2).model.state_dict()
+    assert all(bool((state[name] != start[name]).all()) for name in start if name.endswith("weight"))
+    state = shoal.split.ist(job, 4, 2, layers="all").model.state_dict()
+    assert bool((state["convs.3.weight"] == start["convs.3.weight"]).any())
+
+
+def test_which_layers_are_dealt_is_a_setting_and_is_said() -> None:
+    job = image_job(8, 8, 8, steps=20)
+    method = IST(job, 2, 2)
+    assert method.settings["layers"] == "alternate" and method.recovery == 0, "no weight waits for a later deal"
+    everything = IST(job, 2, 2, layers="all")
+    assert "layers" not in everything.settings and everything.recovery == 1
+    for other in ({"overlap": 0.25}, {"backward_only": True}):
+        assert len(IST(job, 2, 2, **other).units.groups) == 3, "another remedy was chosen"
+    assert IST(job, 2, 2, overlap=0.25, layers="alternate").units.groups.keys() == {"convs.3"}
+    neurons = make_job(steps=20)
+    assert len(IST(neurons, 2, 2).units.groups) == 2 and IST(neurons, 2, 2).recovery == 1
+    assert IST(neurons, 2, 2, layers="alternate").units.groups.keys() == {"3"}
+    report = shoal.split.ist(image_job(8, 8, 8, steps=2), 2, 2).split
+    assert "every other one is dealt (convs.3)" in str(report) and report.bytes_measured == report.bytes_predicted
+    assert not shoal.split.ist(make_job(steps=2), 2, 2).split.notes
+
+
 def test_narrow_parts_really_are_narrow_and_disjoint() -> None:
     job = make_job(lambda: mlp(6, 12, 12, 3), steps=8)
     method = IST(job, 3, 4, recovery=0)
@@ -113,7 +181,11 @@ def test_a_block_is_written_back_as_it_is_and_shared_weights_are_averaged() -> N
 
 
 def test_the_volume_is_the_published_formula() -> None:
-    """One way, all workers: d*h + (L-2)*h^2/n + h*C floats, and what is not in it: biases, in all workers the last."""
+    """One way, all workers: d*h + (L-2)*h^2/n + h*C floats, and what is not in it: biases, in all workers the last.
+
+    With overlap a worker keeps k = o + (1 - o)/n of each layer: n * (k*d*h + k^2*(L-2)*h^2 + k*h*C). Where every other
+    layer is dealt a weight has one owner, or else all n.
+    """
     d, h, c, n = 20, 32, 5, 4
 
     class Net(nn.Module):
@@ -129,6 +201,11 @@ def test_the_volume_is_the_published_formula() -> None:
     job = make_job(lambda: Net(), data=data, steps=12)
     report = shoal.split.ist(job, n, 3, recovery=0).split
     assert report.bytes_measured == report.bytes_predicted == 4 * 2 * 4 * (d * h + h * h // n + h * c)
+    report = shoal.split.ist(job, n, 3, recovery=0, overlap=0.5).split
+    kept = h // 2 + h // 2 // n
+    assert report.bytes_measured == report.bytes_predicted == 4 * 2 * 4 * n * (d * kept + kept * kept + kept * c)
+    report = shoal.split.ist(job, n, 3, layers="alternate").split
+    assert report.bytes_measured == report.bytes_predicted == 4 * 2 * 4 * (n * d * h + h * h + h * c)
 
 
 def test_moments_travel_with_their_weights() -> None:
@@ -227,6 +304,7 @@ def test_evaluation_does_not_change_training() -> None:
         ({"recovery": -1}, "recovery is -1; use a whole number, 0 or more"),
         ({"blocks": "some"}, "blocks is 'some'"),
         ({"blocks": True}, "residual block"),
+        ({"layers": "some"}, "layers is 'some'; use 'all', 'alternate' or 'auto'"),
         ({"local_steps": 2.5}, "local_steps is 2.5"),
     ],
 )

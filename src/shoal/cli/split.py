@@ -27,6 +27,9 @@ def split(
     recovery: Annotated[
         int | None, typer.Option(help="ist: last rounds, sil: last epochs, that train the whole network.")
     ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="ist: which hidden layers are dealt: auto (default), all or alternate.")
+    ] = None,
     shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
     scale: Annotated[
         bool | None,
@@ -80,7 +83,7 @@ def split(
 
     given = {
         "method": method, "workers": workers, "local_steps": local_steps, "overlap": overlap, "recovery": recovery,
-        "shares": shares, "scale": scale, "moments": moments, "cuts": cuts, "variant": variant,
+        "layers": layers, "shares": shares, "scale": scale, "moments": moments, "cuts": cuts, "variant": variant,
         "codec": codec, "seed": seed,
     }  # fmt: skip
     read = load_target(target)

@@ -39,10 +39,11 @@ class Observed:
     """Where the member's random stream is after the step, on a CPU."""
 
 
-def difference(expected: Observed, seen: Observed, rounded: Observed | None = None) -> str:
+def difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:
     """What the two differ in, in a few words; empty: in nothing but rounding.
 
-    `rounded`: what the step gave from inputs that were rounded, which shows how much rounding can do.
+    `rounded`: what the step gave from inputs that were rounded, which shows how much rounding can do. `eps`: the unit
+    of rounding of the coarsest dtype in it: a loss in float32 may come out the same from rounded inputs.
     """
     for name, flag in expected.trainable.items():
         if flag != seen.trainable[name]:
@@ -62,6 +63,7 @@ def difference(expected: Observed, seen: Observed, rounded: Observed | None = No
             if value.shape != other.shape:
                 return f"the {what} has shape {list(value.shape)}, and {list(other.shape)} by its graph"
             slack = 0.0 if rounded is None else ROUNDING * _apart(value, rounded.values[sort].get(name))
+            slack = max(slack, ROUNDING * eps * _size(value))
             allowed = max(TOLERANCE * max(_size(value), SHARE * largest), slack)
             gap = _apart(value, other)
             if not gap <= allowed:
@@ -121,13 +123,13 @@ def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.M
     with torch.no_grad():
         for name, value in state.items():
             if name in tensors:
-                tensors[name].copy_(_nudged(value, _coarsest(trace)))
+                tensors[name].copy_(_nudged(value, coarsest(trace)))
     return twin
 
 
 def rounded_leaves(batch: Any, trace: Trace) -> Any:
     """A batch whose numbers are off in the same way."""
-    return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, _coarsest(trace)), batch)
+    return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, coarsest(trace)), batch)
 
 
 def _nudged(tensor: Tensor, eps: float) -> Tensor:
@@ -140,10 +142,10 @@ def _nudged(tensor: Tensor, eps: float) -> Tensor:
 
 def is_coarse(trace: Trace) -> bool:
     """Whether any of a step is in fewer digits than float64, so that rounding may show."""
-    return _coarsest(trace) > torch.finfo(torch.float64).eps
+    return coarsest(trace) > torch.finfo(torch.float64).eps
 
 
-def _coarsest(trace: Trace) -> float:
+def coarsest(trace: Trace) -> float:
     """The unit of rounding of the coarsest dtype that a step computes in."""
     values = (v for node in trace.nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
     return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)

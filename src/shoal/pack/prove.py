@@ -25,6 +25,7 @@ from shoal.pack import memory
 from shoal.pack.members import Member, autocast, draws, number, run_step, scratch_copy
 from shoal.pack.observe import (
     Observed,
+    coarsest,
     difference,
     is_coarse,
     rounded,
@@ -122,7 +123,7 @@ def _compare_steps(rows: Sequence[Case], kitchen: Kitchen, *, wide: bool, solo: 
             if reason and is_coarse(traces[place]):
                 other = replace(member, model=rounded(member.model, start, traces[place]), rng=generator_at(stream))
                 slack = _run_step(other, rounded_leaves(batches[place], traces[place]))
-                reason = difference(by_itself, by_program[place], slack)
+                reason = difference(by_itself, by_program[place], slack, coarsest(traces[place]))
                 kitchen.proofs.steps += 1
             reasons[place] = reasons[place] or reason
             _descend(member.model)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from shoal.pack.members import evaluating
 from shoal.pack.observe import (
     Observed,
+    coarsest,
     difference,
     is_coarse,
     rounded,
@@ -99,7 +100,7 @@ def _compare_outputs(rows: Sequence[Case], batch: Any, kitchen: Kitchen, *, wide
         if reason and is_coarse(trace):
             nearby = rounded(model, start, trace)
             slack = _run_evaluation(nearby, what, rounded_leaves(batch, trace))
-            reason = difference(expected, seen, slack)
+            reason = difference(expected, seen, slack, coarsest(trace))
         reasons.append(reason)
     return reasons
 

@@ -23,6 +23,7 @@ from shoal.split.averaging import Plan, check_count, check_moments
 from shoal.split.method import Method, Worker
 from shoal.split.parts import Part, Slice
 from shoal.split.renorm import renormalise
+from shoal.split.subnets.alternate import WHOLE_LAYER, Layers, dealt_layers, neighbours
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
@@ -30,7 +31,7 @@ from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_s
 FEW = 4
 """Rows that a network is traced with."""
 MANY_ROUNDS = 5
-"""Rounds from which one of them is spent on recovery, where nothing else is said."""
+"""Rounds from which one of them is spent on recovery, where weights lie between two dealt layers."""
 
 Shares = Sequence[float] | Literal["speed"] | None
 
@@ -58,6 +59,7 @@ class IST(Method):
         recovery: int | None = None,
         blocks: bool | Literal["auto"] = "auto",
         streams: bool | Literal["auto"] = "auto",
+        layers: Layers = "auto",
         moments: str = "travel",
         rows: int | None = None,
         device: str | torch.device = "cpu",
@@ -70,13 +72,15 @@ class IST(Method):
         self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
         self.scale, self.renormalise, self.backward_only = scale, renormalise, backward_only
         self.shares, self.overlap = _checked_shares(shares, workers), _checked_overlap(overlap)
-        if recovery is None:
-            recovery = int(workers > 1 and self.rounds >= MANY_ROUNDS)
-        check_count("recovery", recovery, least=0)
-        self.recovery = min(recovery, self.rounds)
         with seeded(job.seed, torch.device("cpu")):
             self.model = build_model(job)
-        self.units = units_of(job, self.model, first_batch(job), blocks, streams)
+        if layers == "auto" and (self.overlap or backward_only):
+            layers = "all"  # another remedy was chosen
+        self.units = dealt_layers(units_of(job, self.model, first_batch(job), blocks, streams), layers)
+        if recovery is None:
+            recovery = int(workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
+        check_count("recovery", recovery, least=0)
+        self.recovery = min(recovery, self.rounds)
         self._check_width(workers)
         self.settings = MappingProxyType(
             {
@@ -84,7 +88,7 @@ class IST(Method):
                 "shares": list(self.shares) if isinstance(self.shares, tuple) else self.shares,
                 "renormalise": renormalise, "backward_only": backward_only, "recovery": self.recovery,
                 "blocks": self.units.blocks is not None, "moments": moments,
-                **_streams(self.units),
+                **_streams(self.units), **_layers(self.units),
             }
         )  # fmt: skip
 
@@ -166,6 +170,11 @@ def _streams(units: Units) -> dict[str, bool]:
     if WHOLE_STREAM in units.whole.values():
         return {"streams": False}
     return {"streams": True} if any(g.stream and not g.exact for g in units.groups.values()) else {}
+
+
+def _layers(units: Units) -> dict[str, str]:
+    """What was decided about layers, where it is not what all runs had before there was a choice."""
+    return {"layers": "alternate"} if WHOLE_LAYER in units.whole.values() else {}
 
 
 def first_batch(job: Job) -> Any:

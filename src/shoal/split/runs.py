@@ -18,6 +18,7 @@ from shoal.split.ist import IST, Shares
 from shoal.split.method import Method
 from shoal.split.packed import Packed
 from shoal.split.rounds import train_split
+from shoal.split.subnets.alternate import WHOLE_LAYER, Layers
 from shoal.training import pick_device
 
 Tier = Literal["auto", "serial", "packed"]
@@ -36,6 +37,7 @@ def ist(
     recovery: int | None = None,
     blocks: bool | Literal["auto"] = "auto",
     streams: bool | Literal["auto"] = "auto",
+    layers: Layers = "auto",
     moments: Literal["travel", "fresh"] = "travel",
     device: str | torch.device = "auto",
     tier: Tier = "auto",
@@ -56,9 +58,11 @@ def ist(
         renormalise: Estimate the running statistics of batch norms again before the whole network is evaluated.
         backward_only: Every worker runs the whole network, and trains only its own slices of it.
         recovery: How many of the last rounds train the whole network, as local SGD; None: one, where there are five
-            rounds or more.
+            rounds or more and weights lie between two dealt layers.
         blocks: Deal whole residual blocks; "auto": where the network has nothing else to deal.
         streams: Deal the width of residual streams too; "auto": they stay whole where most weights are cut without.
+        layers: "all": every hidden layer is dealt; "alternate": every other one, so that no weight lies between two
+            dealt layers; "auto": "alternate" where there are convolutions, unless overlap or backward_only is given.
         moments: Whether optimizer state travels with its weights, or starts anew in every round.
         device: Where to train: "auto", "cpu", "cuda", "cuda:1".
         tier: "serial": part after part, the reference; "packed": as one pack; "auto": packed on a GPU.
@@ -70,19 +74,27 @@ def ist(
     member = checked(job)
     method = IST(
         job, workers, local_steps, shares=shares, overlap=overlap, scale=scale, renormalise=renormalise,
-        backward_only=backward_only, recovery=recovery, blocks=blocks, streams=streams, moments=moments,
+        backward_only=backward_only, recovery=recovery, blocks=blocks, streams=streams, layers=layers, moments=moments,
         rows=len(member.data), device=pick_device(device),
     )  # fmt: skip
     result = run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
                       checkpoint_every=checkpoint_every)  # fmt: skip
-    advise_on_losses(result, method)
+    add_notes(result, method)
     return result
 
 
-def advise_on_losses(result: Result, method: Method) -> None:
-    """Say in the report what to do about losses that were not finite."""
+def add_notes(result: Result, method: Method) -> None:
+    """Say in the report which layers were dealt where that was a choice, and what to do about losses that were not
+    finite."""
     report = result.split
-    if report is None or not isinstance(method, IST) or not method.scale or method.backward_only:
+    if report is None or not isinstance(method, IST):
+        return
+    if WHOLE_LAYER in method.units.whole.values() and method.plan.workers > 1:
+        report.notes.append(
+            f"layers   every other one is dealt ({', '.join(method.units.groups)}), so that every weight is trained in "
+            "every round; layers='all' deals all of them"
+        )
+    if not method.scale or method.backward_only:
         return
     bad = result.status == "diverged" or (report.tier != "distributed" and report.lost > 0)
     if bad and method.plan.workers > 1:

@@ -25,7 +25,7 @@ from shoal.split.net.probe import LinkSpeed
 from shoal.split.net.settings import Settings
 from shoal.split.net.worker import serve_worker
 from shoal.split.rounds import train_split
-from shoal.split.runs import advise_on_losses
+from shoal.split.runs import add_notes
 from shoal.split.sil import report as report_of_parts
 from shoal.tables import duration
 from shoal.training import parse_seconds, pick_device
@@ -173,7 +173,7 @@ class Run:
             limit = max((lost.waited for lost in crew.lost), default=0.0)
             if crew.lost:
                 report.notes.append(f"workers were lost {len(crew.lost)} times; the longest wait was {duration(limit)}")
-            advise_on_losses(result, method)
+            add_notes(result, method)
             if isinstance(method, Sil):
                 result.split = report_of_parts(result, method)
         return result

@@ -29,6 +29,8 @@ class Settings:
     local_steps: int | None = None
     overlap: float | None = None
     recovery: int | None = None
+    layers: str | None = None
+    """Of ist: which hidden layers are dealt, "all", "alternate" or "auto"."""
     scale: bool | None = None
     """Of ist: whether what a layer reads of cut units is multiplied by size / kept."""
     moments: str | None = None
@@ -80,6 +82,7 @@ class Settings:
         return IST(
             job, self.workers, steps, shares=self._shares(), overlap=self.overlap or 0.0, recovery=self.recovery,
             scale=self.scale is not False, moments=self.moments or "travel", rows=rows, device=device,
+            layers=self.layers or "auto",  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _shares(self) -> Any:
@@ -109,6 +112,7 @@ _ONLY = {
     "local_steps": ("ist", "local-sgd", "sil"),
     "overlap": ("ist",),
     "scale": ("ist",),
+    "layers": ("ist",),
     "moments": ("ist", "local-sgd", "sil"),
     "shares": ("ist",),
     "recovery": ("ist", "sil"),
