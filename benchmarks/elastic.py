@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.bench.stamp import stamp
+from shoal.evidence.bench.stamp import stamp
 
 
 class MLP(nn.Module):

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
-from shoal.bench.stamp import stamp
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.datasets import Data, load
+from shoal.evidence.reproduce.ist import accuracy
 from shoal.models import Residual
-from shoal.reproduce.datasets import Data, load
-from shoal.reproduce.ist import accuracy
 from shoal.results import Result
-from shoal.split.ist import IST
-from shoal.split.method import Worker
+from shoal.split.core.method import Worker
+from shoal.split.methods.ist import IST
 
 
 class ConvNet(nn.Module):

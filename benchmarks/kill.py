@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.durable import store
+from shoal.storage import _store
 
 MOST_KILLS = 5
 """Of one run: then it may end."""
@@ -301,7 +301,7 @@ def trial(number: int, room: Path, args: argparse.Namespace, seconds: tuple[floa
 def seen(folder: Path) -> dict[str, int]:
     """How far a run had come: members with a checkpoint, checkpoints written, files that were on their way."""
     held = list(folder.glob("members/*/[ab].safetensors"))
-    numbers = [int(store.peek(path, "number") or 0) + 1 for path in held]
+    numbers = [int(_store.peek(path, "number") or 0) + 1 for path in held]
     return {
         "members": len({path.parent for path in held}),
         "checkpoints": sum(numbers) // 2,
@@ -310,7 +310,7 @@ def seen(folder: Path) -> dict[str, int]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from shoal.bench.stamp import stamp
+    from shoal.evidence.bench.stamp import stamp
 
     with tempfile.TemporaryDirectory(prefix="shoal-kill-") as name:
         room = Path(name)

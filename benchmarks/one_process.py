@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shoal.bench.ways import open_way
-from shoal.bench.workloads import Spec, workload
+from shoal.engine.runtime._timing import open_pack
 from shoal.environment import environment
-from shoal.pack.timing import open_pack
+from shoal.evidence.bench.ways import open_way
+from shoal.evidence.bench.workloads import Spec, workload
 
 DEVICE = torch.device("cuda", 0)
 START = time.time()

@@ -35,7 +35,7 @@ TIME_ROUNDS = 5
 
 
 def jobs(network: str, members: int, steps: int, batches: int, precision: str | None = None) -> list[Any]:
-    from shoal.bench.workloads import Spec, workload
+    from shoal.evidence.bench.workloads import Spec, workload
 
     work = workload(Spec(network=network, members=members, batches=batches, precision=precision))
     return [dataclasses.replace(job, epochs=None, steps=steps) for job in work.jobs(epochs=1)]
@@ -44,7 +44,7 @@ def jobs(network: str, members: int, steps: int, batches: int, precision: str | 
 def predict(network: str, members: int) -> dict[str, float]:
     """The growth of a process that trains this pack, from its traced step alone."""
     import shoal
-    from shoal.pack import memory
+    from shoal.engine.planning import memory
 
     told = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
     return {"bytes": told.memory_bytes + memory.RUNTIME_BYTES}
@@ -56,7 +56,7 @@ def growth(network: str, members: int) -> dict[str, float]:
 
     import shoal
     import shoal.training
-    from shoal.bench.memory import peak_resident
+    from shoal.evidence.bench.memory import peak_resident
 
     torch.set_num_threads(1)
     start = peak_resident() or 0
@@ -77,13 +77,13 @@ def times(network: str, members: int) -> dict[str, float]:
 def _timed(network: str, members: int) -> tuple[float, float]:
     import torch
 
-    from shoal.checks import prepare
-    from shoal.pack import measure, plan
+    from shoal.engine.units import build, trials
+    from shoal.preparation.checks import prepare
 
-    measure._verdicts.clear()
+    trials._verdicts.clear()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
-        made, units, _ = plan.arrange(prepare(jobs(network, members, 400, 64), torch.device("cpu")))
+        made, units, _ = build.arrange(prepare(jobs(network, members, 400, 64), torch.device("cpu")))
     for unit in units:
         unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
         unit.run(1)
@@ -112,13 +112,13 @@ def fitted(network: str, members: int, compile: bool) -> dict[str, Any]:
     """What the peaks of smaller packs, tried before, say of a larger one."""
     import torch
 
-    from shoal.checks import prepare
-    from shoal.pack import learned, memory
-    from shoal.pack.recipe import Kitchen
+    from shoal.engine.planning import memory, perf_cache
+    from shoal.engine.recipes.recipe import Kitchen
+    from shoal.preparation.checks import prepare
 
     built = prepare(jobs(network, 1, GPU_STEPS, 64, "bf16"), torch.device("cuda:0"))
     recipe = Kitchen().recipe(built[0])
-    known = learned.lookup(learned.digest(recipe))
+    known = perf_cache.lookup(perf_cache.digest(recipe))
     curves = {tier: curve for tier in ("stacked", "streams") if (curve := known.curve("seconds", tier)) is not None}
     tier = min(curves, key=lambda name: curves[name].at(members))
     rest = memory.data_bytes(built) + memory.fixed_bytes(built[0].device)
@@ -129,7 +129,7 @@ def trained(network: str, members: int, compile: bool) -> dict[str, Any]:
     """Train a pack on a GPU: the reserved peak of this process, and the seconds of a step."""
     import torch
 
-    from shoal.pack.timing import open_pack
+    from shoal.engine.runtime._timing import open_pack
 
     pack = open_pack(jobs(network, members, GPU_STEPS, 64, "bf16"), "cuda:0", compile)
     pack.step(4)

@@ -28,12 +28,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import shoal
-from shoal.bench.stamp import stamp
+from shoal.evidence.bench.stamp import stamp
 from shoal.split import IST, LocalSGD, train_split
-from shoal.split.method import Method, Worker
+from shoal.split.core.method import Method, Worker
+from shoal.split.core.parts import Outcome, Task
 from shoal.split.net.coordinator import Distributed
 from shoal.split.net.launch import LocalWorker, fork_workers
-from shoal.split.parts import Outcome, Task
 
 WORKERS = 4
 

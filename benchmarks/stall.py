@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from shoal.bench.workloads import Spec, workload
-from shoal.checks import prepare
-from shoal.pack import run as loop
-from shoal.pack.board import Board
-from shoal.pack.members import Member
-from shoal.pack.ride import Ride
+from shoal.engine.members.member import Member
+from shoal.engine.runtime import run
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.unit_runner import Ride
+from shoal.evidence.bench.workloads import Spec, workload
+from shoal.preparation.checks import prepare
 
 
 class Seats(Board):
@@ -48,7 +48,7 @@ def leave(self: Ride, ends: dict[int, str]) -> None:
         LEAVES.append((len(ends), 1e3 * (time.perf_counter() - start)))
 
 
-class Timed(loop.Run):
+class Timed(run.Run):
     """A run that notes how long its parts take."""
 
     def __init__(self, members: Sequence[Member], board: Board) -> None:

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.bench.stamp import stamp
-from shoal.reproduce.ist import Network
-from shoal.split.crews import Serial
-from shoal.split.ist import IST
-from shoal.split.packed import Packed
-from shoal.split.state import State
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.ist import Network
+from shoal.split.core.state import State
+from shoal.split.executors.executors import Serial
+from shoal.split.executors.packed import Packed
+from shoal.split.methods.ist import IST
 
 ROUNDS = 5
 

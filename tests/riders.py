@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
+from shoal.engine.members.member import Member
 from shoal.environment import environment
 from shoal.errors import ShoalWarning
-from shoal.pack.members import Member
+from shoal.preparation.checks import prepare
 from shoal.results import Result, Results
-from shoal.runfolder import RunFolder
+from shoal.storage.run_folder import RunFolder
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.callbacks import Callbacks, Ending, MemberView, ViewError
-from shoal.checks import prepare
-from shoal.events import Listeners, happened
-from shoal.pack.members import Member
+from shoal.engine.members.member import Member
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callbacks, Ending, MemberView, ViewError
+from shoal.reporting.events import Listeners, happened
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import KINDS, Event, JsonLines, Listeners, Riding, happened
-from shoal.pack.members import Member
+from shoal.engine.members.member import Member
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import KINDS, Event, JsonLines, Listeners, Riding, happened
 
 
 def members(count: int = 2) -> list[Member]:

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.planning import perf_cache
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.units import trials
 from shoal.explanation import memory
-from shoal.pack import learned, measure
-from shoal.pack.recipe import Kitchen
-from shoal.tables import duration, size
+from shoal.utils.tables import duration, size
 
 X, Y = torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3
 
@@ -122,9 +123,9 @@ def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
 
 
 def test_where_stacking_loses_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = measure.Verdict(stacked=2e-3, solo=1e-3, ratio=0.5)
-    monkeypatch.setattr(measure, "trial", lambda *_: lost)
-    monkeypatch.setattr(measure, "_verdicts", {})
+    lost = trials.Verdict(stacked=2e-3, solo=1e-3, ratio=0.5)
+    monkeypatch.setattr(trials, "trial", lambda *_: lost)
+    monkeypatch.setattr(trials, "_verdicts", {})
     long = [job(f"l{i}", epochs=200, seed=i) for i in range(3)]
     told = shoal.explain(long, device="cpu")
     assert [part.tier for part in told.plan.parts] == ["serial"] * 3
@@ -157,10 +158,10 @@ def test_a_budget_sizes_packs_and_says_who_waits() -> None:
 
 def test_when_compiling_pays_is_told() -> None:
     these = [job(f"c{i}", seed=i) for i in range(4)]
-    (member, *_) = shoal.checks.prepare(these, torch.device("cpu"))
-    key = learned.digest(Kitchen().recipe(member))
-    learned.note(key, tier="stacked", rows=4, seconds=3e-3)
-    learned.note(key, tier="stacked compiled", rows=4, seconds=1e-3, compile_seconds=10.0)
+    (member, *_) = shoal.preparation.checks.prepare(these, torch.device("cpu"))
+    key = perf_cache.digest(Kitchen().recipe(member))
+    perf_cache.note(key, tier="stacked", rows=4, seconds=3e-3)
+    perf_cache.note(key, tier="stacked compiled", rows=4, seconds=1e-3, compile_seconds=10.0)
     told = shoal.explain(these, device="cpu", measure=False)
     assert told.plan.parts[0].predicted["compile_pays_after_steps"] == 5000
     assert "compiling takes about 10 s and pays off after 5000 steps; these jobs have 6" in str(told)
@@ -184,7 +185,7 @@ def test_memory_of_an_optimizer_without_a_rule_and_of_what_is_frozen() -> None:
         model[0].requires_grad_(False)
         return model
 
-    (member,) = shoal.checks.prepare([job("a", optimizer=Own, model=half_frozen)], torch.device("cpu"))
+    (member,) = shoal.preparation.checks.prepare([job("a", optimizer=Own, model=half_frozen)], torch.device("cpu"))
     found = memory(member, Kitchen().recipe(member))
     assert (found["weights"], found["gradients"], found["optimizer"]) == (63 * 4, 21 * 4, 2 * 21 * 4)
     assert memory(member, None)["activations"] == 0
@@ -198,8 +199,8 @@ def test_numbers_for_people() -> None:
 def test_what_other_programs_take_of_the_cores_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes a millisecond of this thread's time, and a minute of the wall's, since the machine is busy."""
     thread, wall = itertools.count(), itertools.count()
-    monkeypatch.setattr(measure, "thread_time", lambda: 1e-3 * next(thread))
-    monkeypatch.setattr(measure, "perf_counter", lambda: 60.0 * next(wall))
+    monkeypatch.setattr(trials, "thread_time", lambda: 1e-3 * next(thread))
+    monkeypatch.setattr(trials, "perf_counter", lambda: 60.0 * next(wall))
     told = shoal.explain([job(f"{i}", seed=i) for i in range(4)], device="cpu")
     (part,) = told.plan.parts
     assert part.predicted["step_seconds"] == pytest.approx(1e-3)

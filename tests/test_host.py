@@ -19,9 +19,9 @@ from tests.pack.equality import assert_close, numbers
 from torch import nn
 
 import shoal
-from shoal.host import flush_output, torch_flags
-from shoal.pack.run import Run
+from shoal.engine.runtime.run import Run
 from shoal.reference import solo
+from shoal.utils.torch_flags import flush_output, torch_flags
 
 X, Y = numbers(1, 32, 4), numbers(2, 32, 1)
 
@@ -72,7 +72,7 @@ x, y = torch.randn(32, 4), torch.randn(32, 1)
 jobs = [shoal.Job(model=lambda: nn.Linear(4, 1), data=(x, y), loss=F.mse_loss, epochs=1, seed=i) for i in range(2)]
 for deterministic in (False, True):
     print([r.status for r in shoal.train(jobs, device="cpu", deterministic=deterministic)])
-from shoal.host import _set_benchmark
+from shoal.utils.torch_flags import _set_benchmark
 before = torch.backends.cudnn.benchmark
 _set_benchmark(not before)
 print(torch.backends.cudnn.benchmark == (not before), torch.backends.flags_frozen())

@@ -68,11 +68,11 @@ def killed(kinds: Sequence[str], out: Path, kill_after: int) -> None:
 
 def places(out: Path) -> list[int]:
     """How many batches each job had had when it was last saved."""
-    from shoal.durable import store
+    from shoal.storage import _store
 
     newest = []
     for folder in sorted((out / "members").iterdir()):
-        files = [store.read(path) for path in folder.glob("[ab].safetensors")]
+        files = [_store.read(path) for path in folder.glob("[ab].safetensors")]
         newest.append(max((int(notes["number"]), state["batches"]) for state, notes in files)[1] if files else 0)
     return newest
 

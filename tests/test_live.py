@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, SequentialLR
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.controls import Controls, EndedError
+from shoal.engine.runtime.commands import Controls, EndedError
+from shoal.engine.runtime.planning_context import Board
+from shoal.reporting.events import Event
 
 G = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 6, generator=G), torch.randint(3, (50,), generator=G)
@@ -363,7 +363,7 @@ def test_orders_from_within() -> None:
 
 
 def test_progress_knows_newcomers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.progress.Lines.every", 0.0)
+    monkeypatch.setattr("shoal.reporting.progress.Lines.every", 0.0)
     _, found = ordered([job("a")], 2, lambda run: run.add(job("b", seed=1)), progress=True)
     assert found["b"].status == "done"
     assert "2/2 ended" in capsys.readouterr().err.splitlines()[-1]

@@ -124,7 +124,7 @@ def test_stacked_jobs_have_no_state_to_look_for(tmp_path: Path, monkeypatch: pyt
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a stacked job's Python state is not looked at")
 
-    monkeypatch.setattr("shoal.pack.own_state.Keeper", refuse)
+    monkeypatch.setattr("shoal.engine.python_state.saved_state.Keeper", refuse)
     jobs = [
         job({"loss": nn.functional.mse_loss, "schedule": lambda step: 0.9**step, "seed": i}, str(i)) for i in range(3)
     ]

@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import shoal
 from shoal.data import Pool, Rows, TensorSource
-from shoal.plain import tensor_of
+from shoal.utils.numpy_values import tensor_of
 
 X, Y = numbers(1, 24, 4), numbers(2, 24, 1)
 CPU = torch.device("cpu")

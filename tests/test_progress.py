@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shoal
-from shoal import progress as shown
-from shoal.checks import prepare
-from shoal.events import Event, happened
-from shoal.pack.members import Member
-from shoal.progress import Lines, Live, Notebook, Progress, line, picture, progress_for, rows
-from shoal.tally import Tally, batches_at, done, length
+from shoal.engine.members.member import Member
+from shoal.preparation.checks import prepare
+from shoal.reporting import progress
+from shoal.reporting._tally import Tally, batches_at, done, length
+from shoal.reporting.events import Event, happened
+from shoal.reporting.progress import Lines, Live, Notebook, Progress, line, picture, progress_for, rows
 
 X, Y = torch.zeros(30, 2), torch.zeros(30, 1)
 
@@ -319,9 +319,9 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words() -> None:
-    assert [shown.number(x) for x in (0.213, 31.4, 12345.6)] == ["0.21", "31.4", "12,346"]
-    assert [shown.percent(x) for x in (0.0, 0.996, 0.29, 1.0)] == ["  0%", " 99%", " 29%", "100%"]
-    assert shown.memory(None, None) == "" and shown.memory(None, 2e9) == "2 GB predicted"
+    assert [progress.number(x) for x in (0.213, 31.4, 12345.6)] == ["0.21", "31.4", "12,346"]
+    assert [progress.percent(x) for x in (0.0, 0.996, 0.29, 1.0)] == ["  0%", " 99%", " 29%", "100%"]
+    assert progress.memory(None, None) == "" and progress.memory(None, 2e9) == "2 GB predicted"
     assert math.isnan(Tally([]).share) is False
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal import randomness
-from shoal.randomness import Draw, draw_members
+from shoal.utils import randomness
+from shoal.utils.randomness import Draw, draw_members
 
 CPU = torch.device("cpu")
 MASKS = [

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.stacked.program import Program
+from shoal.engine.recipes.program import Program
 from shoal.training import parse_bytes, parse_seconds
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3

@@ -12,10 +12,10 @@ import torch
 from tests.riders import Rider, X, built, opened, restored, restored_from, results, told
 from torch import Tensor
 
-from shoal.durable import atomic, store
+from shoal.engine.members.member import Member
 from shoal.errors import DamagedError, OutError
-from shoal.pack.members import Member
-from shoal.runfolder import RunFolder
+from shoal.storage import _atomic, _store
+from shoal.storage.run_folder import RunFolder
 
 
 def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
     back = restored(tmp_path)
     assert back.step == 15 and torch.equal(back.weight, rider.weight) and back.history == rider.history
     assert sorted(p.name for p in (tmp_path / "members" / "0000").iterdir()) == ["a.safetensors", "b.safetensors"]
-    assert [store.load(p)["step"] for p in sorted((tmp_path / "members" / "0000").iterdir())] == [15, 12]
+    assert [_store.load(p)["step"] for p in sorted((tmp_path / "members" / "0000").iterdir())] == [15, 12]
     lines = (tmp_path / "history" / "0000.jsonl").read_text().splitlines()
     assert len(lines) == 15 and json.loads(lines[4]) == {"epoch": 5, "loss": 0.2, "lr": "inf"}
     assert not list(tmp_path.rglob(".*")), "a temporary file was left"
@@ -198,7 +198,7 @@ def test_a_damaged_table_is_noticed_with_the_fix(tmp_path: Path, name: str) -> N
 
 def test_another_version_of_the_folder_is_named(tmp_path: Path) -> None:
     with opened(tmp_path):
-        atomic.write_sealed(tmp_path / "jobs.json", {"version": 1, "jobs": []})
+        _atomic.write_sealed(tmp_path / "jobs.json", {"version": 1, "jobs": []})
     with pytest.raises(OutError, match="another version of Shoal"):
         opened(tmp_path)
 

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 import pytest
 from tests.riders import Rider, built, opened, restored, restored_from, results, told
 
-from shoal.durable.lock import Lock, alive
 from shoal.errors import OutError
+from shoal.storage._lock import Lock, alive
 
 # --- who is at work in it -------------------------------------------------------------------------------------------
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from shoal.durable.lock import Lock
+from shoal.storage._lock import Lock
 lock = Lock(Path(sys.argv[1]))
 lock.acquire()
 if len(sys.argv) > 2 and os.fork() == 0:

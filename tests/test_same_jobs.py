@@ -24,11 +24,11 @@ from tests.riders import built, job, told
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.durable import atomic, codehash
-from shoal.durable.jobtable import JobTable
 from shoal.errors import OutError
-from shoal.runfolder import RunFolder
+from shoal.preparation.checks import prepare
+from shoal.storage import _atomic, _codehash
+from shoal.storage.jobtable import JobTable
+from shoal.storage.run_folder import RunFolder
 
 WEIGHT = 1.0
 ARGS = argparse.Namespace(weight=1.0, verbose=False)
@@ -269,7 +269,7 @@ def test_methods_that_training_does_not_call_do_not_count(tmp_path: Path) -> Non
 
 
 def _part(path: Path, name: str) -> dict[str, str]:
-    table = JobTable.read(atomic.read_sealed(path / "jobs.json"))
+    table = JobTable.read(_atomic.read_sealed(path / "jobs.json"))
     part: dict[str, str] = table.parts[table.code(table.jobs[0])[name]]
     return part
 
@@ -340,8 +340,8 @@ SHOW = """
 import json, sys, torch
 sys.path[:0] = [sys.argv[1]]
 import written
-from shoal.checks import prepare
-from shoal.durable.jobtable import JobTable
+from shoal.preparation.checks import prepare
+from shoal.storage.jobtable import JobTable
 import shoal
 x, y = torch.zeros(8, 4), torch.arange(8) % 3
 job = shoal.Job(model=written.Net, data=(x, y), val=(x, y), loss=written.loss, metrics={"m": written.metric}, epochs=1,
@@ -413,13 +413,13 @@ def test_the_same_source_of_another_python_is_the_same_job(tmp_path: Path) -> No
     """Its bytecode differs; without source that cannot be compared, and is told."""
     out, module = tmp_path / "out", loaded(tmp_path / "a.py", SOURCE)
     assert not claimed(out, **changes(module))
-    content = atomic.read_sealed(out / "jobs.json")
+    content = _atomic.read_sealed(out / "jobs.json")
     for texts in content["parts"].values():
         for place, text in texts.items():
             if str(text).startswith("code "):
                 texts[place] = " ".join(["code", "0" * 16, *text.split()[2:]])
     content["made_by"] |= {"bytecode": "0000", "python": "3.99"}
-    atomic.write_sealed(out / "jobs.json", content)
+    _atomic.write_sealed(out / "jobs.json", content)
     assert not told(lambda: claimed(out, **changes(module)))
     with pytest.raises(OutError, match="another schedule: its code differs"):
         claimed(out, **changes(module) | {"schedule": module.schedules[0]})
@@ -433,14 +433,14 @@ def test_the_same_source_of_another_python_is_the_same_job(tmp_path: Path) -> No
 
 def test_source_that_was_edited_after_it_was_loaded_says_nothing(tmp_path: Path) -> None:
     module = loaded(tmp_path / "a.py", SOURCE)
-    assert codehash.source_hash(module.loss) and codehash.source_hash(module.schedules[0])
-    assert codehash.source_hash(module.schedules[0]) != codehash.source_hash(module.schedules[1])
+    assert _codehash.source_hash(module.loss) and _codehash.source_hash(module.schedules[0])
+    assert _codehash.source_hash(module.schedules[0]) != _codehash.source_hash(module.schedules[1])
     (tmp_path / "a.py").write_text(SOURCE.replace("w * scale", "9 * scale"))
     linecache.checkcache()
-    assert not codehash.source_hash(module.loss)
+    assert not _codehash.source_hash(module.loss)
     (tmp_path / "a.py").write_text("def broken(:")
     linecache.checkcache()
-    assert not codehash.source_hash(module.loss)
+    assert not _codehash.source_hash(module.loss)
 
 
 def test_weights_that_differ_by_rounding_are_told_and_taken(tmp_path: Path) -> None:
@@ -476,9 +476,9 @@ def test_a_factory_that_the_seed_does_not_set_is_told_and_taken(tmp_path: Path) 
 
 def test_another_version_of_a_library_is_told(tmp_path: Path) -> None:
     assert not claimed(tmp_path)
-    content = atomic.read_sealed(tmp_path / "jobs.json")
+    content = _atomic.read_sealed(tmp_path / "jobs.json")
     here, content["made_by"]["torch"] = content["made_by"]["torch"], "1.0"
-    atomic.write_sealed(tmp_path / "jobs.json", content)
+    _atomic.write_sealed(tmp_path / "jobs.json", content)
     (line,) = told(lambda: claimed(tmp_path))
     assert f"torch 1.0 there and {here} here" in line
 
@@ -488,9 +488,9 @@ def test_a_folder_of_the_format_before_is_read_and_told(tmp_path: Path) -> None:
     members = built(1, loss=weighted(1.0))
     with RunFolder(tmp_path) as folder:
         folder.claim(members)
-    content = atomic.read_sealed(tmp_path / "jobs.json")
+    content = _atomic.read_sealed(tmp_path / "jobs.json")
     jobs = [{k: v for k, v in entry.items() if k not in ("code", "weights")} for entry in content["jobs"]]
-    atomic.write_sealed(tmp_path / "jobs.json", {"version": 2, "jobs": jobs})
+    _atomic.write_sealed(tmp_path / "jobs.json", {"version": 2, "jobs": jobs})
     with RunFolder(tmp_path) as folder:
         (line,) = told(lambda: folder.claim(members))
         assert "format 2" in line and "names and settings alone" in line
@@ -506,8 +506,8 @@ def test_a_folder_of_the_format_before_is_read_and_told(tmp_path: Path) -> None:
 
 def test_a_folder_of_a_later_format_names_the_version_that_wrote_it(tmp_path: Path) -> None:
     assert not claimed(tmp_path)
-    content = atomic.read_sealed(tmp_path / "jobs.json")
-    atomic.write_sealed(tmp_path / "jobs.json", content | {"version": 4, "made_by": {"shoal": "9.1"}})
+    content = _atomic.read_sealed(tmp_path / "jobs.json")
+    _atomic.write_sealed(tmp_path / "jobs.json", content | {"version": 4, "made_by": {"shoal": "9.1"}})
     with pytest.raises(OutError, match=r"another version of Shoal \(9\.1, format 4; this one reads 2 and 3\)"):
         claimed(tmp_path)
 
@@ -516,7 +516,7 @@ def test_what_jobs_have_in_common_is_written_once(tmp_path: Path) -> None:
     jobs = [job(name=f"m{i}", seed=i, model=lambda i=i: net(0.01 * i)) for i in range(40)]
     with RunFolder(tmp_path) as folder:
         folder.claim(prepare(jobs, torch.device("cpu")))
-    parts = atomic.read_sealed(tmp_path / "jobs.json")["parts"]
+    parts = _atomic.read_sealed(tmp_path / "jobs.json")["parts"]
     assert sum("attribute p" in texts for texts in parts.values()) == 40
     assert sum("attribute in_features" in texts for texts in parts.values()) == 2
 

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.durable import store
 from shoal.errors import DamagedError, NotStorable, OutError
+from shoal.storage import _store
 
 
 def same(a: Any, b: Any) -> bool:
@@ -51,8 +51,8 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def through(path: Path, state: Any) -> Any:
-    store.save(path / "x.safetensors", state)
-    return store.load(path / "x.safetensors")
+    _store.save(path / "x.safetensors", state)
+    return _store.load(path / "x.safetensors")
 
 
 DTYPES = [
@@ -147,14 +147,14 @@ def test_tensors_that_are_views(tmp_path: Path) -> None:
 
 def test_the_file_is_read_by_any_safetensors_reader(tmp_path: Path) -> None:
     state = {"model": nn.Linear(3, 2).state_dict(), "order": torch.arange(5), "flag": torch.tensor(True)}
-    store.save(tmp_path / "x.safetensors", state, {"number": "7"})
+    _store.save(tmp_path / "x.safetensors", state, {"number": "7"})
     loaded = load_file(tmp_path / "x.safetensors")
     assert torch.equal(loaded["model.weight"], state["model"]["weight"])
     assert torch.equal(loaded["order"], torch.arange(5))
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata()["number"] == "7"
-    assert store.read(tmp_path / "x.safetensors")[1] == {"number": "7"}
-    assert store.peek(tmp_path / "x.safetensors", "number") == "7"
+    assert _store.read(tmp_path / "x.safetensors")[1] == {"number": "7"}
+    assert _store.peek(tmp_path / "x.safetensors", "number") == "7"
 
 
 def test_large_numbers_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
@@ -196,14 +196,14 @@ def test_rare_types_and_what_cannot_be_stored(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def good() -> bytes:
     state = {"w": torch.randn(3, 2), "b": torch.arange(3), "text": "so", "x": [1.5, None, (2, True)]}
-    return b"".join(store.freeze(state).seal({"number": "3", "job": "abc"}))
+    return b"".join(_store.freeze(state).seal({"number": "3", "job": "abc"}))
 
 
 def refused(tmp_path: Path, data: bytes) -> str:
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     with pytest.raises(DamagedError) as caught:
-        store.load(path)
+        _store.load(path)
     assert isinstance(caught.value, OutError)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
@@ -211,17 +211,17 @@ def refused(tmp_path: Path, data: bytes) -> str:
 
 def test_a_change_in_any_bit_is_noticed(good: bytes) -> None:
     data = bytearray(good)
-    assert store.fault(bytearray(data)) is None
+    assert _store.fault(bytearray(data)) is None
     for place in range(len(data)):
         for bit in range(8):
             data[place] ^= 1 << bit
-            assert store.fault(bytearray(data)), (place, bit)
+            assert _store.fault(bytearray(data)), (place, bit)
             data[place] ^= 1 << bit
 
 
 def test_a_file_that_is_cut_zeroed_or_foreign_is_refused(tmp_path: Path, good: bytes) -> None:
     for length in range(len(good)):
-        assert store.fault(bytearray(good[:length])), length
+        assert _store.fault(bytearray(good[:length])), length
     assert f"is cut short: {len(good) - 1} of its {len(good)} bytes are left" in refused(tmp_path, good[:-1])
     assert "cut short" in refused(tmp_path, good[:200])
     assert "is empty" in refused(tmp_path, b"")
@@ -234,20 +234,20 @@ def test_a_file_that_is_cut_zeroed_or_foreign_is_refused(tmp_path: Path, good: b
     assert "no checkpoint of Shoal's" in refused(tmp_path, (tmp_path / "other.safetensors").read_bytes())
     assert "no checkpoint of Shoal's" in refused(tmp_path, b"hello")
     with pytest.raises(DamagedError, match="cannot be read"):
-        store.load(tmp_path / "nowhere.safetensors")
+        _store.load(tmp_path / "nowhere.safetensors")
 
 
 def test_a_newer_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FORMAT", "9")
-    store.save(tmp_path / "x.safetensors", {})
+    monkeypatch.setattr(_store, "FORMAT", "9")
+    _store.save(tmp_path / "x.safetensors", {})
     monkeypatch.undo()
     with pytest.raises(DamagedError, match="another version of Shoal"):
-        store.load(tmp_path / "x.safetensors")
+        _store.load(tmp_path / "x.safetensors")
 
 
 def test_a_frozen_state_does_not_follow_its_tensors(tmp_path: Path) -> None:
     weight = torch.zeros(3)
-    frozen = store.freeze({"w": weight})
+    frozen = _store.freeze({"w": weight})
     weight.fill_(1)
     (tmp_path / "x").write_bytes(b"".join(frozen.seal({})))
-    assert torch.equal(store.load(tmp_path / "x")["w"], torch.zeros(3))
+    assert torch.equal(_store.load(tmp_path / "x")["w"], torch.zeros(3))

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.callbacks import Callbacks
-from shoal.checks import prepare
-from shoal.events import Listeners, happened
-from shoal.pack.members import Member
-from shoal.tensorboard import folder_name
+from shoal.engine.members.member import Member
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callbacks
+from shoal.reporting.events import Listeners, happened
+from shoal.reporting.tensorboard import folder_name
 
 X, Y = torch.zeros(30, 2), torch.zeros(30, 1)
 

@@ -11,62 +11,62 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import split as split
-    from shoal.callbacks import MemberView as MemberView
     from shoal.data.rows import Rows as Rows
+    from shoal.engine.planning.policy import FairShare as FairShare
+    from shoal.engine.planning.policy import Fifo as Fifo
+    from shoal.engine.planning.policy import Policy as Policy
+    from shoal.engine.planning.policy import Priority as Priority
+    from shoal.engine.planning.policy import RoundRobin as RoundRobin
+    from shoal.engine.planning.policy import ShortestFirst as ShortestFirst
+    from shoal.engine.planning.policy import Ticket as Ticket
     from shoal.errors import JobError as JobError
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import ShoalWarning as ShoalWarning
-    from shoal.events import Event as Event
     from shoal.explanation import Explanation as Explanation
     from shoal.explanation import explain as explain
-    from shoal.job import EarlyStop as EarlyStop
-    from shoal.job import Job as Job
-    from shoal.kfold import folds as folds
+    from shoal.jobs.job import EarlyStop as EarlyStop
+    from shoal.jobs.job import Job as Job
     from shoal.live import LiveRun as LiveRun
     from shoal.live import start as start
-    from shoal.pack.own import Pack as Pack
-    from shoal.pack.policy import FairShare as FairShare
-    from shoal.pack.policy import Fifo as Fifo
-    from shoal.pack.policy import Policy as Policy
-    from shoal.pack.policy import Priority as Priority
-    from shoal.pack.policy import RoundRobin as RoundRobin
-    from shoal.pack.policy import ShortestFirst as ShortestFirst
-    from shoal.pack.policy import Ticket as Ticket
+    from shoal.preparation.folds import folds as folds
     from shoal.reference import replay as replay
     from shoal.reference import solo as solo
+    from shoal.reporting.callbacks import MemberView as MemberView
+    from shoal.reporting.events import Event as Event
+    from shoal.reporting.tensorboard import TensorBoard as TensorBoard
     from shoal.results import Result as Result
     from shoal.results import Results as Results
-    from shoal.tensorboard import TensorBoard as TensorBoard
     from shoal.training import train as train
+    from shoal.user_loop.pack import Pack as Pack
 
 # torch.cuda.is_available() then asks the driver's monitor instead of CUDA itself, and a forked process can use the GPU:
-# see shoal.pack.guard.
+# see shoal.engine.runtime.guard.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
-    "EarlyStop": "shoal.job",
-    "Event": "shoal.events",
+    "EarlyStop": "shoal.jobs.job",
+    "Event": "shoal.reporting.events",
     "Explanation": "shoal.explanation",
-    "FairShare": "shoal.pack.policy",
-    "Fifo": "shoal.pack.policy",
-    "Job": "shoal.job",
+    "FairShare": "shoal.engine.planning.policy",
+    "Fifo": "shoal.engine.planning.policy",
+    "Job": "shoal.jobs.job",
     "JobError": "shoal.errors",
     "LiveRun": "shoal.live",
-    "MemberView": "shoal.callbacks",
-    "Pack": "shoal.pack.own",
-    "Policy": "shoal.pack.policy",
-    "Priority": "shoal.pack.policy",
+    "MemberView": "shoal.reporting.callbacks",
+    "Pack": "shoal.user_loop.pack",
+    "Policy": "shoal.engine.planning.policy",
+    "Priority": "shoal.engine.planning.policy",
     "Result": "shoal.results",
     "Results": "shoal.results",
-    "RoundRobin": "shoal.pack.policy",
+    "RoundRobin": "shoal.engine.planning.policy",
     "Rows": "shoal.data.rows",
     "ShoalError": "shoal.errors",
     "ShoalWarning": "shoal.errors",
-    "ShortestFirst": "shoal.pack.policy",
-    "TensorBoard": "shoal.tensorboard",
-    "Ticket": "shoal.pack.policy",
+    "ShortestFirst": "shoal.engine.planning.policy",
+    "TensorBoard": "shoal.reporting.tensorboard",
+    "Ticket": "shoal.engine.planning.policy",
     "explain": "shoal.explanation",
-    "folds": "shoal.kfold",
+    "folds": "shoal.preparation.folds",
     "replay": "shoal.reference",
     "solo": "shoal.reference",
     "start": "shoal.live",

@@ -10,21 +10,21 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
-from shoal.checks import prepare
 from shoal.data.source import TensorSource
-from shoal.host import training_mode
-from shoal.job import Job
-from shoal.pack import measure as trials
-from shoal.pack import memory as bytes_of
-from shoal.pack.group import Group, group
-from shoal.pack.liveness import nbytes, optimizer_bytes
-from shoal.pack.members import Member
-from shoal.pack.plan import Part, Plan, arrange, requests, room, try_out
-from shoal.pack.planner import LEAST, plan
-from shoal.pack.recipe import Kitchen, Recipe
+from shoal.engine.members.member import Member
+from shoal.engine.planning import memory as bytes_of
+from shoal.engine.planning.liveness import nbytes, optimizer_bytes
+from shoal.engine.planning.planner import LEAST, Part, Plan, plan
+from shoal.engine.proof.group import Group, group
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.units import trials
+from shoal.engine.units.build import arrange, requests, room, try_out
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
 from shoal.results import finite
-from shoal.tables import duration, render, size
 from shoal.training import parse_bytes, pick_device
+from shoal.utils.tables import duration, render, size
+from shoal.utils.torch_flags import training_mode
 
 MOST_MEMBERS = 64
 """Members in a timed stack; larger packs are told by its time for each member."""

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.engine.runtime.clones import clone_of, newcomer, warm
+from shoal.engine.runtime.commands import Controls, EndedError
+from shoal.engine.runtime.run import Run
 from shoal.errors import JobError, ShoalError
-from shoal.job import Job
-from shoal.pack.clones import clone_of, newcomer, warm
-from shoal.pack.controls import Controls, EndedError
-from shoal.pack.run import Run
+from shoal.jobs.job import Job
 from shoal.results import Results
 from shoal.training import carry_out, make_settings
 

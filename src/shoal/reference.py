@@ -32,15 +32,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.data import Pool, View
-from shoal.environment import environment
-from shoal.errors import describe
-from shoal.host import training_mode
-from shoal.job import Job
-from shoal.monitor import Monitor, validates
-from shoal.pack.evaluate import Sheet
-from shoal.pack.members import (
+from shoal.engine.members.member import (
     autocast,
-    build_model,
     counted,
     evaluating,
     make_optimizer,
@@ -51,7 +44,14 @@ from shoal.pack.members import (
     run_step,
     seeded,
 )
+from shoal.engine.members.ownership import build_model
+from shoal.engine.tiers.evaluate import Sheet
+from shoal.environment import environment
+from shoal.errors import describe
+from shoal.jobs.early_stopping import Monitor, validates
+from shoal.jobs.job import Job
 from shoal.results import Result
+from shoal.utils.torch_flags import training_mode
 
 
 @dataclass(slots=True, eq=False)

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.direction import direction
-from shoal.job import Job
-from shoal.monitor import kept_row
-from shoal.plain import plain_int, tensor_of
-from shoal.tables import render
+from shoal.jobs.early_stopping import kept_row
+from shoal.jobs.job import Job
+from shoal.jobs.metric_direction import direction
+from shoal.utils.numpy_values import plain_int, tensor_of
+from shoal.utils.tables import render
 
 if TYPE_CHECKING:
-    from shoal.pack.planner import Plan
+    from shoal.engine.planning.planner import Plan
 
 MOST_ERRORS = 10
 """Errors told below a table."""
@@ -196,7 +196,7 @@ class Results(Sequence[Result]):
         Raises:
             ValueError: when the members' outputs have different shapes.
         """
-        from shoal.pack.stacked.forward import Forward
+        from shoal.engine.tiers.stacked.forward import Forward
 
         batch_size = plain_int(batch_size)
         if batch_size is not None and batch_size < 1:

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.pack.policy import Policy, Ticket
-from shoal.pack.queue import Admission, Queue, admit
+from shoal.engine.planning.policy import Policy, Ticket
+from shoal.engine.planning.queue import Admission, Queue, admit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
     """Raise AssertionError, in one line, where a policy breaks its contract.
 
     Its order holds each ticket once, is the same when it is asked again, and leaves what it was given alone. In
-    simulated queues every job ends, nobody waits longer than `shoal.pack.queue` promises, nothing exceeds the room, and
+    simulated queues every job ends, nobody waits longer than `queue.admit` promises, nothing exceeds the room, and
     a decision stands until time has passed.
     """
     assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"

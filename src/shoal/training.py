@@ -16,30 +16,30 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.callbacks import Callback, Callbacks
-from shoal.checks import prepare
+from shoal.engine.members.member import Member
+from shoal.engine.planning.memory import memory_budget
+from shoal.engine.planning.planner import Plan
+from shoal.engine.planning.policy import Fifo, Policy, policy_for
+from shoal.engine.runtime.commands import Controls
+from shoal.engine.runtime.forking import processes_for
+from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
+from shoal.engine.runtime.planning_context import Board, as_trained, beginning
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.workers import run_shared
+from shoal.engine.tiers.unit import context_lost
 from shoal.environment import environment
 from shoal.errors import ShoalError, describe
-from shoal.events import Listener, Listeners, Riding, happened
-from shoal.host import torch_flags, training_mode
-from shoal.job import Job
-from shoal.lost_state import watch_state
-from shoal.pack.board import Board, as_trained, beginning
-from shoal.pack.controls import Controls
-from shoal.pack.forking import processes_for
-from shoal.pack.guard import NotGuarded, can_guard, run_guarded, to_device
-from shoal.pack.members import Member
-from shoal.pack.memory import memory_budget
-from shoal.pack.planner import Plan
-from shoal.pack.policy import Fifo, Policy, policy_for
-from shoal.pack.run import Run
-from shoal.pack.times import collected, timed
-from shoal.pack.unit import context_lost
-from shoal.pack.workers import run_shared
-from shoal.plain import plain_int
-from shoal.progress import progress_for
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callback, Callbacks
+from shoal.reporting.events import Listener, Listeners, Riding, happened
+from shoal.reporting.progress import progress_for
 from shoal.results import Result, Results
-from shoal.runfolder import RunFolder
+from shoal.storage.lost_state import watch_state
+from shoal.storage.run_folder import RunFolder
+from shoal.utils.numpy_values import plain_int
+from shoal.utils.set_up_times import collected, timed
+from shoal.utils.torch_flags import torch_flags, training_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.bench import networks, published
-from shoal.bench.workloads import Spec, names, workload
+from shoal.evidence.bench import networks, published
+from shoal.evidence.bench.workloads import Spec, names, workload
 
 
 def parameters(model: nn.Module) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.child import deaf
-from shoal.bench.floor import Ceilings, count
-from shoal.bench.memory import Memory
-from shoal.bench.report import _plain, peak, size
-from shoal.bench.run import Outcome, Settings, set_ratios
-from shoal.bench.workloads import Spec, workload
 from shoal.cli.app import main
+from shoal.evidence.bench.child import deaf
+from shoal.evidence.bench.floor import Ceilings, count
+from shoal.evidence.bench.memory import Memory
+from shoal.evidence.bench.report import _plain, peak, size
+from shoal.evidence.bench.run import Outcome, Settings, set_ratios
+from shoal.evidence.bench.workloads import Spec, workload
 
 
 def outcome(way: str, times: list[float]) -> Outcome:

@@ -15,9 +15,9 @@ import torch
 from tests.pack.equality import TOLERANCE, distance
 from torch import nn
 
-from shoal.bench.memory import Meter
-from shoal.bench.ways import Eager, Vmap, Way, open_way
-from shoal.bench.workloads import Kind, Spec, Task, Workload, workload
+from shoal.evidence.bench.memory import Meter
+from shoal.evidence.bench.ways import Eager, Vmap, Way, open_way
+from shoal.evidence.bench.workloads import Kind, Spec, Task, Workload, workload
 
 CPU = torch.device("cpu")
 TINY = Spec(network="tiny", members=3, batches=2)
@@ -149,9 +149,9 @@ def test_shoal_is_opened_on_the_same_work(monkeypatch: pytest.MonkeyPatch) -> No
         seen.update(jobs=len(jobs), device=device, compile=compile)
         return Stand()
 
-    engine = ModuleType("shoal.pack.timing")
+    engine = ModuleType("shoal.engine.runtime._timing")
     engine.open_pack = open_pack  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.pack.timing", engine)
+    monkeypatch.setitem(sys.modules, "shoal.engine.runtime._timing", engine)
     with opened("shoal", workload(TINY)) as way:
         way.step(7)
         assert way.losses() == [1.0, 2.0]

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from shoal.bench.workloads import Spec, learning_rates, workload
+from shoal.evidence.bench.workloads import Spec, learning_rates, workload
 from shoal.reference import solo
 
 
@@ -57,7 +57,7 @@ def test_a_wrong_spec_says_what_is_wrong(wrong: dict[str, object], says: str) ->
 
 
 def test_jobs_are_the_same_work_by_the_reference_loop() -> None:
-    from shoal.bench.ways import Eager
+    from shoal.evidence.bench.ways import Eager
 
     work = workload(Spec(network="tiny", members=2, batches=3))
     way = Eager(work, torch.device("cpu"))

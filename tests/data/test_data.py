@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import shoal
-from shoal.data import Pool, Rows, TensorSource
-from shoal.data import dataset as dataset_module
+from shoal.data import Pool, Rows, TensorSource, dataset
 from shoal.data.dataset import DatasetSource
 
 X, Y = torch.randn(23, 4), torch.arange(23) % 3
@@ -91,13 +90,13 @@ def test_a_random_item_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.M
     assert torch.equal(alone[2:4], source.take(rows[2:4], seed=1, epoch=2)[0])
     assert not torch.equal(alone, source.take(rows, seed=1, epoch=3)[0])
     assert not torch.equal(alone, source.take(rows, seed=2, epoch=2)[0])
-    monkeypatch.setattr(dataset_module, "SLOW_BATCH", 0.0)  # every batch is worth worker processes
+    monkeypatch.setattr(dataset, "SLOW_BATCH", 0.0)  # every batch is worth worker processes
     fed = torch.cat([batch[0] for batch in source.feed(rows, 2, seed=1, epoch=2)])
     assert torch.equal(alone, fed)
 
 
 def test_readers_in_the_same_order_share_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "SLOW_BATCH", float("inf"))  # no workers, whose reads could not be counted here
+    monkeypatch.setattr(dataset, "SLOW_BATCH", float("inf"))  # no workers, whose reads could not be counted here
     data = Items(noise=True)
     source = Pool(CPU).open(data).source
     data.reads = 0
@@ -111,7 +110,7 @@ def test_readers_in_the_same_order_share_one_reading(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_training_on_a_dataset(noise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "SLOW_BATCH", float("inf"))
+    monkeypatch.setattr(dataset, "SLOW_BATCH", float("inf"))
     data = Items(noise=noise, dtype=torch.float64)
     settings: dict[str, Any] = {
         "model": lambda: nn.Linear(4, 3).double(),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import shoal
-from shoal.data.items import Items, generators_of
+from shoal.data._items import Items, generators_of
 from shoal.reference import solo
 
 X, Y = numbers(1, 20, 4), numbers(2, 20, 1)

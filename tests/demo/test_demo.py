@@ -12,8 +12,8 @@ from tests.pack.equality import TOLERANCE, distance
 
 import shoal
 from shoal.cli.app import main
-from shoal.demo import task, worker
-from shoal.demo.compare import Comparison, compare, draw, largest_difference
+from shoal.evidence.demo import task, worker
+from shoal.evidence.demo.compare import Comparison, compare, draw, largest_difference
 
 
 def ways(tmp_path: Path, trained: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shoal.jobfile import load
-from shoal.jobfile.blocks import TOP
-from shoal.jobfile.datafiles import BUILT_IN, READERS
-from shoal.jobfile.known import LOSSES, METRICS, OVERS
-from shoal.jobfile.settings import KINDS
+from shoal.jobfile._blocks import TOP
+from shoal.jobfile._datafiles import BUILT_IN, READERS
+from shoal.jobfile._known import LOSSES, METRICS, OVERS
+from shoal.jobfile._settings import KINDS
 from shoal.models import MODELS
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import shoal
 from shoal import models
 from shoal.jobfile import load
-from shoal.jobfile.known import LOSSES, METRICS, OVERS, Over, token_cross_entropy
+from shoal.jobfile._known import LOSSES, METRICS, OVERS, Over, token_cross_entropy
 
 BASE = """
 data = "data.npz"

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import JobError
-from shoal.jobfile import from_toml, from_yaml
-from shoal.jobfile.tree import Node, Problems
+from shoal.jobfile import _from_toml, _from_yaml
+from shoal.jobfile._tree import Node, Problems
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -53,7 +53,7 @@ def lines(node: Node, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], int]:
 
 
 def test_toml_lines() -> None:
-    root = from_toml.read(TOML, Problems("a.toml"))
+    root = _from_toml.read(TOML, Problems("a.toml"))
     assert root.plain() == tomllib.loads(TOML)
     found = lines(root)
     expected = {
@@ -92,8 +92,8 @@ def test_the_scanner_finds_every_key_of_any_toml(top: str, rest: list[tuple[str,
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return
-    places = from_toml.Scanner(text).places()
-    wanted = {path for path in lines(from_toml.read(text, Problems("a.toml"))) if path}
+    places = _from_toml.Scanner(text).places()
+    wanted = {path for path in lines(_from_toml.read(text, Problems("a.toml"))) if path}
     assert wanted == set(places), data
     source = text.split("\n")
     for path, line in places.items():
@@ -117,7 +117,7 @@ copy: {<<: *m, hidden: 4}
 
 
 def test_yaml_lines_and_values() -> None:
-    root = from_yaml.read(YAML, Problems("a.yaml"))
+    root = _from_yaml.read(YAML, Problems("a.yaml"))
     assert root.plain() == {
         "model": {"use": "mlp", "hidden": 3},
         "hparams": {"lr": 0.001},
@@ -133,13 +133,13 @@ def test_yaml_lines_and_values() -> None:
 
 @pytest.mark.parametrize("text", ["1e-3", "1E5", "-3", "+.5", "1.", ".nan", "-.inf", "12", "0o17", "true"])
 def test_yaml_numbers_are_those_of_version_1_2(text: str) -> None:
-    value = from_yaml.read(f"a: {text}", Problems("a.yaml")).plain()["a"]
+    value = _from_yaml.read(f"a: {text}", Problems("a.yaml")).plain()["a"]
     assert isinstance(value, (int, float))
 
 
 @pytest.mark.parametrize("text", ["yes", "no", "on", "1:30", "2020-01-01", "1_000", "'1'", '"true"', "1e", "e3", "."])
 def test_yaml_words_are_text(text: str) -> None:
-    assert isinstance(from_yaml.read(f"a: {text}", Problems("a.yaml")).plain()["a"], str)
+    assert isinstance(_from_yaml.read(f"a: {text}", Problems("a.yaml")).plain()["a"], str)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +148,5 @@ def test_yaml_words_are_text(text: str) -> None:
 )
 def test_broken_toml_has_its_line(text: str, line: int) -> None:
     with pytest.raises(JobError, match=rf"^a\.toml:{line}: ") as caught:
-        from_toml.read(text, Problems("a.toml"))
+        _from_toml.read(text, Problems("a.toml"))
     assert len(caught.value.lines) == 1

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack import plan
+from shoal.engine.units import build
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
 
 TOLERANCE = 1e-9
@@ -144,9 +144,9 @@ def assert_same_bits(a: shoal.Result, b: shoal.Result) -> None:
         assert torch.equal(a.model.state_dict()[name].nan_to_num(9e9), value.nan_to_num(9e9)), name
 
 
-def planned(jobs: Sequence[shoal.Job]) -> plan.Plan:
+def planned(jobs: Sequence[shoal.Job]) -> build.Plan:
     """The plan for these jobs, without training them."""
-    made, *_ = plan.arrange(prepare(list(jobs), torch.device("cpu")))
+    made, *_ = build.arrange(prepare(list(jobs), torch.device("cpu")))
     return made
 
 

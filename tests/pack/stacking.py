@@ -15,9 +15,9 @@ from tests.pack.equality import distance as distance
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.pack.stacked.program import Program
-from shoal.pack.trace import Trace, trace
-from shoal.randomness import draw_members
+from shoal.engine.recipes.program import Program
+from shoal.engine.tracing.trace import Trace, trace
+from shoal.utils.randomness import draw_members
 
 MEMBERS = 3
 

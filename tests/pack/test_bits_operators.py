@@ -19,10 +19,10 @@ from tests.pack.stacking import stacked_state
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.site import NotStackable
-from shoal.pack.trace import Trace, trace
-from shoal.randomness import draw_members
+from shoal.engine.recipes.program import Program
+from shoal.engine.rules.op_context import NotStackable
+from shoal.engine.tracing.trace import Trace, trace
+from shoal.utils.randomness import draw_members
 
 CPU = torch.device("cpu")
 COMPANIES = [(2, 1, False), (7, 0, True), (7, 3, False), (33, 32, False), (33, 5, True)]

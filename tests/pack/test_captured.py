@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack.captured.executor import CapturedExecutor
-from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.recipe import Kitchen
-from shoal.pack.turns import run
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.runtime._turns import run
+from shoal.engine.tiers.captured.executor import CapturedExecutor
+from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -13,24 +13,25 @@ from tests.pack.test_captured import CASES, KINDS, job, worst
 
 import shoal
 from shoal import reference
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.captured.executor import CapturedExecutor
-from shoal.pack.captured.graphs import Branch, Graph, Recorder
-from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.group import group
-from shoal.pack.members import Member, counted
-from shoal.pack.planner import Part
-from shoal.pack.policy import Fifo, Policy, RoundRobin
-from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.ride import Ride
-from shoal.pack.run import Run
-from shoal.pack.stacked import flat, site, transfer
-from shoal.pack.turns import run
-from shoal.pack.unit import Executor, Outcome, Unit
-from shoal.randomness import counter_bits
+from shoal.engine.members.member import Member, counted
+from shoal.engine.planning.planner import Part
+from shoal.engine.planning.policy import Fifo, Policy, RoundRobin
+from shoal.engine.proof.group import group
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.rules import op_context
+from shoal.engine.runtime._turns import run
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.stack import _flat_state, transfer
+from shoal.engine.tiers.captured.executor import CapturedExecutor
+from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
+from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.tiers.unit import Executor, Outcome, Unit
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
 from shoal.training import collect
+from shoal.utils.randomness import counter_bits
 
 CPU = torch.device("cpu")
 
@@ -92,8 +93,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             yield
 
     monkeypatch.setattr(reference, "_drawing", drawing)
-    monkeypatch.setattr(site, "one_by_one", lambda _: False)
-    monkeypatch.setattr(flat, "on_gpu", lambda _: True)
+    monkeypatch.setattr(op_context, "one_by_one", lambda _: False)
+    monkeypatch.setattr(_flat_state, "on_gpu", lambda _: True)
     monkeypatch.setattr(transfer, "is_away", lambda tensor, device: True)
 
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack import learned, memory
-from shoal.pack.captured import choose
-from shoal.pack.captured.choose import Form
-from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.recipe import Kitchen, Recipe
+from shoal.engine.planning import memory, perf_cache
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.units import _choose_form
+from shoal.engine.units._choose_form import Form
+from shoal.preparation.checks import prepare
 
 SECONDS = {"stacked": 1e-4, "streams": 2e-4, "stacked compiled": 5e-5, "streams compiled": 1e-4}
 X, Y = torch.randn(32, 3, 6, 6), torch.randint(3, (32,))
@@ -36,16 +36,16 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return replace(form, seconds=SECONDS[form.name], compile_seconds=3.0 if form.compiled else 0.0)
 
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(choose, "_timed", timed)
-    monkeypatch.setattr(choose, "held", lambda: (next(grown), 7))
-    monkeypatch.setattr(choose, "clear", lambda: None)
+    monkeypatch.setattr(_choose_form, "_timed", timed)
+    monkeypatch.setattr(_choose_form, "held", lambda: (next(grown), 7))
+    monkeypatch.setattr(_choose_form, "clear", lambda: None)
     another_process(monkeypatch)
     return found
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_here", {})
-    monkeypatch.setattr(choose, "_made_here", set())
+    monkeypatch.setattr(_choose_form, "_here", {})
+    monkeypatch.setattr(_choose_form, "_made_here", set())
 
 
 def conv() -> nn.Module:
@@ -65,7 +65,7 @@ def recipes(count: int, steps: int, **changes: Any) -> tuple[list[Recipe], Kitch
 
 def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form:
     made, kitchen = recipes(count, steps, **changes)
-    found = choose.choose(made, kitchen, kitchen.executables, compile)
+    found = _choose_form.choose(made, kitchen, kitchen.executables, compile)
     assert found is not None
     form, unit = found
     assert unit.tier == form.tier and unit.compiled == form.compiled and len(unit.members) == count
@@ -92,14 +92,14 @@ def test_what_was_tried_is_not_tried_again(tried: list[str], monkeypatch: pytest
 def test_what_cannot_be_compiled_here_is_not(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(4, 10**9, compile=True).compiled
     another_process(monkeypatch)  # without a compiler
-    before = choose._timed
+    before = _choose_form._timed
 
     def timed(unit: CapturedUnit, form: Form) -> Form:
         if form.compiled:
             raise RuntimeError("no compiler")
         return before(unit, form)
 
-    monkeypatch.setattr(choose, "_timed", timed)
+    monkeypatch.setattr(_choose_form, "_timed", timed)
     for _ in range(2):
         del tried[:]
         assert chosen(4, 10**9, compile=True).name == "stacked"
@@ -114,7 +114,7 @@ def test_full_memory_is_not_held_against_a_form(
     another_process(monkeypatch)
     if not compile:  # what need not be compiled is only tried where it is not remembered
         monkeypatch.setenv("SHOAL_CACHE", str(Path(os.environ["SHOAL_CACHE"]) / "empty"))
-    before, name = choose._timed, "stacked compiled" if compile else "stacked"
+    before, name = _choose_form._timed, "stacked compiled" if compile else "stacked"
 
     def full(unit: CapturedUnit, form: Form) -> Form:
         if form.name == name:
@@ -122,7 +122,7 @@ def test_full_memory_is_not_held_against_a_form(
         return before(unit, form)
 
     with monkeypatch.context() as crowded:
-        crowded.setattr(choose, "_timed", full)
+        crowded.setattr(_choose_form, "_timed", full)
         assert chosen(4, 10**9, compile=compile).name != name
     assert chosen(4, 10**9, compile=compile).name == name, "the next group has room"
 
@@ -151,14 +151,14 @@ def test_the_bytes_of_a_trial_are_what_is_predicted(tried: list[str]) -> None:
     chosen(4, 1)
     made, _ = recipes(1, 1)
     assert memory.predict_bytes(made[0], 4, "stacked") == pytest.approx(10**9 + 7)
-    entry = learned.lookup(learned.digest(made[0]))
+    entry = perf_cache.lookup(perf_cache.digest(made[0]))
     assert entry.bytes == {"stacked": {4: 10**9 + 7}} and entry.trial_seconds.keys() == {"stacked"}
 
 
 def test_mixed_optimizers_are_remembered_by_their_numbers() -> None:
     (a, b), (c, d) = recipes(2, 1)[0], recipes(2, 1, optimizer=torch.optim.SGD)[0]
-    assert learned.digest_of([a, b]) == learned.digest(a)
-    keys = [learned.digest_of(group) for group in ([a, b], [a, b, c], [a, c, d], [c, a, d])]
+    assert perf_cache.digest_of([a, b]) == perf_cache.digest(a)
+    keys = [perf_cache.digest_of(group) for group in ([a, b], [a, b, c], [a, c, d], [c, a, d])]
     assert len(set(keys)) == 3 and keys[2] == keys[3]
 
 
@@ -170,13 +170,13 @@ def asserting(where: str) -> Any:
 
 
 def test_what_torch_asserts_is_a_form_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_timed", asserting(torch.__file__))
+    monkeypatch.setattr(_choose_form, "_timed", asserting(torch.__file__))
     made, kitchen = recipes(4, steps=10**5)
-    assert choose.choose(made, kitchen, {}, "auto", stackable=True) is None
+    assert _choose_form.choose(made, kitchen, {}, "auto", stackable=True) is None
 
 
 def test_an_invariant_of_ours_that_does_not_hold_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_timed", asserting(choose.__file__))
+    monkeypatch.setattr(_choose_form, "_timed", asserting(_choose_form.__file__))
     made, kitchen = recipes(4, steps=10**5)
     with pytest.raises(AssertionError, match="an invariant"):
-        choose.choose(made, kitchen, {}, "auto", stackable=True)
+        _choose_form.choose(made, kitchen, {}, "auto", stackable=True)

@@ -13,10 +13,9 @@ from tests.pack.equality import assert_same_bits, numbers
 from torch import nn
 
 import shoal
-from shoal.pack import measure
-from shoal.pack.measure import Verdict
-from shoal.pack.stacked import apart
-from shoal.pack.stacked.rules import _registry
+from shoal.engine.rules import _per_member, _registry
+from shoal.engine.units import trials
+from shoal.engine.units.trials import Verdict
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def job(seed: int, width: int = 5, **changes: Any) -> shoal.Job:
 def test_no_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long job, that would be tried, and a verdict that says that stacking loses."""
     lost = Verdict(stacked=1.0, solo=0.1, ratio=0.1)
-    monkeypatch.setattr(measure, "verdict", lambda *_: lost)
+    monkeypatch.setattr(trials, "verdict", lambda *_: lost)
     pack = [job(seed, epochs=150) for seed in range(2)]
     assert {result.tier for result in shoal.train(pack, device="cpu")} == {"serial"}
     results = shoal.train(pack, device="cpu", deterministic=True)
@@ -94,14 +93,14 @@ def test_every_rule_says_whether_it_is_steady() -> None:
 
 def test_a_members_part_starts_an_allocation_of_its_own() -> None:
     x = torch.randn(3, 5, 7, requires_grad=True)
-    layout = apart.layout_of(torch.empty(5, 7).t().contiguous().t())
-    parts = apart.rows(x, layout)
+    layout = _per_member.layout_of(torch.empty(5, 7).t().contiguous().t())
+    parts = _per_member.rows(x, layout)
     assert all(part.data_ptr() % 64 == 0 and part.stride() == (1, 5) for part in parts)
     assert all(torch.equal(part, own) for part, own in zip(parts, x, strict=True))
-    apart.together([part * (place + 1) for place, part in enumerate(parts)]).sum().backward()
+    _per_member.together([part * (place + 1) for place, part in enumerate(parts)]).sum().backward()
     assert x.grad is not None and x.grad[:, 0, 0].tolist() == [1.0, 2.0, 3.0]
-    assert apart.layout_of(torch.empty(5, 1).expand(5, 7)) is None
-    assert apart.layout_of(torch.empty(9, 7)[::2]) is None
+    assert _per_member.layout_of(torch.empty(5, 1).expand(5, 7)) is None
+    assert _per_member.layout_of(torch.empty(9, 7)[::2]) is None
 
 
 def test_gradients_of_what_was_spread_are_summed_alike() -> None:
@@ -109,9 +108,9 @@ def test_gradients_of_what_was_spread_are_summed_alike() -> None:
     for dtype in (torch.float32, torch.float64):
         for members in (2, 7, 33):
             x = torch.ones(members, 1, 3, dtype=dtype, requires_grad=True)
-            wide = apart.spread(x, (13, 3))
+            wide = _per_member.spread(x, (13, 3))
             (as_one,) = torch.autograd.grad(wide, x, torch.full((), 1 / 13, dtype=dtype).expand(members, 13, 3))
             (written,) = torch.autograd.grad(
-                apart.spread(x, (13, 3)), x, torch.full((members, 13, 3), 1 / 13, dtype=dtype)
+                _per_member.spread(x, (13, 3)), x, torch.full((members, 13, 3), 1 / 13, dtype=dtype)
             )
             assert torch.equal(as_one, written) and as_one.unique().numel() == 1

@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.members import Member
-from shoal.pack.policy import Fifo, Policy, Priority, RoundRobin
-from shoal.pack.run import Run
-from shoal.pack.unit import Outcome
+from shoal.engine.members.member import Member
+from shoal.engine.planning.policy import Fifo, Policy, Priority, RoundRobin
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.engine.tiers.unit import Outcome
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
 
 CPU = torch.device("cpu")
 G = torch.Generator().manual_seed(5)

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.members import Member
-from shoal.pack.policy import Policy, RoundRobin
-from shoal.pack.run import Run
-from shoal.pack.stacked import transfer
+from shoal.engine.members.member import Member
+from shoal.engine.planning.policy import Policy, RoundRobin
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.engine.stack import transfer
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
+from shoal.reporting.events import Event
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 G = torch.Generator().manual_seed(5)

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack.evaluate import evaluate
-from shoal.pack.orders import deal
-from shoal.pack.recipe import Kitchen
-from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.unit import StackedUnit
+from shoal.engine.members.row_order import deal
+from shoal.engine.recipes.program import Program
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.tiers.evaluate import evaluate
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.preparation.checks import prepare
 
 N, D, C = 40, 5, 3
 X = torch.randn(N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from tests.pack.equality import assert_as_alone, numbers, reasons, train, whole
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack import state_walk
+from shoal.engine.python_state import state_walk
 
 X, Y = numbers(1, 20, 6), whole(2, 3, 20)
 MASKS: dict[int, Tensor] = {}

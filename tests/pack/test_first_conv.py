@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.stacked.rules import conv
+from shoal.engine.rules import _conv
 
 G = torch.Generator().manual_seed(0)
 Y = torch.randint(3, (22,), generator=G)
@@ -46,8 +46,8 @@ def test_equal_to_the_loop_and_the_same_bits_in_any_company(
 ) -> None:
     x = torch.randn(22, channels, 9, 8, generator=G, dtype=torch.float64)
     called = []
-    product = conv._as_product
-    monkeypatch.setattr(conv, "_as_product", lambda site: called.append(site) or product(site))
+    product = _conv._as_product
+    monkeypatch.setattr(_conv, "_as_product", lambda site: called.append(site) or product(site))
     jobs = [
         shoal.Job(model=lambda: Network(channels, settings), data=(x, Y), val=(x, Y), loss=F.cross_entropy,
                   batch_size=8, epochs=2, seed=seed, hparams={"lr": 0.01}, name=str(seed),

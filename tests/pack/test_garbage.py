@@ -11,22 +11,22 @@ import pytest
 from tests.pack.test_captured import job
 from tests.pack.test_captured_on_cpu import CPU, OnCpu, Seats
 
-from shoal.checks import prepare
-from shoal.pack import garbage
-from shoal.pack.captured.executor import CapturedExecutor
-from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.recipe import Kitchen
-from shoal.pack.ride import Ride
-from shoal.pack.run import Run
-from shoal.pack.turns import run
-from shoal.pack.unit import Outcome
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.runtime._turns import run
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.tiers.captured.executor import CapturedExecutor
+from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.tiers.unit import Outcome
+from shoal.preparation.checks import prepare
+from shoal.utils import garbage_collection
 
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
-    garbage.thaw()
+    garbage_collection.thaw()
     gc.unfreeze()
 
 
@@ -40,31 +40,31 @@ class Ring:
 def test_what_is_frozen_is_looked_at_by_our_own_collections_alone() -> None:
     ring = Ring()
     seen = weakref.ref(ring)
-    garbage.freeze()
+    garbage_collection.freeze()
     assert gc.get_freeze_count()
     del ring
     gc.collect()
     assert seen() is not None
-    garbage.collect()
+    garbage_collection.collect()
     assert seen() is None and gc.get_freeze_count(), "and the rest is frozen again"
-    garbage.thaw()
+    garbage_collection.thaw()
     assert not gc.get_freeze_count()
-    garbage.collect()
+    garbage_collection.collect()
     assert not gc.get_freeze_count()
 
 
 def test_what_has_just_become_garbage_is_not_frozen() -> None:
     seen = weakref.ref(Ring())
-    garbage.freeze()
+    garbage_collection.freeze()
     assert seen() is None
 
 
 def test_what_somebody_else_froze_is_left_alone() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    garbage.freeze()
-    garbage.collect()
-    garbage.thaw()
+    garbage_collection.freeze()
+    garbage_collection.collect()
+    garbage_collection.thaw()
     assert 0 < gc.get_freeze_count() <= before
 
 

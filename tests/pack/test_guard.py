@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board, beginning
-from shoal.pack.guard import run_guarded
-from shoal.pack.members import Member
-from shoal.pack.run import Run
-from shoal.runfolder import RunFolder
+from shoal.engine.members.member import Member
+from shoal.engine.runtime.guard import run_guarded
+from shoal.engine.runtime.planning_context import Board, beginning
+from shoal.engine.runtime.run import Run
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
+from shoal.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CPU = torch.device("cpu")

@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal import reference
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.captured.chunk import Chunk
-from shoal.pack.captured.unit import CapturedUnit
-from shoal.pack.members import Member
-from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.ride import Host, Ride
-from shoal.pack.run import Run
-from shoal.pack.stacked import transfer
-from shoal.pack.stacked.unit import StackedUnit
-from shoal.pack.turns import turn
-from shoal.pack.unit import Executor
+from shoal.engine.members.member import Member
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.runtime._turns import turn
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.stack import transfer
+from shoal.engine.tiers.captured.chunk import Chunk
+from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.tiers.unit import Executor
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
 from shoal.training import collect
 
 FITS: list[dict[str, Any]] = [

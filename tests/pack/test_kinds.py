@@ -17,20 +17,21 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack import learned, measure, plan
-from shoal.pack.group import group
-from shoal.pack.measure import Verdict
-from shoal.pack.members import Member
-from shoal.pack.planner import Curve, Device, Kinds, Request
-from shoal.pack.planner import plan as planner
-from shoal.pack.policy import Policy, Ticket
-from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.ride import Ride
-from shoal.pack.run import Run
-from shoal.pack.stacked.unit import StackedUnit
+from shoal.engine.members.member import Member
+from shoal.engine.planning import perf_cache
+from shoal.engine.planning.planner import Curve, Device, Kinds, Request
+from shoal.engine.planning.planner import plan as planner
+from shoal.engine.planning.policy import Policy, Ticket
+from shoal.engine.proof.group import group
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.units import build, trials
+from shoal.engine.units.trials import Verdict
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
+from shoal.reporting.events import Event
 
 CPU = torch.device("cpu")
 N, D, C = 45, 6, 3
@@ -109,7 +110,7 @@ def single() -> list[shoal.Job]:
 
 def test_all_of_them_are_one_unit_and_equal_the_reference_loop() -> None:
     jobs = mixed()
-    _, units, _ = plan.arrange(prepare(jobs, CPU))
+    _, units, _ = build.arrange(prepare(jobs, CPU))
     (unit,) = units
     assert isinstance(unit, StackedUnit) and len(unit.members) == len(jobs)
     assert len(unit.stack.optimizer.parts) == KINDS
@@ -138,7 +139,7 @@ def _fields(own: shoal.Job) -> dict[str, Any]:
 def test_networks_large_enough_for_the_fused_kernel() -> None:
     more = {"model": lambda: net(4096, torch.float32), "data": (X.float(), Y), "val": None, "epochs": None, "steps": 4}
     jobs = [job(i, **(CHANGES[i] | more)) for i in (0, 1, 3, 6, 10, 4)]
-    (unit,) = plan.arrange(prepare(jobs, CPU), timed=False)[1]
+    (unit,) = build.arrange(prepare(jobs, CPU), timed=False)[1]
     assert isinstance(unit, StackedUnit)
     assert any(any(getattr(part, "_fused", [])) for part in unit.stack.optimizer.parts)
     for ours, own in zip(train(jobs), jobs, strict=True):
@@ -265,20 +266,20 @@ def recipes(jobs: Sequence[shoal.Job]) -> list[Recipe]:
 
 def test_what_is_learned_is_learned_of_the_job_with_its_optimizer() -> None:
     own = recipes([job(0, **ADAM), job(1, **SGD), job(2, **ADAM, hparams={"lr": 0.3})])
-    assert len({learned.computation(recipe) for recipe in own}) == 1
-    adam, sgd, again = map(learned.digest, own)
+    assert len({perf_cache.computation(recipe) for recipe in own}) == 1
+    adam, sgd, again = map(perf_cache.digest, own)
     assert adam == again != sgd
 
 
 def test_the_tier_is_that_of_the_job_whatever_its_companions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(measure, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
 
     def trial(recipe: Recipe, *_: object) -> Verdict:
         return Verdict(1e-3, 1e-3, 0.5 if recipe.optimizer.kind is optim.SGD else 2.0)
 
-    monkeypatch.setattr(measure, "trial", trial)
-    long = {"epochs": None, "steps": measure.FEW_STEPS}
+    monkeypatch.setattr(trials, "trial", trial)
+    long = {"epochs": None, "steps": trials.FEW_STEPS}
     jobs = [job(0, **SGD, **long), job(1, **ADAM, **long), job(2, **SGD, **long), job(3, **RMS, **long), job(4, **SGD)]
     made = planned(jobs)
     assert made.tiers() == {0: "serial", 1: "stacked", 2: "serial", 3: "stacked", 4: "stacked"}

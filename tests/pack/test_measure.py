@@ -10,21 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack import learned, measure, plan
-from shoal.pack.measure import Verdict
-from shoal.pack.members import Member
-from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.stacked.rules import _product
+from shoal.engine.members.member import Member
+from shoal.engine.planning import perf_cache
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.rules import _product
+from shoal.engine.units import build, trials
+from shoal.engine.units.trials import Verdict
+from shoal.preparation.checks import prepare
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(measure, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
 
 
-def members(count: int = 3, steps: int = measure.FEW_STEPS) -> list[Member]:
+def members(count: int = 3, steps: int = trials.FEW_STEPS) -> list[Member]:
     g = torch.Generator().manual_seed(3)
     x, y = torch.randn(64, 8, generator=g), torch.randint(4, (64,), generator=g)
     made = [
@@ -54,7 +55,7 @@ def test_a_trial_disturbs_nothing() -> None:
     weights = [p.detach().clone() for p in member.model.parameters()]
     states = [g.get_state() for g in (member.rng, member.orders)]
     before = torch.get_rng_state()
-    found = measure.trial(*recipe(member))
+    found = trials.trial(*recipe(member))
     assert found.ratio > 0 and found.stacked > 0 and found.solo > 0
     assert all(torch.equal(a, b) for a, b in zip(weights, member.model.parameters(), strict=True))
     assert all(torch.equal(a, g.get_state()) for a, g in zip(states, (member.rng, member.orders), strict=True))
@@ -64,7 +65,7 @@ def test_a_trial_disturbs_nothing() -> None:
 def test_a_wrong_rule_is_seen_and_the_job_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _product.product
     monkeypatch.setattr(_product, "product", lambda a, b, bias=None: 1.1 * right(a, b, bias))
-    made, _, _ = plan.arrange(members())
+    made, _, _ = build.arrange(members())
     assert [part.tier for part in made.parts] == ["serial"] * 3
     assert "its own step does something else: the loss differs" in made.parts[0].reason
 
@@ -77,27 +78,27 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
         calls.append(1)
         return slow
 
-    monkeypatch.setattr(measure, "trial", trial)
+    monkeypatch.setattr(trials, "trial", trial)
     for _ in range(2):
-        made, _, _ = plan.arrange(members())
+        made, _, _ = build.arrange(members())
         assert {part.tier for part in made.parts} == {"serial"} and "0.50 times" in made.parts[0].reason
         assert made.parts[0].predicted["step_seconds"] == 1.0
-    monkeypatch.setattr(measure, "_verdicts", {})  # as in another process
-    plan.arrange(members())
+    monkeypatch.setattr(trials, "_verdicts", {})  # as in another process
+    build.arrange(members())
     assert len(calls) == 1
-    learned.cache_file().write_text('{"damaged')
-    monkeypatch.setattr(measure, "_verdicts", {})
-    plan.arrange(members())
-    assert len(calls) == 2 and measure._remembered(measure.digest(recipe(members(1)[0])[0])) == slow
+    perf_cache.cache_file().write_text('{"damaged')
+    monkeypatch.setattr(trials, "_verdicts", {})
+    build.arrange(members())
+    assert len(calls) == 2 and trials._remembered(trials.digest(recipe(members(1)[0])[0])) == slow
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1e-3, 1e-3, 1.0 if fast else 0.9))
-    short, long = members(2, steps=measure.FEW_STEPS - 1), members(2)
+    monkeypatch.setattr(trials, "trial", lambda *_: Verdict(1e-3, 1e-3, 1.0 if fast else 0.9))
+    short, long = members(2, steps=trials.FEW_STEPS - 1), members(2)
     long[0].index, long[1].index = 2, 3
     for chosen in (short, long, short + long, long[1:] + short[:1], long[:1], short[:1]):
-        made, _, _ = plan.arrange(list(chosen))
+        made, _, _ = build.arrange(list(chosen))
         tiers = {index: part.tier for part in made.parts for index in part.members}
         for index, tier in tiers.items():
             assert tier == ("stacked" if fast or index < 2 else "serial")
@@ -107,10 +108,10 @@ def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast
 def test_large_networks_must_gain_and_are_stacked_in_the_rows_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, ratio: float, tiers: list[str]
 ) -> None:
-    monkeypatch.setattr(measure, "trial", lambda *_: Verdict(1.0, 1.0, ratio))
-    made, _, _ = plan.arrange(members(6))
+    monkeypatch.setattr(trials, "trial", lambda *_: Verdict(1.0, 1.0, ratio))
+    made, _, _ = build.arrange(members(6))
     assert [part.tier for part in made.parts] == tiers
-    assert max(len(part.members) for part in made.parts) <= measure.LARGE_ROWS
+    assert max(len(part.members) for part in made.parts) <= trials.LARGE_ROWS
 
 
 def test_times_are_predicted_on_a_line_through_two_stacks() -> None:
@@ -128,14 +129,14 @@ def test_a_packs_own_size_is_tried_where_it_is_far_and_cheap(monkeypatch: pytest
         tried.append(rows)
         return 7e-3
 
-    monkeypatch.setattr(measure, "step_seconds", step_seconds)
+    monkeypatch.setattr(trials, "step_seconds", step_seconds)
     small = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
     for rows in (4, 12, 40, 40, 60):
-        measure.refine(own, kitchen, rows, small)
+        trials.refine(own, kitchen, rows, small)
     assert tried == [40], "once, and not for packs near one that is known"
-    curve = measure.seconds_curve(own, small)
+    curve = trials.seconds_curve(own, small)
     assert curve is not None and curve.at(40) == 7e-3
-    measure.refine(own, kitchen, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
+    trials.refine(own, kitchen, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
     assert tried == [40], "a step that takes long is not worth it"
 
 
@@ -143,8 +144,8 @@ def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     def trial(*_: object) -> Verdict:
         raise AssertionError("a trial")
 
-    monkeypatch.setattr(measure, "verdict", trial)
-    made, _, _ = plan.arrange(members(), timed=False)
+    monkeypatch.setattr(trials, "verdict", trial)
+    made, _, _ = build.arrange(members(), timed=False)
     assert [part.tier for part in made.parts] == ["stacked"]
 
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack import learned, memory, plan
-from shoal.pack.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
-from shoal.pack.planner import Curve
-from shoal.pack.recipe import Kitchen, Recipe
-from shoal.pack.stacked.flat import FlatUpdate
-from shoal.pack.stacked.unit import StackedUnit
+from shoal.engine.planning import memory, perf_cache
+from shoal.engine.planning.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
+from shoal.engine.planning.planner import Curve
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.stack._flat_state import FlatUpdate
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.units import build
+from shoal.preparation.checks import prepare
 
 X = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(64) % 4
@@ -75,13 +76,13 @@ def test_a_stack_grows_by_its_rows_and_a_member_alone_is_less() -> None:
 
 def test_predictions_follow_what_was_measured() -> None:
     own, _ = recipe()
-    key = learned.digest(own)
+    key = perf_cache.digest(own)
     cold = {rows: memory.predict_bytes(own, rows) for rows in (2, 8, 32)}
     assert cold[2] < cold[8] < cold[32]
-    learned.note(key, tier="stacked", rows=8, bytes=2 * cold[8])
+    perf_cache.note(key, tier="stacked", rows=8, bytes=2 * cold[8])
     assert memory.predict_bytes(own, 32) == pytest.approx(2 * cold[32], rel=0.01), "one point: its ratio"
-    learned.note(key, tier="stacked", rows=2, bytes=cold[2] + 1000)
-    learned.note(key, tier="stacked", rows=8, bytes=cold[8])
+    perf_cache.note(key, tier="stacked", rows=2, bytes=cold[2] + 1000)
+    perf_cache.note(key, tier="stacked", rows=8, bytes=cold[8])
     assert memory.predict_bytes(own, 8) == 2 * cold[8], "the high-water mark stays"
     assert memory.predict_bytes(own, 2) == cold[2] + 1000
     assert memory.predict_bytes(own, 5) == pytest.approx((cold[2] + 1000 + 2 * cold[8]) / 2, rel=0.01), "between them"
@@ -117,22 +118,22 @@ def test_arrange_keeps_within_a_budget_and_tiers_are_remembered() -> None:
     members = prepare(jobs, torch.device("cpu"))
     own = Kitchen().recipe(members[0])
     budget = memory.data_bytes(members) + memory.predict_bytes(own, 3) + 1
-    made, units, _ = plan.arrange(members, timed=False, budget=budget)
+    made, units, _ = build.arrange(members, timed=False, budget=budget)
     assert [part.members for part in made.parts] == [[0, 1, 2]] and len(units) == 1
     assert [w.index for w in made.waiting] == [3, 4, 5, 6, 7, 8]
-    again, units, _ = plan.arrange(members, timed=False, tiers={0: "serial", 1: "serial", 2: "stacked"})
+    again, units, _ = build.arrange(members, timed=False, tiers={0: "serial", 1: "serial", 2: "stacked"})
     assert again.tiers() == {0: "serial", 1: "serial"} | dict.fromkeys(range(2, 9), "stacked")
     assert "serial as in the run before" in again.parts[0].reason and len(units) == 3
 
 
 def test_what_a_waiting_job_should_take() -> None:
     own, kitchen = recipe()
-    (request,) = plan.requests(plan.group([own.member], kitchen))
-    seconds, size = plan.predicted(request)
+    (request,) = build.requests(build.group([own.member], kitchen))
+    seconds, size = build.predicted(request)
     assert seconds != seconds and size == memory.predict_bytes(own, 1)
-    learned.note(learned.digest(own), tier="stacked", rows=1, seconds=0.1)
-    (request,) = plan.requests(plan.group([own.member], kitchen))
-    assert plan.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
+    perf_cache.note(perf_cache.digest(own), tier="stacked", rows=1, seconds=0.1)
+    (request,) = build.requests(build.group([own.member], kitchen))
+    assert build.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
 
 
 def test_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack.board import Board
-from shoal.pack.members import Member
-from shoal.pack.planner import Part
-from shoal.pack.run import Run
-from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.stack import Stack
-from shoal.pack.stacked.unit import StackedUnit
-from shoal.pack.unit import Unit
+from shoal.engine.members.member import Member
+from shoal.engine.planning.planner import Part
+from shoal.engine.recipes.program import Program
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.tiers.unit import Unit
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
 
 G = torch.Generator().manual_seed(3)
 X, Y = torch.randn(40, 5, generator=G), torch.randint(3, (40,), generator=G)

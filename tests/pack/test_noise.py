@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.pack.captured import noise
-from shoal.pack.captured.noise import Noise
-from shoal.randomness import Draw, counter_draw, site_numbers
+from shoal.engine.tiers.captured import _random_masks
+from shoal.engine.tiers.captured._random_masks import Noise
+from shoal.utils.randomness import Draw, counter_draw, site_numbers
 
 SEEDS, COUNTS = torch.tensor([3, -1, 2**40 + 7]), torch.tensor([0, 5, 2**33])
 DRAWS = [
@@ -22,7 +22,7 @@ DRAWS = [
 
 @pytest.mark.parametrize("most", [1 << 22, 40, 0])
 def test_drawn_together_or_one_by_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "MOST_TOGETHER", most)
+    monkeypatch.setattr(_random_masks, "MOST_TOGETHER", most)
     found = Noise(DRAWS, 3, torch.device("cpu"))
     assert found._masks == {1 << 22: [0, 2, 4], 40: [0, 4], 0: []}[most]
     drawn = found.of(SEEDS, COUNTS)

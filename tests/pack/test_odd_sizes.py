@@ -12,9 +12,9 @@ from tests.pack.odd_sizes import KINDS, number, sizes
 from tests.pack.stacking import stacked_state
 from torch import Tensor, nn
 
-from shoal.pack.stacked.program import Program
-from shoal.pack.trace import trace
-from shoal.randomness import draw_members
+from shoal.engine.recipes.program import Program
+from shoal.engine.tracing.trace import trace
+from shoal.utils.randomness import draw_members
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ from torch.optim import SGD, lr_scheduler
 from torch.utils.data import Dataset
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack.board import Board
-from shoal.pack.run import Run
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
 from shoal.training import collect
 

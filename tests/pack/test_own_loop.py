@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import shoal
-from shoal.pack.stacked.handed import HandedStack
-from shoal.pack.stacked.program import Program
+from shoal.engine.recipes.program import Program
+from shoal.engine.tiers.stacked.given_batches import HandedStack
 
 D, C, TOLERANCE = 5, 3, 1e-9
 

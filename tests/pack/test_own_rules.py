@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.pack.stacked import rules
-from shoal.pack.stacked.rules import _registry
+from shoal.engine import rules
+from shoal.engine.rules import _registry
 
 aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ from tests.pack.stateful import KINDS, job
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.checks import prepare
-from shoal.durable import store
+from shoal.engine.members.member import Member
+from shoal.engine.runtime.clones import clone_of
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
 from shoal.errors import OutError, ShoalWarning
-from shoal.pack.board import Board
-from shoal.pack.clones import clone_of
-from shoal.pack.members import Member
-from shoal.pack.run import Run
+from shoal.preparation.checks import prepare
+from shoal.storage import _store
 
 CPU = torch.device("cpu")
 
@@ -57,13 +57,13 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
         if run.rides and run.rides[0].members and run.rides[0].unit.settled:
             run.rides[0].unit.write_back()
             files.append(tmp_path / str(len(files)))
-            store.save(files[-1], run.rides[0].members[0].state())
+            _store.save(files[-1], run.rides[0].members[0].state())
 
     assert_same(trained(prepared(kind), save), alone)
     assert len(files) > 5
     for file in (files[1], files[len(files) // 2], files[-2]):
         again = prepared(kind)
-        again.load_state(store.load(file))
+        again.load_state(_store.load(file))
         assert_same(trained(again), alone)
 
 

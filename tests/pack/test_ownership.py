@@ -15,7 +15,7 @@ from tests.pack.equality import assert_close, numbers
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.ownership import overlapping, spans
+from shoal.engine.members.ownership import overlapping, spans
 from shoal.reference import solo
 
 X, Y = numbers(1, 24, 6), numbers(2, 24, 1)

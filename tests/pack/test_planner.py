@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pack.planner import Curve, Device, Part, Plan, Request, cost, pays_after, plan, predictions, rows_within
+from shoal.engine.planning.planner import (
+    Curve,
+    Device,
+    Part,
+    Plan,
+    Request,
+    cost,
+    pays_after,
+    plan,
+    predictions,
+    rows_within,
+)
 
 TIERS = st.sampled_from(["stacked", "serial", "streams"])
 COSTS = st.builds(Curve.line, st.integers(0, 50).map(float), st.integers(0, 50).map(float))

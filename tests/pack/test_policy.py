@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import JobError
-from shoal.pack.policy import (
+from shoal.engine.planning.policy import (
     POLICIES,
     FairShare,
     Fifo,
@@ -22,6 +21,7 @@ from shoal.pack.policy import (
     Ticket,
     policy_for,
 )
+from shoal.errors import JobError
 from shoal.testing import Load, Moment, check_moments, check_policy, simulate
 
 SLICE = 3.0

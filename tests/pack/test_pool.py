@@ -11,7 +11,7 @@ from tests.pack.layers import INPUTS
 from tests.pack.test_layers import jobs
 from torch import nn
 
-from shoal.pack.stacked.rules.conv import MaxPool2d
+from shoal.engine.rules._conv import MaxPool2d
 
 aten = torch.ops.aten
 

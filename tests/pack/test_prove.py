@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.checks import prepare
-from shoal.pack import memory, patches, prove, trace
-from shoal.pack.group import Group, group
-from shoal.pack.observe import Observed, difference
-from shoal.pack.recipe import Kitchen
-from shoal.pack.stacked.rules import _product, _registry
-from shoal.pack.stacked.site import per_member
+from shoal.engine.planning import memory
+from shoal.engine.proof import training
+from shoal.engine.proof._observed import Observed, difference
+from shoal.engine.proof.group import Group, group
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.rules import _product, _registry
+from shoal.engine.rules.op_context import per_member
+from shoal.engine.tracing import patches, trace
+from shoal.preparation.checks import prepare
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(22, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -250,13 +252,13 @@ def test_one_proof_for_a_kind() -> None:
 
 def test_the_most_distant_members_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[float]] = []
-    compare = prove._compare_steps
+    compare = training._compare_steps
 
     def spy(rows: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append([case.subject.member.model.drop.p for case in rows])
         return compare(rows, *args, **kwargs)
 
-    monkeypatch.setattr(prove, "_compare_steps", spy)
+    monkeypatch.setattr(training, "_compare_steps", spy)
     rates = (0.3, 0.25, 0.01, 0.6, 0.4)
     pack = [shoal.Job(model=lambda p=p: Net(p), data=(X, Y), step=plain, epochs=1, name=str(p)) for p in rates]
     assert reason(pack) == ""

@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.pack.places import say
-from shoal.pack.python_state import PythonState, preserved
-from shoal.pack.user_code import is_library_class, is_library_function, is_library_module
+from shoal.engine.python_state.places import say
+from shoal.engine.python_state.preserve import PythonState, preserved
+from shoal.engine.python_state.user_code import is_library_class, is_library_function, is_library_module
 
 LOGGER = logging.getLogger("a logger of the user's")
 BETA = 0.0

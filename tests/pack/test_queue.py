@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.planning.policy import FairShare, Fifo, Policy, Priority, RoundRobin, ShortestFirst, Ticket
+from shoal.engine.planning.queue import Admission, admit, ranked
 from shoal.errors import JobError
-from shoal.pack.policy import FairShare, Fifo, Policy, Priority, RoundRobin, ShortestFirst, Ticket
-from shoal.pack.queue import Admission, admit, ranked
 
 NOW = 100.0
 Fits = Callable[[list[Ticket]], bool]
@@ -195,5 +195,5 @@ def test_a_policy_that_loses_tickets_is_told() -> None:
 
 
 def test_no_torch() -> None:
-    script = "import sys, shoal.testing, shoal.pack.queue; assert not {'torch', 'numpy'} & set(sys.modules)"
+    script = "import sys, shoal.testing, shoal.engine.planning.queue; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.pack.stacked.rules._lstm import Columns, Rows
+from shoal.engine.rules._lstm import Columns, Rows
 
 M, T, D, H = 3, 5, 6, 7
 """Members, steps, width of the input, width of the state: nothing fills a vector to its end."""

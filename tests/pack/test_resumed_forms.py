@@ -14,13 +14,13 @@ from tests.pack.test_choose import X, Y, mlp
 from torch import nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.durable import atomic
-from shoal.pack.board import Board, as_trained
-from shoal.pack.captured.arrange import arrange
-from shoal.pack.group import group
-from shoal.pack.members import Member
-from shoal.pack.recipe import Kitchen
+from shoal.engine.members.member import Member
+from shoal.engine.proof.group import group
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.runtime.planning_context import Board, as_trained
+from shoal.engine.units.arrange import arrange
+from shoal.preparation.checks import prepare
+from shoal.storage import _atomic
 
 tried = test_choose.tried
 
@@ -138,9 +138,9 @@ def test_on_a_gpu_a_resumed_run_has_its_forms_again(form: str, tmp_path: Path, m
 
     with pytest.raises(KeyboardInterrupt):
         shoal.train(own(4000), device="cuda", out=tmp_path, compile=False, callbacks=[stop])
-    kept = atomic.read_sealed(tmp_path / "plan.json")
+    kept = _atomic.read_sealed(tmp_path / "plan.json")
     assert set(kept["plan"]["tiers"].values()) <= {"stacked", "streams"}
-    atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
+    _atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
     for path in (tmp_path / "members").glob("*/*.safetensors"):
         retiered(path, form)
     results = shoal.train(own(4000), device="cuda", out=tmp_path, compile=False)
@@ -150,7 +150,7 @@ def test_on_a_gpu_a_resumed_run_has_its_forms_again(form: str, tmp_path: Path, m
 
 def retiered(path: Path, tier: str) -> None:
     """The same checkpoint, of a member that was trained in this tier."""
-    from shoal.durable import store
+    from shoal.storage import _store
 
-    state, notes = store.read(path)
-    store.save(path, state | {"tier": tier}, notes)
+    state, notes = _store.read(path)
+    _store.save(path, state | {"tier": tier}, notes)

@@ -13,10 +13,10 @@ from tests.pack.stacking import Stacked, assert_stacks, distance, gradients, sta
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.stacked.program import Program
-from shoal.pack.stacked.site import NotStackable
-from shoal.pack.trace import trace
-from shoal.randomness import draw_members
+from shoal.engine.recipes.program import Program
+from shoal.engine.rules.op_context import NotStackable
+from shoal.engine.tracing.trace import trace
+from shoal.utils.randomness import draw_members
 
 Q, K, V = numbers(1, 2, 3, 4, 8), numbers(2, 2, 3, 5, 8), numbers(3, 2, 3, 5, 7)
 BLIND = torch.ones(4, 5, dtype=torch.bool).index_fill(0, torch.tensor([1]), False)

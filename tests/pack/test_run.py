@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import shoal
-from shoal.checks import prepare
+from shoal.engine.members.member import Member
+from shoal.engine.members.row_order import deal
+from shoal.engine.runtime._turns import run
+from shoal.engine.tiers.serial import SerialUnit, serial_units
+from shoal.engine.tiers.unit import Unit
 from shoal.errors import MemberError
-from shoal.pack.members import Member
-from shoal.pack.orders import deal
-from shoal.pack.serial import SerialUnit, serial_units
-from shoal.pack.turns import run
-from shoal.pack.unit import Unit
+from shoal.preparation.checks import prepare
 from shoal.training import collect
 
 N, D, C = 37, 6, 3

@@ -10,10 +10,10 @@ from tests.pack.layers import INPUTS
 from tests.pack.test_layers import jobs
 from torch import Tensor, nn
 
-from shoal.checks import prepare
-from shoal.pack.recipe import Kitchen
-from shoal.pack.stacked.rules import shape
-from shoal.pack.stacked.unit import StackedUnit
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.rules import _shape
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.preparation.checks import prepare
 
 
 class Parts(nn.Module):
@@ -49,7 +49,7 @@ def test_nothing_is_kept_and_gradients_are_joined_once() -> None:
     unit = StackedUnit([kitchen.recipe(member) for member in members], kitchen)
     x, y = torch.randn(2, 8, 6, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.long)
     (losses, _), _ = unit.program(8, [True, True])(unit.stack.state, [x, y], lambda _: x)
-    assert not shape._PARTS
+    assert not _shape._PARTS
     found: set[Any] = set()
     pending: list[Any] = [losses.grad_fn]
     while pending:

@@ -14,8 +14,8 @@ from tests.pack.stacking import Stacked, assert_stacks
 from torch import Tensor, nn
 
 import shoal
-from shoal.pack.stacked.rules import _registry
-from shoal.pack.stacked.site import NotStackable
+from shoal.engine.rules import _registry
+from shoal.engine.rules.op_context import NotStackable
 
 aten = torch.ops.aten
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.pack.times import collected, timed
+from shoal.utils.set_up_times import collected, timed
 
 
 def test_what_is_inside_something_else_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0, 5.0, 6.0, 10.0, 10.5])  # outer, inner, its end, outer's end, inner again, its end
-    monkeypatch.setattr("shoal.pack.times.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("shoal.utils.set_up_times.perf_counter", lambda: next(clock))
     with collected() as times:
         with timed("outer") as outer, timed("inner"):
             pass

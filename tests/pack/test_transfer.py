@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.pack.stacked import transfer
+from shoal.engine.stack import transfer
 
 CPU = torch.device("cpu")
 G = torch.Generator().manual_seed(3)

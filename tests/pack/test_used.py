@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.pack.trace import trace
-from shoal.pack.used import _used_params
+from shoal.engine.tracing.params_with_grad import _used_params
+from shoal.engine.tracing.trace import trace
 
 
 class Network(nn.Module):

@@ -20,13 +20,13 @@ from tests.pack.test_captured_on_cpu import Seats
 from torch import Tensor, nn
 
 import shoal
-from shoal.callbacks import Callbacks
-from shoal.checks import prepare
 from shoal.data import dataset
-from shoal.pack import renewal
-from shoal.pack.recipe import Kitchen
-from shoal.pack.run import Run
-from shoal.pack.watch import Watch
+from shoal.engine.python_state.watch import Watch
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.runtime import _renewal
+from shoal.engine.runtime.run import Run
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callbacks
 from shoal.training import collect
 
 X, Y = numbers(1, 24, 6), numbers(2, 24, 1)
@@ -285,7 +285,7 @@ def test_a_change_that_makes_no_difference_moves_nobody() -> None:
 
 
 def test_a_value_that_changes_too_often_costs_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "MOST_CHANGES", 2)
+    monkeypatch.setattr(_renewal, "MOST_CHANGES", 2)
     way, put = in_a_closure()
     pack = jobs(way, epochs=9, batch_size=24)
     expected = []

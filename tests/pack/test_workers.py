@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.checks import prepare
-from shoal.events import Event
-from shoal.pack import forking, workers
-from shoal.pack.board import Board
-from shoal.pack.members import Member
-from shoal.pack.run import Run
+from shoal.engine.members.member import Member
+from shoal.engine.runtime import forking, workers
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.run import Run
+from shoal.preparation.checks import prepare
+from shoal.reporting.events import Event
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.reproduce import ist, ist_report, namespaces
-from shoal.reproduce.datasets import load
-from shoal.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, Scene, Setting
+from shoal.evidence.reproduce import ist, ist_report, namespaces
+from shoal.evidence.reproduce.datasets import load
+from shoal.evidence.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, Scene, Setting
 
 SCENE = Scene(data=load(), width=32, batch=32, steps=8)
 
@@ -78,7 +78,7 @@ def test_the_whole_comparison(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(namespaces.missing() is not None, reason="needs root, ip and tc")
 def test_over_links_the_network_is_the_same() -> None:
-    from shoal.reproduce.ist_links import over_links
+    from shoal.evidence.reproduce.ist_links import over_links
 
     setting = Setting(method=IST, window=4, rate=0.05, steps=8)
     here = ist.trained(SCENE, setting, 0, look_every=4)

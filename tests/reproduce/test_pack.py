@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.bench.memory import Memory
-from shoal.bench.run import Outcome
-from shoal.bench.stamp import stamp
 from shoal.cli.app import main
-from shoal.reproduce.pack import bars, line, scale, table
-from shoal.reproduce.picture import draw
+from shoal.evidence.bench.memory import Memory
+from shoal.evidence.bench.run import Outcome
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.pack import bars, line, scale, table
+from shoal.evidence.reproduce.picture import draw
 
 
 def found(ratio: float | None) -> list[Outcome]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.bench.stamp import stamp
 from shoal.cli.app import main
-from shoal.reproduce.datasets import load
-from shoal.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, network, table
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.datasets import load
+from shoal.evidence.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, network, table
 
 
 def test_the_networks_are_those_of_the_table() -> None:

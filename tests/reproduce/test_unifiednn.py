@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.bench.stamp import stamp
 from shoal.cli.app import main
-from shoal.reproduce.digits import NETWORKS, User, accuracy, jobs, load, users, vanilla
-from shoal.reproduce.unifiednn import PUBLISHED, bars, saved, table
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.digits import NETWORKS, User, accuracy, jobs, load, users, vanilla
+from shoal.evidence.reproduce.unifiednn import PUBLISHED, bars, saved, table
 
 
 def test_the_vanilla_loop_is_the_reference_loop() -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from shoal import Job
 from shoal.results import Result
-from shoal.split.averaging import DataParallel, LocalSGD
-from shoal.split.crews import Serial
-from shoal.split.ist import IST
-from shoal.split.method import Method
-from shoal.split.packed import Packed
-from shoal.split.parts import Outcome, Slice, Task
-from shoal.split.rounds import train_split
-from shoal.split.state import State, disjoint, merge_
+from shoal.split.core.method import Method
+from shoal.split.core.parts import Outcome, Slice, Task
+from shoal.split.core.state import State, disjoint, merge_
+from shoal.split.executors.executors import Serial
+from shoal.split.executors.packed import Packed
+from shoal.split.methods.averaging import DataParallel, LocalSGD
+from shoal.split.methods.ist import IST
+from shoal.split.trainer import train_split
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

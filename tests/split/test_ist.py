@@ -15,15 +15,16 @@ from tests.split.test_trainer import Watched, plain_loop
 from torch import nn
 
 import shoal
+from shoal.engine.members.member import seeded
+from shoal.engine.members.ownership import build_model
 from shoal.errors import SplitError
-from shoal.pack.members import build_model, seeded
-from shoal.split.crews import Serial
-from shoal.split.ist import IST
-from shoal.split.method import Worker
-from shoal.split.renorm import renormalise
-from shoal.split.rounds import train_split
-from shoal.split.state import State
+from shoal.split.core.method import Worker
+from shoal.split.core.state import State
+from shoal.split.executors.executors import Serial
+from shoal.split.methods.ist import IST
+from shoal.split.methods.renorm import renormalise
 from shoal.split.subnets.alternate import neighbours
+from shoal.split.trainer import train_split
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_normalisation_is_estimated_from_training_rows() -> None:
     momentum = model[1].momentum  # type: ignore[index]
     assert renormalise(job, model, method.data) == 1
     with torch.no_grad():
-        order = shoal.split.reading.Reading(job, 90).order(0)
+        order = shoal.split.core.reading.Reading(job, 90).order(0)
         hidden = [model[0](job.data[0][rows]) for rows in torch.split(order, 8)]  # type: ignore[index]
     mean = sum(h.mean(0) for h in hidden) / len(hidden)
     assert torch.allclose(model[1].running_mean, mean)  # type: ignore[index]

@@ -8,9 +8,9 @@ from tests.split.networks import make_job, mlp
 from torch import Tensor, nn
 
 import shoal
-from shoal.split.averaging import LocalSGD
-from shoal.split.parts import Slice
-from shoal.split.state import merge_
+from shoal.split.core.parts import Slice
+from shoal.split.core.state import merge_
+from shoal.split.methods.averaging import LocalSGD
 
 
 class Frozen(nn.Module):

@@ -14,12 +14,12 @@ from tests.split.networks import distance, make_job, mlp, rows
 from torch import nn
 
 import shoal
+from shoal.engine.recipes.program import Program
 from shoal.errors import ShoalWarning, SplitError
-from shoal.pack.stacked.program import Program
-from shoal.split.averaging import LocalSGD
-from shoal.split.ist import IST
-from shoal.split.packed import Packed
-from shoal.split.rounds import train_split
+from shoal.split.executors.packed import Packed
+from shoal.split.methods.averaging import LocalSGD
+from shoal.split.methods.ist import IST
+from shoal.split.trainer import train_split
 
 TOLERANCE = 1e-9
 
@@ -93,7 +93,7 @@ def test_widths_that_do_not_divide_ride_in_groups_of_equal_shape() -> None:
 
 def test_a_part_that_diverges_in_a_pack_is_left_out_and_rides_again() -> None:
     x, y = rows(60)
-    bad = set(shoal.split.reading.Reading(make_job(data=(x, y)), 60, (1, 3)).order(0)[:8].tolist())
+    bad = set(shoal.split.core.reading.Reading(make_job(data=(x, y)), 60, (1, 3)).order(0)[:8].tolist())
     weight = torch.ones(60, dtype=torch.float64)
     weight[list(bad)] = float("inf")
 

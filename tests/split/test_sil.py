@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from shoal import Job
 from shoal.errors import SplitError
-from shoal.split.apart import Sil
-from shoal.split.labels import Labels, nearest
-from shoal.split.local import carry_out
-from shoal.split.method import Worker
-from shoal.split.parts import Part, Task
+from shoal.split.core.method import Worker
+from shoal.split.core.parts import Part, Task
+from shoal.split.core.state import State, tensors_of
+from shoal.split.executors.local import carry_out
+from shoal.split.methods.labels import Labels, nearest
+from shoal.split.methods.sil_method import Sil
 from shoal.split.sil import SilReport, costs, sil
-from shoal.split.state import State, tensors_of
 
 
 def blobs(rows: int = 96, features: int = 6, classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:

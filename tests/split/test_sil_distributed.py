@@ -9,8 +9,8 @@ from torch import nn
 
 from shoal import Job
 from shoal.split import Serial, train_split
-from shoal.split.apart import Sil
-from shoal.split.labels import Labels
+from shoal.split.methods.labels import Labels
+from shoal.split.methods.sil_method import Sil
 from shoal.split.net.launch import local_crew
 from shoal.split.sil import report
 

@@ -7,9 +7,9 @@ from tests.split.networks import make_job
 
 import shoal
 from shoal.split import DataParallel
-from shoal.split.advice import advise
-from shoal.split.apart import Sil
-from shoal.split.net.probe import LinkSpeed
+from shoal.split.methods.sil_method import Sil
+from shoal.split.net._advice import advise
+from shoal.split.net._probe import LinkSpeed
 
 
 def test_losses_that_are_not_finite_come_with_advice() -> None:

@@ -14,15 +14,16 @@ from torch import nn
 
 import shoal
 from shoal import Job
+from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.members.ownership import build_model
 from shoal.errors import JobError, SplitError
-from shoal.pack.members import build_model, make_optimizer, seeded
-from shoal.split.averaging import DataParallel, LocalSGD
-from shoal.split.checks import checked
-from shoal.split.crews import Serial
-from shoal.split.method import Worker
-from shoal.split.parts import Outcome, Task
-from shoal.split.reading import Reading
-from shoal.split.rounds import train_split
+from shoal.split.core.checks import checked
+from shoal.split.core.method import Worker
+from shoal.split.core.parts import Outcome, Task
+from shoal.split.core.reading import Reading
+from shoal.split.executors.executors import Serial
+from shoal.split.methods.averaging import DataParallel, LocalSGD
+from shoal.split.trainer import train_split
 
 
 def plain_loop(job: Job, steps: int) -> nn.Module:

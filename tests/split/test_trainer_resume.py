@@ -15,12 +15,12 @@ import shoal
 from shoal import Job
 from shoal.errors import OutError, ShoalWarning
 from shoal.results import Result
-from shoal.split.averaging import DataParallel, LocalSGD
-from shoal.split.crews import Serial
-from shoal.split.ist import IST
-from shoal.split.method import Method
-from shoal.split.parts import Outcome, Task
-from shoal.split.rounds import train_split
+from shoal.split.core.method import Method
+from shoal.split.core.parts import Outcome, Task
+from shoal.split.executors.executors import Serial
+from shoal.split.methods.averaging import DataParallel, LocalSGD
+from shoal.split.methods.ist import IST
+from shoal.split.trainer import train_split
 
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "hparams": {"lr": 0.01}}
 

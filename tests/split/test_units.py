@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.split.drawn import Drawn, networks
 from torch import Tensor, nn
 
+from shoal.split.subnets._record import named_state
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
-from shoal.split.subnets.record import named_state
 from shoal.split.subnets.units import Units, find_units
 
 SHARES = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)

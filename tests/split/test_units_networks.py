@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import SplitError
 from shoal.models import CNN, GPT, MLP, Encoder, LSTMClassifier, ResNet18
-from shoal.split.subnets.check import Probe
+from shoal.split.subnets._check import Probe
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units, find_units

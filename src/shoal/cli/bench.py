@@ -40,12 +40,12 @@ def bench(
     """
     from rich.console import Console
 
-    from shoal.bench.report import plot as draw
-    from shoal.bench.report import table, text, write
-    from shoal.bench.run import Settings
-    from shoal.bench.run import bench as measure
-    from shoal.bench.titles import TITLES
-    from shoal.bench.workloads import Spec
+    from shoal.evidence.bench.report import plot as draw
+    from shoal.evidence.bench.report import table, text, write
+    from shoal.evidence.bench.run import Settings
+    from shoal.evidence.bench.run import bench as measure
+    from shoal.evidence.bench.titles import TITLES
+    from shoal.evidence.bench.workloads import Spec
 
     ready(out)
     picture_ready(plot)

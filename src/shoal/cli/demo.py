@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from shoal.demo.compare import Comparison
+    from shoal.evidence.demo.compare import Comparison
 
 CHECK_SHARE = 0.15
 """Of `--longest`: seconds to spend on training alone in float64."""
@@ -37,7 +37,7 @@ def demo(
     from rich.console import Console
 
     from shoal.cli.files import picture_ready
-    from shoal.demo.compare import compare, draw
+    from shoal.evidence.demo.compare import compare, draw
 
     picture_ready(picture)
     console = Console(quiet=as_json)
@@ -79,7 +79,7 @@ TITLES = {"alone": "alone, one after the other", "packed": "packed, all together
 def _run(way: str, folder: Path, longest: float, progress: "Progress") -> dict[str, Any]:
     """Run one way in a child process, moving its bar; what it found."""
     bar = progress.add_task(TITLES[way], total=None)
-    command = [sys.executable, "-m", "shoal.demo.worker", way, str(folder), str(longest)]
+    command = [sys.executable, "-m", "shoal.evidence.demo.worker", way, str(folder), str(longest)]
     result: dict[str, Any] | None = None
     with (
         (folder / "errors").open("w+") as errors,

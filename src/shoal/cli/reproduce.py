@@ -28,8 +28,8 @@ def _tell(
     result: dict[str, Any], table: Callable[[dict[str, Any], Any], None], out: Path | None, as_json: bool
 ) -> None:
     """The numbers: into a file, and on the screen as JSON or as a table."""
-    from shoal.bench.report import text, write
     from shoal.cli.bench import wide_console
+    from shoal.evidence.bench.report import text, write
 
     if out is not None:
         write(result, out)
@@ -59,10 +59,10 @@ def unifiednn(
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
     from rich.console import Console
 
-    from shoal.bench.report import heading
     from shoal.cli.bench import pick_device
-    from shoal.reproduce import unifiednn as paper
-    from shoal.reproduce.picture import draw
+    from shoal.evidence.bench.report import heading
+    from shoal.evidence.reproduce import unifiednn as paper
+    from shoal.evidence.reproduce.picture import draw
 
     ready(out)
     picture_ready(plot)
@@ -100,11 +100,11 @@ def pack(
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
     from rich.console import Console
 
-    from shoal.bench.report import heading
-    from shoal.bench.run import Settings
     from shoal.cli.bench import pick_device, pick_precision, quick_settings
-    from shoal.reproduce import pack as paper
-    from shoal.reproduce.picture import draw
+    from shoal.evidence.bench.report import heading
+    from shoal.evidence.bench.run import Settings
+    from shoal.evidence.reproduce import pack as paper
+    from shoal.evidence.reproduce.picture import draw
 
     ready(out)
     picture_ready(plot)
@@ -149,10 +149,10 @@ def sil(
     """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
     from rich.console import Console
 
-    from shoal.bench.report import heading
     from shoal.cli.bench import pick_device
-    from shoal.reproduce import sil as paper
-    from shoal.reproduce.picture import draw
+    from shoal.evidence.bench.report import heading
+    from shoal.evidence.reproduce import sil as paper
+    from shoal.evidence.reproduce.picture import draw
 
     ready(out)
     picture_ready(plot)
@@ -194,9 +194,9 @@ def ist(
     from rich.console import Console
 
     from shoal.cli.bench import pick_device
-    from shoal.reproduce import ist_report as paper
-    from shoal.reproduce.datasets import load
-    from shoal.reproduce.ist import Scene, windows_of
+    from shoal.evidence.reproduce import ist_report as paper
+    from shoal.evidence.reproduce.datasets import load
+    from shoal.evidence.reproduce.ist import Scene, windows_of
 
     ready(out)
     picture_ready(plot)

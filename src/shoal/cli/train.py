@@ -76,12 +76,12 @@ def train(
 
 def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results":
     import shoal
-    from shoal.events import JsonLines
+    from shoal.reporting.events import JsonLines
 
     settings.setdefault("progress", not as_json)
     folder = settings.pop("tensorboard", None)
     if folder is not None:
-        from shoal.tensorboard import TensorBoard
+        from shoal.reporting.tensorboard import TensorBoard
 
         settings["callbacks"] = [TensorBoard(folder)]
     if as_json:

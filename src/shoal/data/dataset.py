@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shoal.data.items import Items, same
+from shoal.data._items import Items, same
 from shoal.data.source import Source, as_bytes
 from shoal.errors import JobError, describe
 

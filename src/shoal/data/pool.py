@@ -17,7 +17,7 @@ from shoal.data.dataset import DatasetSource, check_dataset, materialise
 from shoal.data.rows import Rows
 from shoal.data.source import Source, TensorSource, is_tensors, parts, tensor_leaves
 from shoal.errors import JobError
-from shoal.plain import tensor_of
+from shoal.utils.numpy_values import tensor_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

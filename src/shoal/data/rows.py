@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import JobError
-from shoal.plain import tensor_of
+from shoal.utils.numpy_values import tensor_of
 
 
 class Rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import JobError
-from shoal.plain import tensor_of
+from shoal.utils.numpy_values import tensor_of
 
 
 class Source(ABC):

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobError
-from shoal.jobfile.tree import Node, Problems, too_large
+from shoal.jobfile._tree import Node, Problems, too_large
 
 if TYPE_CHECKING:
-    from shoal.job import Job
-    from shoal.jobfile.places import Places
+    from shoal.jobfile._places import Places
+    from shoal.jobs.job import Job
 
 SUFFIXES = (".toml", ".yaml", ".yml")
 MOST_BYTES = 4_000_000
 MOST_LINES = 20
 """Mistakes that are told at once."""
 QUOTED = re.compile(r"job ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"): (.*)")
-"""A line about a job, as `shoal.checks` writes it."""
+"""A line about a job, as `shoal.preparation.checks` writes it."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -74,14 +74,14 @@ def load(path: str | os.PathLike[str]) -> JobFile:
     for node in too_large(root):
         problems.add(node, "a whole number has more than 64 bits; use a smaller one")
     problems.stop_if_any()
-    from shoal.jobfile import blocks
-    from shoal.jobfile.build import Builder
-    from shoal.jobfile.settings import settings
+    from shoal.jobfile import _blocks
+    from shoal.jobfile._build import Builder
+    from shoal.jobfile._settings import settings
 
     folder = Path(told).resolve().parent
     chosen = settings(root, folder, problems)
     try:
-        found = blocks.cases(root, problems)
+        found = _blocks.cases(root, problems)
         builder = Builder(folder, problems)
         jobs = [job for case in found for job in builder.jobs(case)]
         problems.stop_if_any()
@@ -126,11 +126,11 @@ def _tree(told: str, text: str, problems: Problems) -> Node:
     if not text.strip():
         raise problems.one(1, "the file is empty; it needs model, data, loss and epochs at least")
     if told.lower().endswith(".toml"):
-        from shoal.jobfile import from_toml
+        from shoal.jobfile import _from_toml
 
-        return from_toml.read(text, problems)
+        return _from_toml.read(text, problems)
     if told.lower().endswith(SUFFIXES):
-        from shoal.jobfile import from_yaml
+        from shoal.jobfile import _from_yaml
 
-        return from_yaml.read(text, problems)
+        return _from_yaml.read(text, problems)
     raise JobError(f"{told}: a job file ends in .toml, .yaml or .yml; rename it")

@@ -11,32 +11,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.split.averaging import DataParallel as DataParallel
-    from shoal.split.averaging import LocalSGD as LocalSGD
-    from shoal.split.crews import Serial as Serial
-    from shoal.split.ist import IST as IST
-    from shoal.split.packed import Packed as Packed
-    from shoal.split.report import SplitReport as SplitReport
-    from shoal.split.rounds import train_split as train_split
-    from shoal.split.runs import data_parallel as data_parallel
-    from shoal.split.runs import ist as ist
-    from shoal.split.runs import local_sgd as local_sgd
+    from shoal.split.api import data_parallel as data_parallel
+    from shoal.split.api import ist as ist
+    from shoal.split.api import local_sgd as local_sgd
+    from shoal.split.core.report import SplitReport as SplitReport
+    from shoal.split.core.state import State as State
+    from shoal.split.executors.executors import Serial as Serial
+    from shoal.split.executors.packed import Packed as Packed
+    from shoal.split.methods.averaging import DataParallel as DataParallel
+    from shoal.split.methods.averaging import LocalSGD as LocalSGD
+    from shoal.split.methods.ist import IST as IST
     from shoal.split.sil import sil as sil
-    from shoal.split.state import State as State
+    from shoal.split.trainer import train_split as train_split
 
 _HOME = {
-    "DataParallel": "shoal.split.averaging",
-    "IST": "shoal.split.ist",
-    "LocalSGD": "shoal.split.averaging",
-    "Packed": "shoal.split.packed",
-    "Serial": "shoal.split.crews",
-    "SplitReport": "shoal.split.report",
-    "State": "shoal.split.state",
-    "data_parallel": "shoal.split.runs",
-    "ist": "shoal.split.runs",
-    "local_sgd": "shoal.split.runs",
+    "DataParallel": "shoal.split.methods.averaging",
+    "IST": "shoal.split.methods.ist",
+    "LocalSGD": "shoal.split.methods.averaging",
+    "Packed": "shoal.split.executors.packed",
+    "Serial": "shoal.split.executors.executors",
+    "SplitReport": "shoal.split.core.report",
+    "State": "shoal.split.core.state",
+    "data_parallel": "shoal.split.api",
+    "ist": "shoal.split.api",
+    "local_sgd": "shoal.split.api",
     "sil": "shoal.split.sil",
-    "train_split": "shoal.split.rounds",
+    "train_split": "shoal.split.trainer",
 }
 
 __all__ = sorted(_HOME)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.pool import batch_rows
-from shoal.job import Job
-from shoal.pack.members import evaluating, run_step
+from shoal.engine.members.member import evaluating, run_step
+from shoal.jobs.job import Job
 from shoal.results import Result
-from shoal.split.apart import WHOLE, Sil, view_of
-from shoal.split.checks import checked
-from shoal.split.costs import Cost, measure
-from shoal.split.heads import WithHead
-from shoal.split.labels import Distribution, Labels, Layout, nearest
-from shoal.split.parts import Part
-from shoal.split.report import SplitReport, moments_per_weight
-from shoal.split.runs import Tier, run_here
-from shoal.tables import size
+from shoal.split.api import Tier, run_here
+from shoal.split.core.checks import checked
+from shoal.split.core.parts import Part
+from shoal.split.core.report import SplitReport, moments_per_weight
+from shoal.split.methods.costs import Cost, measure
+from shoal.split.methods.heads import WithHead
+from shoal.split.methods.labels import Distribution, Labels, Layout, nearest
+from shoal.split.methods.sil_method import WHOLE, Sil, view_of
+from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
 """A part's own accuracy that is poor; what a later part must add; what joining may lose."""

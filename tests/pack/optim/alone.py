@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.pack.optim import Columns, Rule, merge_flags, rule_for, split_hparams
+from shoal.engine.optim import Columns, Rule, merge_flags, rule_for, split_hparams
 
 SHAPES = [(3, 4), (5,), ()]
 """What one member's parameters look like: a matrix, a vector, a scalar."""
@@ -190,7 +190,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def assert_same(stacked: Stacked, members: list[Alone], tolerance: float) -> None:
     """Weights and every entry of the state, names and dtypes included."""
-    from shoal.pack.optim import to_torch_state
+    from shoal.engine.optim import to_torch_state
 
     for slot, member in enumerate(members):
         numbers = stacked.columns.row(slot)[0]

@@ -11,7 +11,7 @@ from tests.pack.optim.alone import distance
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.pack.optim import MemberScaler, clip_, rule_for, split_hparams
+from shoal.engine.optim import MemberScaler, clip_, rule_for, split_hparams
 
 SHAPES = [(4, 6), (6,), ()]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from shoal.pack.optim import (
+from shoal.engine.optim import (
     Columns,
     Flags,
     from_torch_state,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from shoal.pack.optim import (
+from shoal.engine.optim import (
     RULES,
     _rule,
     from_torch_state,

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.pack.optim import ScheduleRunner, numbers, split_hparams
+from shoal.engine.optim import ScheduleRunner, numbers, split_hparams
 
 S = lr_scheduler
 FACTORIES: dict[str, Callable[[Optimizer], Any]] = {

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.split import IST, DataParallel, LocalSGD
-from shoal.split.method import Crew, Method, Worker
-from shoal.split.parts import Outcome, Task
+from shoal.split.core.method import Crew, Method, Worker
+from shoal.split.core.parts import Outcome, Task
 
 METHODS: dict[str, Callable[[shoal.Job, int], Method]] = {
     "local_sgd": lambda job, workers: LocalSGD(job, workers, local_steps=5),

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import SplitError
-from shoal.split.net.codec import CODECS, Feedback, codec_named, for_moments, for_weights
-from shoal.split.parts import Slice
+from shoal.split.core.parts import Slice
+from shoal.split.net._codec import CODECS, Feedback, codec_named, for_moments, for_weights
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 2, 2), (0, 4), (4, 0), (0,)]
 

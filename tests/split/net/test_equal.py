@@ -5,8 +5,8 @@ import torch
 from tests.split.net.jobs import METHODS, a_job, same_weights
 
 from shoal.split import Serial, train_split
-from shoal.split.net.codec import CODECS
-from shoal.split.net.forecast import TrafficForecast
+from shoal.split.net._codec import CODECS
+from shoal.split.net._forecast import TrafficForecast
 from shoal.split.net.launch import local_crew
 
 

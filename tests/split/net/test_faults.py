@@ -17,11 +17,11 @@ from torch import nn
 import shoal
 from shoal.errors import SplitError
 from shoal.split import LocalSGD, train_split
+from shoal.split.net._handshake import describe_job
+from shoal.split.net._wire import END, OUTCOME, TASK, Header, Message, Wire
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.handshake import describe_job
 from shoal.split.net.launch import crew_of, fork_workers, local_crew
 from shoal.split.net.links import Address, Link, LinkLost, knock
-from shoal.split.net.wire import END, OUTCOME, TASK, Header, Message, Wire
 from shoal.split.net.worker import serve_worker
 
 
@@ -241,7 +241,7 @@ def corrupt(link: Link, task: Message) -> None:
 
 
 def another_round(link: Link, task: Message) -> None:
-    from shoal.split.parts import Outcome
+    from shoal.split.core.parts import Outcome
 
     link.send(Wire().outcome(Outcome(round=99, number=0, tensors={})), 5)
 

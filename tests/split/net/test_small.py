@@ -9,40 +9,40 @@ from tests.split.net.jobs import a_job
 
 from shoal.errors import SplitError
 from shoal.split import IST, LocalSGD
-from shoal.split.advice import advise
-from shoal.split.net import sockets
-from shoal.split.net.deadline import Deadline
-from shoal.split.net.handshake import describe_job, difference
+from shoal.split.net import _sockets
+from shoal.split.net._advice import advise
+from shoal.split.net._deadline import Deadline
+from shoal.split.net._handshake import describe_job, difference
+from shoal.split.net._probe import LinkSpeed
 from shoal.split.net.launch import Torchrun, local_crew
 from shoal.split.net.links import Address
-from shoal.split.net.probe import LinkSpeed
 from shoal.split.net.run import Place
-from shoal.split.net.settings import Settings
+from shoal.split.settings import Settings
 
 
 def test_the_kernel_counts_what_goes_through_a_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        before = set(sockets.connections())
+        before = set(_sockets.connections())
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-        mine = {k for k, c in sockets.connections().items() if k not in before and c.local == ours.getsockname()[1]}
+        mine = {k for k, c in _sockets.connections().items() if k not in before and c.local == ours.getsockname()[1]}
         assert len(mine) == 1
         ours.sendall(b"x" * 1000)
-        while sockets.traffic(mine).sent < 1000:
+        while _sockets.traffic(mine).sent < 1000:
             theirs.recv(1000)
         theirs.sendall(b"y" * 77)
         assert ours.recv(77, socket.MSG_WAITALL) == b"y" * 77
-        found = sockets.traffic(mine)
+        found = _sockets.traffic(mine)
         assert found.received == 77 and found.sent in (1000, 1001)  # opening a connection is confirmed as well
         waiting = threading.Thread(target=lambda: heard.append(ours.recv(1)))
         heard: list[bytes] = []
         waiting.start()
-        sockets.cut(mine)
+        _sockets.cut(mine)
         waiting.join(10)
         assert heard == [b""]  # the wait has ended, and so has the connection
         ours.close()
         theirs.close()
-        assert sockets.traffic(mine) == sockets.Traffic()
+        assert _sockets.traffic(mine) == _sockets.Traffic()
 
 
 def test_a_deadline_follows_what_was_measured() -> None:

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.split.net.codec import CODECS
-from shoal.split.net.wire import (
+from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.net._codec import CODECS
+from shoal.split.net._wire import (
     END,
     HEADER_BYTES,
     RAISED,
@@ -21,7 +22,6 @@ from shoal.split.net.wire import (
     probe_message,
     text_message,
 )
-from shoal.split.parts import Outcome, Part, Task, Tensors
 
 KEEP = torch.tensor([0, 3, 4, 9, 31])
 SHAPES = {"fc.weight": (5, 3), "fc.bias": (5,), "count": ()}

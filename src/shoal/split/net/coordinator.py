@@ -13,17 +13,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.errors import ShoalError, SplitError, describe
-from shoal.job import Job
-from shoal.split.method import Method, Worker
-from shoal.split.net.blocks import Blocks
-from shoal.split.net.codec import codec_named
-from shoal.split.net.deadline import Deadline
-from shoal.split.net.handshake import describe_job, difference
+from shoal.jobs.job import Job
+from shoal.split.core.method import Method, Worker
+from shoal.split.core.parts import Outcome, Task
+from shoal.split.net._blocks import Blocks
+from shoal.split.net._codec import codec_named
+from shoal.split.net._deadline import Deadline
+from shoal.split.net._handshake import describe_job, difference
+from shoal.split.net._probe import LinkSpeed, probe_link
+from shoal.split.net._sockets import Traffic
+from shoal.split.net._wire import END, OUTCOME, RAISED, Message, Wire, text_message
 from shoal.split.net.links import Address, Door, Link, LinkLost
-from shoal.split.net.probe import LinkSpeed, probe_link
-from shoal.split.net.sockets import Traffic
-from shoal.split.net.wire import END, OUTCOME, RAISED, Message, Wire, text_message
-from shoal.split.parts import Outcome, Task
 
 END_SECONDS = 2.0
 """For a worker to hear that it is over."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from shoal.engine.runtime.processes import forget, fork
 from shoal.errors import ShoalError, SplitError, describe
-from shoal.job import Job
-from shoal.pack.processes import forget, fork
-from shoal.split.method import Method
-from shoal.split.net.codec import EXACT
+from shoal.jobs.job import Job
+from shoal.split.core.method import Method
+from shoal.split.net._codec import EXACT
+from shoal.split.net._forecast import TrafficForecast
 from shoal.split.net.coordinator import Distributed, Tell
-from shoal.split.net.forecast import TrafficForecast
 from shoal.split.net.links import Address
 from shoal.split.net.worker import CoordinatorEnded, serve_worker
 

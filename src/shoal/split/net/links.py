@@ -27,9 +27,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shoal.errors import ShoalError, SplitError
-from shoal.split.net import sockets
-from shoal.split.net.sockets import Traffic
-from shoal.split.net.wire import HEADER_BYTES, Header, Message
+from shoal.split.net import _sockets
+from shoal.split.net._sockets import Traffic
+from shoal.split.net._wire import HEADER_BYTES, Header, Message
 
 dist: Any = torch.distributed
 CONNECT_SECONDS = 5.0
@@ -82,12 +82,12 @@ class Link:
         self._group, self._rank, self._names = group, rank, names
         self._held: list[Tensor] = []
         self._last = Traffic()
-        sockets.keep_alive(names)
+        _sockets.keep_alive(names)
 
     @property
     def traffic(self) -> Traffic:
         """Bytes through its socket so far, as the kernel counts them; the last known ones once it is closed."""
-        now = sockets.traffic(self._names)
+        now = _sockets.traffic(self._names)
         self._last = now if now.both >= self._last.both else self._last
         return self._last
 
@@ -131,7 +131,7 @@ class Link:
     def cut(self) -> None:
         """End it, whoever waits for it."""
         self._last = self.traffic
-        sockets.cut(self._names)
+        _sockets.cut(self._names)
 
     def close(self) -> None:
         """End it, and let go of what gloo holds for it as soon as nobody waits any more."""
@@ -142,7 +142,7 @@ class Link:
 
 def _pair(store: Any, name: str, rank: int, address: str, port: int) -> Link:
     """This side of a new pair. `address` is this side's own; sockets at `port` are the store's."""
-    before = sockets.connections()
+    before = _sockets.connections()
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timedelta(seconds=CONNECT_SECONDS), 1
     try:
@@ -150,7 +150,7 @@ def _pair(store: Any, name: str, rank: int, address: str, port: int) -> Link:
         group = dist.ProcessGroupGloo(_Meeting(store, f"{_PAIR}{name}/"), rank, 2, options)
     except RuntimeError as error:
         raise LinkLost("it did not connect") from error
-    new = {key: found for key, found in sockets.connections().items() if key not in before}
+    new = {key: found for key, found in _sockets.connections().items() if key not in before}
     return Link(group, rank, frozenset(key for key, at in new.items() if port not in (at.local, at.remote)))
 
 

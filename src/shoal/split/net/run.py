@@ -11,24 +11,24 @@ from typing import Any
 import torch
 
 from shoal.errors import SplitError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.results import Result
-from shoal.split.advice import Advice, advise
-from shoal.split.apart import Sil
-from shoal.split.checks import checked
-from shoal.split.method import Method
+from shoal.split.api import add_notes
+from shoal.split.core.checks import checked
+from shoal.split.core.method import Method
+from shoal.split.methods.sil_method import Sil
+from shoal.split.net._advice import Advice, advise
+from shoal.split.net._forecast import TrafficForecast
+from shoal.split.net._probe import LinkSpeed
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.forecast import TrafficForecast
 from shoal.split.net.launch import Torchrun, crew_of
 from shoal.split.net.links import Address, LinkLost, read_offer
-from shoal.split.net.probe import LinkSpeed
-from shoal.split.net.settings import Settings
 from shoal.split.net.worker import serve_worker
-from shoal.split.rounds import train_split
-from shoal.split.runs import add_notes
+from shoal.split.settings import Settings
 from shoal.split.sil import report as report_of_parts
-from shoal.tables import duration
+from shoal.split.trainer import train_split
 from shoal.training import parse_seconds, pick_device
+from shoal.utils.tables import duration
 
 Tell = Callable[[str], None]
 

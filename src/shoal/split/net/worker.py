@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from shoal.data import Pool
+from shoal.engine.members.member import open_data
 from shoal.errors import SplitError, describe
-from shoal.job import Job
-from shoal.pack.members import open_data
-from shoal.split.local import carry_out
-from shoal.split.method import Method
-from shoal.split.net.blocks import Blocks
-from shoal.split.net.codec import codec_named
-from shoal.split.net.handshake import describe_job
+from shoal.jobs.job import Job
+from shoal.split.core.method import Method
+from shoal.split.executors.local import carry_out
+from shoal.split.net._blocks import Blocks
+from shoal.split.net._codec import codec_named
+from shoal.split.net._handshake import describe_job
+from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, Wire, WireError, text_message
 from shoal.split.net.links import Address, Link, LinkLost, knock
-from shoal.split.net.wire import END, PROBE, RAISED, TASK, Message, Wire, WireError, text_message
 
 SEND_SECONDS = 3600.0
 """For an outcome to go out: the coordinator cuts the link when it has waited long enough."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import SplitError
-from shoal.split.subnets.axes import Rows
+from shoal.split.subnets._axes import Rows
 
 if TYPE_CHECKING:
     from shoal.split.subnets.units import Group, Units

@@ -10,10 +10,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.errors import SplitError
-from shoal.split.subnets.blocks import without_blocks
-from shoal.split.subnets.classes import attend, rescale, resize
-from shoal.split.subnets.record import shell
-from shoal.split.subnets.sizes import Entry, Size
+from shoal.split.subnets._blocks import without_blocks
+from shoal.split.subnets._classes import attend, rescale, resize
+from shoal.split.subnets._record import shell
+from shoal.split.subnets._sizes import Entry, Size
 from shoal.split.subnets.units import Keep, Reader, Sized, Span, Units
 
 NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import SplitError
-from shoal.split.parts import Slice
+from shoal.split.core.parts import Slice
 
 WHOLE_STREAM = "a residual stream stays whole (streams=True cuts it)"
 
@@ -252,12 +252,12 @@ def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = Fals
     >>> {name: piece.index for name, piece in units.slices({"0": torch.tensor([1, 4])}).items()}["2.weight"]
     (None, tensor([1, 4]))
     """
-    from shoal.split.subnets.check import verified
-    from shoal.split.subnets.grouping import units_of
-    from shoal.split.subnets.record import record
+    from shoal.split.subnets._check import verified
+    from shoal.split.subnets._grouping import units_of
+    from shoal.split.subnets._record import record
 
     if blocks:
-        from shoal.split.subnets.blocks import find_blocks
+        from shoal.split.subnets._blocks import find_blocks
 
         return find_blocks(model, inputs)
     found = verified(model, units_of(record(model, inputs), streams=streams), inputs)

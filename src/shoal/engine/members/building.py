@@ -1,0 +1,59 @@
+"""Members built from jobs: each network under its job's own seed, in memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shoal.data import Pool
+from shoal.engine.members.member import Member, open_data, seeded
+from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, in_train_mode, overlapping, spans
+from shoal.errors import JobError, describe
+from shoal.jobs.job import Job
+
+
+def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
+    """Build one member, leaving the process's own generators as they were. Its network may share memory with others,
+    see `give_own_networks`."""
+    model, rng = build_network(job, pool.device)
+    orders = torch.Generator().manual_seed(job.order_seed)
+    data = open_data(pool, job, "data")
+    val = open_data(pool, job, "val") if job.val is not None else None
+    return Member(job, index, name, pool.device, model, rng, orders, data, val)
+
+
+def build_network(job: Job, device: torch.device, own: bool = False) -> tuple[nn.Module, torch.Generator]:
+    """A network under the job's seed, and a generator in the state that building it left; `own`: a copy."""
+    rng = torch.Generator()
+    with seeded(job.seed, device):
+        try:
+            model = call_factory(job)
+            model = copied(model) if own else model
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"building the model raised {describe(error)}; call job.model() by itself to see where"
+            ) from error
+        rng.set_state(torch.get_rng_state())
+    empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
+    if empty is not None:
+        raise JobError(f"its parameter {empty} is on the meta device, without numbers; build the network on the CPU")
+    return model, rng
+
+
+def give_own_networks(members: Sequence[Member]) -> list[str]:
+    """Where networks share memory, with each other or with what their factories keep, each member gets a copy, taken
+    right after its own call; all are ready for training then. What is in the way, a line for each job."""
+    sharing = overlapping([spans(member.model) for member in members])
+    lines: list[str] = []
+    for place, member in enumerate(members):
+        try:
+            if place in sharing or gives_out_shared(member.job, member.model):
+                member.model, member.rng = build_network(member.job, member.device, own=True)
+        except JobError as error:
+            lines += [f"job {member.name!r}: {line}" for line in error.lines]
+        member.model = in_train_mode(member.model)
+    return lines

@@ -1,0 +1,398 @@
+"""Members: jobs that have been built. Here a job's parts become objects, each under the job's own seed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from shoal.data import Pool, View
+from shoal.data.source import as_bytes
+from shoal.engine.optim import make_scheduler
+from shoal.engine.python_state.preserve import preserved
+from shoal.engine.python_state.saved_state import OwnState, storable
+from shoal.engine.tracing.trace import PRECISIONS
+from shoal.errors import JobError, describe
+from shoal.jobs.early_stopping import Monitor
+from shoal.jobs.job import Job
+from shoal.utils.gpu_randomness import CounterMode, OpenRecurrent
+from shoal.utils.locks import one_at_a_time
+from shoal.utils.randomness import generator_at
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A job riding in a pack, with all that is its own."""
+
+    job: Job
+    index: int
+    """Place in the user's list."""
+    name: str
+    device: torch.device
+    model: nn.Module
+    """Built under the job's seed on the CPU; it moves to the device when the member gets a place there."""
+    rng: torch.Generator
+    """CPU generator in the state of the default one right after the model was built."""
+    orders: torch.Generator
+    """Gives one permutation of the rows an epoch."""
+    data: View
+    val: View | None = None
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Epochs done."""
+    status: str = "running"
+    error: str | None = None
+    tier: str = ""
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    optimizer_state: dict[str, Any] = field(default_factory=dict)
+    schedule_state: dict[str, Any] | None = None
+    """The scheduler's own state_dict(), where there is a schedule and it has moved."""
+    scaler_state: dict[str, Any] | None = None
+    """torch.amp.GradScaler's state_dict(), where the precision is fp16."""
+    monitor: Monitor = field(init=False)
+    best: dict[str, Any] | None = None
+    """The best weights so far, on the CPU, where keep="best"."""
+    batches: int = 0
+    """Batches it has had: with the seed, what its draws on a GPU are a function of."""
+    order: Tensor | None = None
+    """This epoch's rows of the source, on the CPU; None between epochs."""
+    order_state: Tensor | None = None
+    """`orders` as it was before this epoch's rows were drawn."""
+    ahead: tuple[Tensor, Tensor] | None = None
+    """The next epoch's `order` and `order_state`, where they are known already."""
+    place: int = 0
+    """Batches of this epoch that are done."""
+    first_step: int = 0
+    """Optimizer steps before this epoch."""
+    losses: list[float] = field(default_factory=list)
+    """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
+    logs: dict[str, list[float]] = field(default_factory=dict)
+    """What the step logged, for each of this epoch's batches."""
+    own: OwnState = field(init=False)
+    """Python state that no state_dict() has."""
+    constants: dict[str, str] = field(init=False)
+    """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
+
+    def __post_init__(self) -> None:
+        self.monitor, self.own = Monitor.of(self.job), OwnState()
+        large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
+        self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one epoch."""
+        n = len(self.data)
+        return n - n % self.job.batch_size if self.job.drop_last else n
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in one epoch, the short last one included."""
+        return -(-self.num_rows // self.job.batch_size)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is between optimizer steps, so that it can leave, and be saved."""
+        return self.place % self.job.accumulate == 0 or self.place == self.num_batches
+
+    def rows_in(self, batches: int) -> int:
+        """Rows in the coming batches of this epoch."""
+        size = self.job.batch_size
+        return min((self.place + batches) * size, self.num_rows) - self.place * size
+
+    def steps_in(self, batches: int) -> int:
+        """Optimizer steps in the coming batches of this epoch."""
+        k, end = self.job.accumulate, self.place + batches
+        return end // k - self.place // k + (end == self.num_batches and end % k > 0)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches until the job has had its full length."""
+        job = self.job
+        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
+        return max(0, total - self.batches)
+
+    def finished(self) -> bool:
+        """Whether the job has had its full length."""
+        if self.job.epochs is not None:
+            return self.epoch >= self.job.epochs
+        assert self.job.steps is not None
+        return self.step >= self.job.steps
+
+    def close_epoch(self) -> None:
+        """Between epochs again."""
+        self.order, self.place, self.first_step = None, 0, self.step
+        self.losses, self.logs = [], {}
+
+    def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
+        """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
+        for name in self.logs.keys() | logs.keys():
+            known = self.logs.setdefault(name, [])
+            known += [math.nan] * (self.place - done - len(known))
+            known += logs.get(name, [math.nan] * done)
+
+    def rest(self) -> None:
+        """Wait with the host: nothing of a member that was written back stays on the device."""
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            self.optimizer_state = _stored(self.optimizer_state)
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on from here, as tensors and plain values; for a member that was written back."""
+        drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "schedule_state": self.schedule_state if self.own.driver is None or storable(self.schedule_state) else None,
+            "history": [dict(row) for row in self.history],
+            "model": _stored(dict(self.model.state_dict())),
+            "buffers": _stored(self._moved_buffers()),
+            "python": _stored(self.own.capture()),
+            "optimizer": _stored(self.optimizer_state),
+            "best": self.best,
+            "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
+            "rng": self.rng.get_state(),
+            "orders": self.orders.get_state() if drawn is None else drawn,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+        }
+
+    def _moved_buffers(self) -> dict[str, Tensor]:
+        buffers = other_buffers(self.model)
+        return {n: b for n, b in buffers.items() if n not in self.constants or self.constants[n] != content_hash(b)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Be where `state()` was taken: the same training goes on, here or in another process."""
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.history = [dict(row) for row in state["history"]]
+        self.model.load_state_dict(state["model"])
+        load_other_buffers(self.model, state.get("buffers", {}))
+        self.own.load(state.get("python"))
+        self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]
+        self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
+        self.rng.set_state(state["rng"])
+        self.orders.set_state(state["orders"])
+        self.order = self.order_state = self.ahead = None
+        self.losses = state["losses"].tolist()
+        self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        if self.status != "running":
+            self.own.finish(self.job, self.model, self.device)
+
+
+def scratch_copy(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        losses=[],
+        logs={},
+        optimizer_state={},
+        best=None,
+    )
+
+
+LARGE_BUFFER = 1 << 16
+"""Bytes of a buffer from which it is saved only once it has changed."""
+_PLAIN = (
+    "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
+    "schedule_state", "scaler_state",
+)  # fmt: skip
+
+
+def _stored(value: Any) -> Any:
+    """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_lazy(x):
+            return x
+        x = x.detach()
+        if x.layout != torch.strided:
+            return x.cpu()
+        part = x.untyped_storage().nbytes() > x.nbytes + 1024
+        return x.cpu().clone() if part or x.device.type != "cpu" else x
+
+    return pytree.tree_map(own, value)
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers that are not in its state_dict()."""
+    modules = ((f"{name}." if name else "", module) for name, module in model.named_modules())
+    buffers = (
+        (f"{prefix}{name}", module._buffers.get(name))
+        for prefix, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name in sorted(module._non_persistent_buffers_set)
+    )
+    return {name: buffer for name, buffer in buffers if buffer is not None and not is_lazy(buffer)}
+
+
+def content_hash(tensor: Tensor) -> str:
+    """Of what a tensor holds."""
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
+
+
+def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put back what `other_buffers` gave."""
+    for name, value in saved.items():
+        prefix, _, last = name.rpartition(".")
+        buffers = model.get_submodule(prefix)._buffers
+        held = buffers.get(last)
+        if held is not None and not is_lazy(held) and held.shape == value.shape and held.dtype == value.dtype:
+            held.detach().copy_(value)
+        else:
+            buffers[last] = value.clone()
+
+
+def names(jobs: Sequence[Job]) -> list[str]:
+    """What the jobs are called: by their names, or by their place where they have none."""
+    return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
+
+
+def open_data(pool: Pool, job: Job, which: str) -> View:
+    """Open `data` or `val`, with errors that say which."""
+    try:
+        return pool.open(getattr(job, which), job.collate)
+    except JobError as error:
+        raise JobError(*(f"{which} {line}" for line in error.lines)) from None
+    except Exception as error:
+        raise JobError(f"{which} cannot be opened: it raised {describe(error)}; look at it by itself") from error
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
+    with one_at_a_time, torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
+    """Inside: random calls draw from this member's own stream, as in its solo loop. After: all is as it was.
+
+    Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
+    stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
+    """
+    with one_at_a_time:
+        cpu = torch.get_rng_state()
+        torch.set_rng_state(member.rng.get_state())
+        try:
+            if member.device.type == "cpu":
+                yield lambda: None
+            else:
+                with counted(member.job.seed, member.device) as mode:
+                    yield lambda: mode.begin(member.batches)
+        finally:
+            if keep:
+                member.rng.set_state(torch.get_rng_state())
+            torch.set_rng_state(cpu)
+
+
+@contextmanager
+def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
+    """Counter-based draws on a GPU; attention and recurrent layers are computed in the open, since their fused kernels
+    draw inside themselves."""
+    with sdpa_kernel(SDPBackend.MATH), OpenRecurrent(), CounterMode(seed, device) as mode:
+        yield mode
+
+
+def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
+    """The job's own optimizer on this model."""
+    settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
+    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
+    if not isinstance(optimizer, Optimizer):
+        raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
+    return optimizer
+
+
+def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
+    """Inside, optimizers and schedules may be made and moved to see what they are like, with `step` also the step.
+
+    After: whatever Python state that has changed (a counter in a closure) is as it was.
+    """
+    roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
+    if step:
+        factory = None if isinstance(job.model, nn.Module) else job.model
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
+    users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
+    return preserved(roots) if users else nullcontext()
+
+
+def _own_copy(value: Tensor) -> Tensor:
+    """Schedulers write into a learning rate that is a tensor; the user's, which jobs may share, stays as it is."""
+    return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer evaluates the loss itself, as LBFGS does."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
+    """The job's schedule on this optimizer; JobError, in words, where there can be none."""
+    if job.schedule is None:
+        return None
+    try:
+        scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
+    except JobError:
+        raise
+    except Exception as error:
+        first = f"; schedule(0) raised {describe(error.__cause__)}" if error.__cause__ is not None else ""
+        raise JobError(
+            f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"
+        ) from error
+    return scheduler
+
+
+def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
+    """The job's precision, around forward and loss."""
+    return torch.autocast(device.type, PRECISIONS[job.precision]) if job.precision is not None else nullcontext()
+
+
+def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The job's step on one batch: its loss, and its logs."""
+    if job.step is None:
+        assert job.loss is not None
+        return job.loss(model(*batch[:-1]), batch[-1]), {}
+    out = job.step(model, batch)
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        return out[0], out[1]
+    return out, {}
+
+
+def number(value: Any) -> float:
+    """A metric or log as a float: from a number, or anything of one element."""
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside: eval mode, no gradients. After: every module in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

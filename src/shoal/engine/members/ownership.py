@@ -1,0 +1,150 @@
+"""Networks whose memory is their own, whatever their factories hand out.
+
+A factory may give out weights that it does not build anew: a pretrained backbone that all networks share, statistics as
+buffers, a state dict loaded with `assign=True`, one module again and again. Each job trains a copy then, so that its
+result depends on that job alone and what belongs to the user stays as it is. What is compared is memory, byte by byte:
+two tensors may be different objects and the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shoal.data.source import parts
+from shoal.errors import JobError, describe
+from shoal.jobs.job import Job
+
+Span = tuple[int, int]
+"""The first byte of a storage, and the one past its last."""
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_shares: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""For factories, by their code: whether two networks of theirs have memory in common."""
+
+
+def call_factory(job: Job) -> nn.Module:
+    """What a job's factory gives out, or a copy of its module."""
+    factory: Any = job.model
+    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
+    return model
+
+
+def build_model(job: Job) -> nn.Module:
+    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds,
+    copied where the factory would give the same memory out again.
+
+    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
+    that is in eval mode as a whole, as one is after inference, is put in train mode.
+    """
+    model = call_factory(job)
+    return in_train_mode(copied(model) if gives_out_shared(job, model) else model)
+
+
+def in_train_mode(model: nn.Module) -> nn.Module:
+    """The network, ready for training."""
+    return model if model.training else model.train()
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a network that shares memory with others."""
+    try:
+        odd = [tensor for tensor in model.buffers() if tensor.layout in _COMPRESSED]  # deepcopy does not know them
+        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in odd})
+    except Exception as error:
+        raise JobError(
+            "its factory gives out weights that others have too, and a copy of the network cannot be made "
+            f"({describe(error)}); build a new network in each call"
+        ) from error
+
+
+def gives_out_shared(job: Job, model: nn.Module) -> bool:
+    """Whether a factory, called once more, gives out memory that this network of its has; asked once for each code."""
+    factory: Any = job.model
+    if isinstance(factory, nn.Module):
+        return False
+    key = _code(factory)
+    known = _shares.get(key) if key is not None else None
+    if known is None:
+        known = _shared_again(job, model)
+        if key is not None:
+            _shares[key] = known
+    return known
+
+
+def _shared_again(job: Job, model: nn.Module) -> bool:
+    with _as_it_was(job.seed):
+        try:
+            again = call_factory(job)
+        except Exception:  # a factory for one call: nobody else will have what it gave out
+            return False
+        return again is model or bool(overlapping([spans(model), spans(again)]))
+
+
+def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
+    """Places of the networks that have memory in common with another one.
+
+    >>> sorted(overlapping([[(0, 4), (10, 12)], [(4, 8)], [(11, 20)]]))
+    [0, 2]
+    """
+    found: set[int] = set()
+    reach, whose = 0, -1
+    for start, end, place in sorted((*span, place) for place, own in enumerate(networks) for span in own):
+        if (
+            start < reach and place != whose
+        ):  # the one that reaches farthest tells: who overlaps another overlaps it too
+            found |= {whose, place}
+        if end > reach:
+            reach, whose = end, place
+    return found
+
+
+def spans(model: nn.Module) -> list[Span]:
+    """The memory of a network's parameters and buffers, each storage once."""
+    found: set[Span] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_lazy(tensor) or tensor.is_nested:
+            continue
+        for part in parts(tensor):
+            if part.layout == torch.strided and part.device.type != "meta":
+                storage = part.untyped_storage()
+                if storage.nbytes():
+                    found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return sorted(found)
+
+
+@contextmanager
+def _as_it_was(seed: int) -> Iterator[None]:
+    """Inside: as after torch.manual_seed(seed). After: all random numbers as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _code(factory: Any) -> Any | None:
+    """What factories have in common that differ in the values they hold; None: nothing that lives long enough."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    if isinstance(factory, types.MethodType):
+        factory = factory.__func__
+    if isinstance(factory, types.FunctionType):
+        return factory.__code__
+    return factory if isinstance(factory, type) else None

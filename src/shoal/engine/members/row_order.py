@@ -1,0 +1,53 @@
+"""Every member's rows, epoch by epoch. Members whose orders agree hold one tensor, so that sharing is seen by `is`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member
+
+
+def deal(members: Sequence[Member]) -> None:
+    """Give those who have none their rows for the epoch they are in or about to begin."""
+    wanting = [member for member in members if member.order is None]
+    known = [member for member in wanting if member.ahead is not None]
+    for member in known:
+        assert member.ahead is not None
+        (member.order, member.order_state), member.ahead = member.ahead, None
+    drawn = [member for member in wanting if member.order is None]
+    for member, (order, state) in zip(drawn, _draw(drawn), strict=True):
+        member.order, member.order_state = order, state
+
+
+def look_ahead(members: Sequence[Member]) -> None:
+    """Draw the next epoch's rows already, for when the device is busy and the host is not."""
+    wanting = [member for member in members if member.ahead is None]
+    for member, drawn in zip(wanting, _draw(wanting), strict=True):
+        member.ahead = drawn
+
+
+def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
+    """Each member's rows for its next epoch, cut already for drop_last, and its generator's state before them."""
+    found: list[tuple[Tensor, Tensor]] = []
+    seen: dict[bytes, list[tuple[Member, Tensor, Tensor, Tensor]]] = {}
+    for member in members:
+        before = member.orders.get_state()
+        alike = seen.setdefault(before.numpy().tobytes() if member.job.shuffle else b"", [])
+        twin = next((known for known in alike if len(known[0].data) == len(member.data)), None)
+        if twin is None:
+            count = len(member.data)
+            order = torch.randperm(count, generator=member.orders) if member.job.shuffle else torch.arange(count)
+        else:
+            order = twin[1]
+            if member.job.shuffle:
+                member.orders.set_state(twin[3])
+        same = (known[2] for known in alike if known[0].num_rows == member.num_rows and known[0].data.same(member.data))
+        rows = next(same, None)
+        if rows is None:
+            rows = member.data.rows(order[: member.num_rows])
+            alike.append((member, order, rows, member.orders.get_state()))
+        found.append((rows, before))
+    return found

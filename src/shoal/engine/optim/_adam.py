@@ -1,0 +1,181 @@
+"""Adam and its family: Adam, AdamW, NAdam, RAdam, Adamax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.engine.optim._rule import Column, Rule, State, lerp_, power, scalar_dtype
+
+
+def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
+    """`square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)`; the temporary is returned, to be used again.
+
+    Not `square.lerp_(grad * grad)`, one pass less: that turns an overflowed square into NaN where torch keeps inf.
+    """
+    scratch = (grad * c["take2"]).to(grad.dtype)
+    square.mul_(c["beta2"]).addcmul_(scratch, grad)
+    return scratch
+
+
+class _Moments(Rule):
+    """First and second moment, weight decay coupled or decoupled: what all but Adamax share."""
+
+    columns: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    structural: ClassVar[tuple[str, ...]] = ("maximize", "decoupled_weight_decay")
+    optional = ("weight_decay",)
+    per_element = ("exp_avg", "exp_avg_sq")
+
+    def moments(self, h: Column, dtype: torch.dtype) -> State:
+        """The coefficients that do not depend on the step."""
+        c = {
+            "take1": (1 - h["beta1"]).to(dtype),
+            "beta2": h["beta2"].to(dtype),
+            "take2": (1 - h["beta2"]).to(dtype),
+            "eps": h["eps"].to(dtype),
+        }
+        if self.flags["weight_decay"]:
+            if self.flags["decoupled_weight_decay"]:
+                c["shrink"] = (1 - h["lr"] * h["weight_decay"]).to(dtype)
+            else:
+                c["weight_decay"] = h["weight_decay"].to(dtype)
+        return c
+
+    def decayed(self, param: Tensor, grad: Tensor, c: Column) -> Tensor:
+        if self.flags["weight_decay"] and self.flags["decoupled_weight_decay"]:
+            param.mul_(c["shrink"])
+            return self.signed(grad)
+        return super().decayed(param, grad, c)
+
+
+class Adam(_Moments):
+    """torch.optim.Adam."""
+
+    torch_class: ClassVar[type[Optimizer]] = torch.optim.Adam
+    structural = ("amsgrad", "decoupled_weight_decay", "maximize")
+
+    def buffers(self) -> tuple[str, ...]:
+        return (*self.per_element, *(("max_exp_avg_sq",) if self.flags["amsgrad"] else ()))
+
+    def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
+        step = clock["step"].add_(1)
+        correction1 = 1 - power(h["beta1"], step)
+        correction2 = 1 - power(h["beta2"], step)
+        return {
+            **self.moments(h, dtype),
+            "neg_step_size": (h["lr"] / correction1).neg().to(dtype),
+            "root2": correction2.sqrt().to(dtype),
+        }
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
+        grad = self.decayed(param, grad, c)
+        exp_avg, square = state["exp_avg"], state["exp_avg_sq"]
+        lerp_(exp_avg, grad, c["take1"])
+        scratch = second_moment_(square, grad, c)
+        if self.flags["amsgrad"]:
+            square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+        torch.sqrt(square, out=scratch).div_(c["root2"]).add_(c["eps"])
+        torch.div(exp_avg, scratch, out=scratch)
+        param.addcmul_(scratch, c["neg_step_size"])
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW: Adam whose weight decay is decoupled by default."""
+
+    torch_class = torch.optim.AdamW
+
+
+class NAdam(_Moments):
+    """torch.optim.NAdam. `mu_product` has torch's own scalar dtype: its rounding there is part of the result."""
+
+    torch_class = torch.optim.NAdam
+    columns = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum_decay")
+    clock = ("step", "mu_product")
+
+    def init_clock(self, size: int, device: torch.device) -> State:
+        return {**super().init_clock(size, device), "mu_product": torch.ones(size, dtype=scalar_dtype(), device=device)}
+
+    def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
+        step = clock["step"].add_(1)
+        product = clock["mu_product"]
+        mu = h["beta1"] * (1.0 - 0.5 * power(0.96, step * h["momentum_decay"]))
+        mu_next = h["beta1"] * (1.0 - 0.5 * power(0.96, (step + 1) * h["momentum_decay"]))
+        product.mul_(mu.to(product.dtype))
+        so_far = product.to(step.dtype)
+        return {
+            **self.moments(h, dtype),
+            "correction2": (1 - power(h["beta2"], step)).to(dtype),
+            "of_grad": (-h["lr"] * (1.0 - mu) / (1.0 - so_far)).to(dtype),
+            "of_average": (-h["lr"] * mu_next / (1.0 - so_far * mu_next)).to(dtype),
+        }
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
+        grad = self.decayed(param, grad, c)
+        exp_avg, square = state["exp_avg"], state["exp_avg_sq"]
+        lerp_(exp_avg, grad, c["take1"])
+        scratch = second_moment_(square, grad, c)
+        scratch.copy_(square).div_(c["correction2"]).sqrt_().add_(c["eps"])
+        move = (grad * c["of_grad"]).addcmul_(exp_avg, c["of_average"])
+        param.addcdiv_(move, scratch)
+
+
+class RAdam(_Moments):
+    """torch.optim.RAdam. Members still in the unrectified phase have their denominator replaced by one."""
+
+    torch_class = torch.optim.RAdam
+
+    def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
+        step = clock["step"].add_(1)
+        power2 = power(h["beta2"], step)
+        correction1, correction2 = 1 - power(h["beta1"], step), 1 - power2
+        limit = 2 / (1 - h["beta2"]) - 1
+        length = limit - 2 * step * power2 / correction2
+        rectified = length > 5.0
+        rectifier = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)).sqrt()
+        factor = torch.where(rectified, rectifier * correction2.sqrt(), 1.0)
+        return {
+            **self.moments(h, dtype),
+            "rectified": rectified,
+            "neg_step_size": (h["lr"] / correction1 * factor).neg().to(dtype),
+        }
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
+        grad = self.decayed(param, grad, c)
+        exp_avg, square = state["exp_avg"], state["exp_avg_sq"]
+        lerp_(exp_avg, grad, c["take1"])
+        scratch = second_moment_(square, grad, c)
+        torch.sqrt(square, out=scratch).add_(c["eps"]).masked_fill_(c["rectified"].logical_not(), 1.0)
+        torch.div(exp_avg, scratch, out=scratch)
+        param.addcmul_(scratch, c["neg_step_size"])
+
+
+class Adamax(Rule):
+    """torch.optim.Adamax."""
+
+    torch_class = torch.optim.Adamax
+    columns = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    optional = ("weight_decay",)
+    per_element = ("exp_avg", "exp_inf")
+
+    def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
+        step = clock["step"].add_(1)
+        return {
+            "take1": (1 - h["beta1"]).to(dtype),
+            "beta2": h["beta2"].to(dtype),
+            "eps": h["eps"].to(dtype),
+            "weight_decay": h["weight_decay"].to(dtype),
+            "neg_step_size": (h["lr"] / (1 - power(h["beta1"], step))).neg().to(dtype),
+        }
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
+        grad = self.decayed(param, grad, c)
+        exp_avg, largest = state["exp_avg"], state["exp_inf"]
+        lerp_(exp_avg, grad, c["take1"])
+        scratch = grad.abs().add_(c["eps"])
+        torch.maximum(largest.mul_(c["beta2"]), scratch, out=largest)
+        torch.div(exp_avg, largest, out=scratch)
+        param.addcmul_(scratch, c["neg_step_size"])

@@ -1,0 +1,64 @@
+"""SGD: momentum, dampening, Nesterov."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.optim._rule import Column, Rule, State
+
+
+class SGD(Rule):
+    """torch.optim.SGD.
+
+    `started` marks members whose momentum buffer exists: torch fills it with the first gradient, undamped, so the
+    first step has the factors 0 and 1 instead of momentum and 1 - dampening. Each member's own mark, because members
+    join at different times. A member with momentum 0 inside a rule with momentum gets the factors 0 and 1 always.
+    (A schedule that returns momentum to exactly 0 after it was not is the one thing not followed.)
+    """
+
+    torch_class = torch.optim.SGD
+    columns = ("lr", "momentum", "dampening", "weight_decay")
+    structural = ("maximize", "nesterov")
+    optional = ("momentum", "weight_decay")
+    clock = ("step", "started")
+    added = ("weight_decay", "take", "momentum", "neg_lr")
+
+    def buffers(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.flags["momentum"] else ()
+
+    def init_clock(self, size: int, device: torch.device) -> State:
+        return {**super().init_clock(size, device), "started": torch.zeros(size, dtype=torch.bool, device=device)}
+
+    def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
+        clock["step"].add_(1)
+        c = {"neg_lr": h["lr"].neg().to(dtype)}
+        if self.flags["weight_decay"]:
+            c["weight_decay"] = h["weight_decay"].to(dtype)
+        if self.flags["momentum"]:
+            moving = h["momentum"] != 0
+            going = clock["started"] & moving
+            c["keep"] = torch.where(going, h["momentum"], 0.0).to(dtype)
+            c["take"] = torch.where(going, 1 - h["dampening"], 1.0).to(dtype)
+            c["momentum"] = h["momentum"].to(dtype)
+            clock["started"].logical_or_(moving)
+        return c
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
+        grad = self.decayed(param, grad, c)
+        if self.flags["momentum"]:
+            buffer = state["momentum_buffer"]
+            buffer.mul_(c["keep"]).addcmul_(grad, c["take"])
+            ahead = self.flags["nesterov"]
+            grad = torch.addcmul(grad, buffer, c["momentum"]).to(grad.dtype) if ahead else buffer
+        param.addcmul_(grad, c["neg_lr"])
+
+    def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:
+        return {"momentum_buffer": entry["momentum_buffer"]} if bool(entry.get("started", False)) else {}
+
+    def from_entry(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        started = entry.get("momentum_buffer") is not None
+        return {"step": float(started), "started": started, **{k: v for k, v in entry.items() if v is not None}}

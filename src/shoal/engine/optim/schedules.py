@@ -1,0 +1,259 @@
+"""Schedules: the user's own scheduler, run on the host on a stand-in optimizer, read back as columns.
+
+Why a stand-in: torch's schedulers read and write `optimizer.param_groups`, some of them more than the learning rate
+(OneCycleLR and CyclicLR move momentum or beta1), and users write their own. The real one on a real optimizer of the
+same class, with the same groups and one dummy parameter in each, does exactly what it would do in the user's loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+from shoal.engine.optim._hparams import RULES, numbers, with_defaults
+from shoal.engine.python_state.preserve import preserved
+from shoal.errors import JobError
+from shoal.utils.numpy_values import plain_number
+
+Schedule = Callable[[Any], Any]
+"""`step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
+
+LR_ONLY = (
+    lr_scheduler.LambdaLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.ReduceLROnPlateau,
+)
+LR_AND_MOMENTUM = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+
+
+def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
+    """The scheduler that `schedule` means on this optimizer; a function of the step becomes a LambdaLR.
+
+    A call with 0 tells the two apart: a function of the step returns a number, a maker of schedulers does not.
+    """
+    refused: Exception | None = None
+    try:
+        factor = schedule(0)
+    except Exception as error:  # a maker of schedulers fails on a number in any way it likes
+        refused = error
+    else:
+        if isinstance(plain_number(factor), (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
+            return lr_scheduler.LambdaLR(optimizer, lambda step: float(schedule(step)))
+    try:
+        made = schedule(optimizer)
+    except Exception as error:
+        raise error from refused
+    if not (hasattr(made, "step") and hasattr(made, "state_dict")):
+        kind = type(made).__name__
+        message = f"schedule gave a {kind}; pass step -> factor or optimizer -> torch lr_scheduler"
+        raise refused or JobError(message)
+    return made
+
+
+def jump_to(scheduler: Any, step: int) -> None:
+    """Put a schedule where it is after so many steps; ValueError unless it is a function of the step."""
+    if not isinstance(scheduler, lr_scheduler.LambdaLR):
+        raise ValueError(f"{type(scheduler).__name__} counts its own steps; only a schedule step -> factor can jump")
+    scheduler.last_epoch = step - 1
+    scheduler._step_count = max(step, 1)  # at 0 torch would look for optimizer steps, and warn
+    scheduler.step()
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether the scheduler's `step` wants a value to watch (ReduceLROnPlateau and its like)."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        return True
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    return first is not None and first.default is first.empty and first.kind is first.POSITIONAL_OR_KEYWORD
+
+
+class ScheduleRunner:
+    """One member's schedule. `values()` is what the next optimizer step uses.
+
+    A scheduler that raises does not raise here: it stays where it is from then on, and `error` says what it raised, so
+    that the run can end this member alone.
+
+    >>> runner = ScheduleRunner([{"lr": 1.0}], torch.optim.SGD, lambda step: 0.5**step)
+    >>> runner.step(); runner.values()[0]["lr"], runner.table(3)[0, runner.names.index("lr")].tolist()
+    (0.5, [0.5, 0.25, 0.125])
+    """
+
+    def __init__(
+        self,
+        hparams: Sequence[Mapping[str, Any]],
+        optimizer_cls: type[Optimizer],
+        schedule: Schedule | None = None,
+        every: Literal["step", "epoch"] = "step",
+    ) -> None:
+        if every not in ("step", "epoch"):
+            raise ValueError(f"schedule_every is {every!r}; use 'step' or 'epoch'")
+        self.every = every
+        self.error: Exception | None = None
+        self.raises_in: int | None = None
+        """As of the last `table`: the step, counted from 1, after which the scheduler raises; None: after none."""
+        self.optimizer = _stand_in(optimizer_cls, hparams)
+        self._scheduler = None if schedule is None else make_scheduler(self.optimizer, schedule)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the stand-in never steps; torch would warn
+        self.needs_metric = self._scheduler is not None and needs_metric(self._scheduler)
+        if self.needs_metric and every == "step":
+            name = type(self._scheduler).__name__
+            raise ValueError(f"{name} watches a value that exists once an epoch; use schedule_every='epoch'")
+        rule = RULES.get(optimizer_cls)
+        found = [numbers(group) for group in self.optimizer.param_groups]
+        self.names: tuple[str, ...] = rule.columns if rule else tuple(n for n in found[0] if all(n in f for f in found))
+
+    def values(self) -> list[dict[str, float]]:
+        """The current number of every column, one dict per param group."""
+        found = [numbers(group) for group in self.optimizer.param_groups]
+        return [{name: group[name] for name in self.names} for group in found]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The current param groups as torch keeps them, without the parameters (`initial_lr` and the like included)."""
+        return [
+            {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+
+    def moves(self) -> frozenset[str]:
+        """The columns this schedule may change, for `split_hparams(..., scheduled=)`; unknown classes: all."""
+        if self._scheduler is None:
+            return frozenset()
+        return self._moves(self._scheduler)
+
+    def _moves(self, scheduler: Any) -> frozenset[str]:
+        if type(scheduler) in LR_ONLY:
+            return frozenset({"lr"})
+        if type(scheduler) in LR_AND_MOMENTUM:
+            return frozenset({"lr", "momentum", "beta1"} & set(self.names))
+        if type(scheduler) in (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
+            return frozenset[str]().union(*(self._moves(part) for part in scheduler._schedulers))
+        return frozenset(self.names)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether a scheduler is not one of torch's own: it may read weights, which a stand-in does not have."""
+        return self._scheduler is not None and not self._torchs(self._scheduler)
+
+    def _torchs(self, scheduler: Any) -> bool:
+        parts = getattr(scheduler, "_schedulers", ())
+        return type(scheduler).__module__ == lr_scheduler.__name__ and all(self._torchs(part) for part in parts)
+
+    def step(self, count: int = 1) -> None:
+        """After `count` optimizer steps."""
+        if self._scheduler is not None and self.every == "step":
+            for _ in range(count):
+                self._move()
+
+    def _move(self, *metric: float) -> None:
+        assert self._scheduler is not None
+        if self.error is None:
+            try:
+                self._scheduler.step(*metric)
+            except Exception as error:
+                self.error = error
+
+    def jump(self, step: int) -> None:
+        """Be where it is after so many steps, from wherever it is."""
+        self.error = None
+        if self._scheduler is not None:
+            jump_to(self._scheduler, step)
+
+    def epoch(self, metric: float | None = None) -> None:
+        """After an epoch; `metric` is the monitored value."""
+        if self._scheduler is None or self.every == "step":
+            return
+        if not self.needs_metric:
+            self._move()
+        elif metric is None:
+            raise ValueError(f"{type(self._scheduler).__name__} needs a value each epoch, and this epoch has none")
+        else:
+            self._move(metric)
+
+    def can_table(self) -> bool:
+        """Whether the coming steps can be computed ahead and taken back: the scheduler's state must be complete."""
+        if self._scheduler is None or self.every == "epoch":
+            return True
+        kind = type(self._scheduler)
+        own = kind.state_dict is lr_scheduler.LRScheduler.state_dict
+        torchs = kind.__module__ == lr_scheduler.__name__
+        return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (own or torchs)
+
+    def table(self, steps: int) -> Tensor | None:
+        """What the next `steps` optimizer steps use, float64 [G, names, steps], the first being `values()`.
+
+        Nothing has changed afterwards: call `step(steps)` when they are done. None when that cannot be promised.
+        A schedule every epoch is constant within one: its table holds until the next `epoch()`. Where the scheduler
+        raises on the way, the numbers stay as they are there, and `raises_in` says where that is.
+        """
+        self.raises_in = None
+        if not self.can_table():
+            return None
+        fixed = self._scheduler is None or self.every == "epoch" or self.error is not None
+        saved = None if fixed else self.state_dict()
+        rows: list[list[list[float]]] = []
+        try:
+            with preserved({"schedule": self._scheduler}):  # functions of the step may keep state of their own
+                for index in range(1 if fixed else steps):
+                    if index:
+                        self.step()
+                    if self.error is not None and self.raises_in is None and not fixed:
+                        self.raises_in = index
+                    rows.append([[group[name] for name in self.names] for group in self.values()])
+        finally:
+            if saved is not None:
+                self.load_state_dict(saved)
+        table = torch.tensor(rows, dtype=torch.float64).permute(1, 2, 0)
+        return table.expand(-1, -1, steps).contiguous() if fixed else table.contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scheduler and groups: torch's chainable schedules go on from the group's current value."""
+        scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+        return {"groups": self.groups(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of a runner with the same schedule."""
+        self.error = None
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            for name, value in saved.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(float(value))  # a scheduler may hold this very tensor
+                else:
+                    group[name] = copy.deepcopy(value)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+
+    def resume(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+        """Go on from an optimizer's `param_groups` and a scheduler's own state_dict()."""
+        state = scheduler if scheduler is not None or self._scheduler is None else self._scheduler.state_dict()
+        plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self.load_state_dict({"groups": plain, "scheduler": state})
+
+    @property
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """The scheduler's own state_dict(); None where there is no schedule."""
+        return None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+
+
+def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A real optimizer with one dummy parameter per group; tensors among the settings are copied, never shared."""
+    accepted = set(inspect.signature(cls.__init__).parameters)
+    groups: list[dict[str, Any]] = []
+    for settings in hparams:
+        own = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}
+        groups.append({**with_defaults(cls, own), "params": [nn.Parameter(torch.zeros(1, 1))]})
+    first = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
+    return cls(groups, **copy.deepcopy(first))

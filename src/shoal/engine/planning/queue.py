@@ -1,0 +1,125 @@
+"""Who joins now, and who is sent back to wait: a policy's order and what fits, made into a decision. Pure.
+
+Three rules hold under every policy, a user's own too:
+
+1. A ride lasts at least `slice_seconds` (without: to its end), so that places are not taken back and forth.
+2. Ageing. A job that has waited `patience` seconds for each of the jobs that were there when its wait began goes before
+   all that began to wait later. Nobody who comes afterwards changes that number or goes before it, so with n jobs there
+   it waits at most n * (patience + r), where r is the longest that others keep their places: a slice, or without
+   slices the longest ride. That the number counts is what keeps the policy in force on a long queue: of n waiting jobs,
+   one each `patience` seconds goes out of the policy's order, however large n is.
+3. Reserve. Smaller jobs may fill the room beside one that does not fit, until it has waited `patience` seconds. From
+   then on nobody after it joins, and it has its place as soon as enough others have left.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.engine.planning.policy import Policy, Ticket
+from shoal.errors import JobError
+
+Fits = Callable[[list[Ticket]], bool]
+"""Whether these jobs can ride together; fewer of them must then fit too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A decision, as indices of jobs, the first in order first."""
+
+    join: list[int]
+    leave: list[int]
+
+
+class Queue:
+    """The tickets of all unfinished jobs, kept up to date."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._tickets: dict[int, Ticket] = {}
+        self._owners: defaultdict[str, float] = defaultdict(float)
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [replace(t, owner_ridden=self._owners[t.owner]) for t in self._tickets.values()]
+
+    def add(self, ticket: Ticket) -> None:
+        """A job arrives."""
+        assert ticket.index not in self._tickets
+        self._owners[ticket.owner] += ticket.ridden
+        self._tickets[ticket.index] = ticket
+        self.move(ticket.index, riding=ticket.riding, now=ticket.since)
+
+    def admit(self, fits: Fits, now: float) -> Admission:
+        """Decide who rides from now on, and note it."""
+        admission = admit(self.tickets, self.policy, fits, now)
+        for index in admission.leave:
+            self.move(index, riding=False, now=now)
+        for index in admission.join:
+            self.move(index, riding=True, now=now)
+        return admission
+
+    def move(self, index: int, *, riding: bool, now: float) -> None:
+        """A job joins, or is sent back to wait."""
+        self._turn += 1
+        self._tickets[index] = replace(self._tickets[index], riding=riding, since=now, turn=self._turn)
+
+    def rode(self, index: int, seconds: float, left: float) -> None:
+        """A job had so much device time, and has so much left as far as is known."""
+        ticket = self._tickets[index]
+        self._owners[ticket.owner] += seconds
+        self._tickets[index] = replace(ticket, ridden=ticket.ridden + seconds, seconds=left)
+
+    def remove(self, index: int) -> None:
+        """A job has ended."""
+        del self._tickets[index]
+
+
+def admit(tickets: Sequence[Ticket], policy: Policy, fits: Fits, now: float) -> Admission:
+    """Who of the unfinished jobs rides from now on.
+
+    What rides after the decision always fits, even where what rode before does not fit any more. A job that does not
+    fit alone is passed over.
+    """
+    chosen: list[Ticket] = []
+    held = False
+    order = ranked(tickets, policy, now)
+    for t in order:
+        if held and not t.riding:
+            continue
+        if fits([*chosen, t]):
+            chosen.append(t)
+        elif not t.riding and now - t.since > policy.patience:
+            held = fits([t])
+    rides = {t.index for t in chosen}
+    return Admission(
+        join=[t.index for t in chosen if not t.riding],
+        leave=[t.index for t in order if t.riding and t.index not in rides],
+    )
+
+
+def ranked(tickets: Sequence[Ticket], policy: Policy, now: float) -> list[Ticket]:
+    """Those whose ride must not end yet, then those that have waited too long, then the policy's order."""
+    came = sorted(tickets, key=lambda t: (t.arrived, t.index))
+    order = policy.order(came, now)
+    if sorted(t.index for t in order) != sorted(t.index for t in came):
+        raise JobError(
+            f"policy {policy.name!r} gave {len(order)} tickets back for {len(came)}, or other ones; "
+            "its order must hold each once: try shoal.testing.check_policy"
+        )
+    arrivals = [t.arrived for t in came]
+
+    def rank(t: Ticket) -> tuple[int, float]:
+        spent = now - t.since
+        if t.riding:
+            return (0, 0.0) if policy.slice_seconds is None or spent < policy.slice_seconds else (2, 0.0)
+        return (1, t.since) if spent > policy.patience * bisect_right(arrivals, t.since) else (2, 0.0)
+
+    return sorted(order, key=rank)

@@ -1,0 +1,151 @@
+"""What a step gave, by name, and whether two ways to run it gave the same; for `prove`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.engine.tracing.trace import Trace
+
+TOLERANCE = 1e-9
+"""Of a tensor's largest value, in float64."""
+SHARE = 1e-3
+"""A tensor that is smaller than this share of the largest of its sort is measured by that share: a gradient that should
+be zero is rounding, and has no size of its own."""
+ROUNDING = 10
+"""Times what rounding the inputs changes, where that is more than the tolerance."""
+
+_WIDE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one step of one member gave."""
+
+    values: dict[str, dict[str, Tensor | None]]
+    """By sort ("loss", "gradient", "buffer", ...) and name; None: there is none."""
+    trainable: dict[str, bool] = field(default_factory=dict)
+    """`requires_grad` of every parameter, after the step."""
+    stream: Tensor | None = None
+    """Where the member's random stream is after the step, on a CPU."""
+
+
+def difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:
+    """What the two differ in, in a few words; empty: in nothing but rounding.
+
+    `rounded`: what the step gave from inputs that were rounded, which shows how much rounding can do. `eps`: the unit
+    of rounding of the coarsest dtype in it: a loss in float32 may come out the same from rounded inputs.
+    """
+    for name, flag in expected.trainable.items():
+        if flag != seen.trainable[name]:
+            return f"it switches requires_grad of {name}"
+    for sort, values in expected.values.items():
+        largest = max((_size(value) for value in values.values() if value is not None), default=0.0)
+        for name, value in values.items():
+            what = f"{sort} {name}".strip()
+            if name not in seen.values.get(sort, {}):
+                return f"its graph has no {what}"
+            other = seen.values[sort][name]
+            if value is None or other is None:
+                if value is not other:
+                    one, other_one = ("no", "one") if value is None else ("a", "none")
+                    return f"there is {one} {what}, and its graph has {other_one}"
+                continue
+            if value.shape != other.shape:
+                return f"the {what} has shape {list(value.shape)}, and {list(other.shape)} by its graph"
+            slack = 0.0 if rounded is None else ROUNDING * _apart(value, rounded.values[sort].get(name))
+            slack = max(slack, ROUNDING * eps * _size(value))
+            allowed = max(TOLERANCE * max(_size(value), SHARE * largest), slack)
+            gap = _apart(value, other)
+            if not gap <= allowed:
+                return f"the {what} differs by {gap:.1e}, of {_size(value):.1e}"
+    if expected.stream is not None and seen.stream is not None and not torch.equal(expected.stream, seen.stream):
+        return "it draws other random numbers than its graph"
+    return ""
+
+
+def _size(value: Tensor) -> float:
+    if not value.numel():
+        return 0.0
+    finite = torch.nan_to_num(value.detach().abs().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.max())
+
+
+def _apart(a: Tensor, b: Tensor | None) -> float:
+    """The largest difference; infinite where only one of them is finite, or not of the same sign."""
+    if b is None or a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.detach().to(kind), b.detach().to(kind).to(a.device)
+    same = (x == y) | (torch.isnan(x) & torch.isnan(y))
+    gap = torch.where(same, torch.zeros((), dtype=torch.float64, device=x.device), (x - y).abs())
+    return float(torch.nan_to_num(gap, nan=float("inf"), posinf=float("inf")).max())
+
+
+# --- dtypes and rounding --------------------------------------------------------------------------------------------
+
+
+def widen(model: nn.Module) -> nn.Module:
+    """The same model with every parameter and buffer in float64 or complex128."""
+    model._apply(_wide)  # type: ignore[no-untyped-call]
+    return model
+
+
+def widen_leaves(batch: Any) -> Any:
+    """A batch with its floating-point tensors in float64 or complex128."""
+    return pytree.tree_map_only(Tensor, _wide, batch)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE else tensor
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter and buffer, those outside the state_dict too."""
+    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.Module:
+    """A copy of the model with this state, every number off by as much as the graph's coarsest dtype rounds."""
+    twin = copy.deepcopy(model)
+    tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
+    with torch.no_grad():
+        for name, value in state.items():
+            if name in tensors:
+                tensors[name].copy_(_nudged(value, coarsest(trace)))
+    return twin
+
+
+def rounded_leaves(batch: Any, trace: Trace) -> Any:
+    """A batch whose numbers are off in the same way."""
+    return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, coarsest(trace)), batch)
+
+
+def _nudged(tensor: Tensor, eps: float) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    generator = torch.Generator().manual_seed(tensor.numel())
+    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return (tensor * (1 + eps * noise.to(tensor.device))).to(tensor.dtype)
+
+
+def is_coarse(trace: Trace) -> bool:
+    """Whether any of a step is in fewer digits than float64, so that rounding may show."""
+    return coarsest(trace) > torch.finfo(torch.float64).eps
+
+
+def coarsest(trace: Trace) -> float:
+    """The unit of rounding of the coarsest dtype that a step computes in."""
+    values = (v for node in trace.nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+    return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)

@@ -1,0 +1,159 @@
+"""Places whose content is not Python values: tensors, arrays, random numbers, and how far an iterator has come."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.python_state._compare import same_bits, same_numbers, version
+from shoal.engine.python_state.places import Place
+
+MAX_ELEMENTS = 1_000_000
+"""Larger tensors are compared by version alone, larger arrays by a sample; neither is put back."""
+_SAMPLED = 4096
+_COPYABLE: tuple[type, ...] = (
+    itertools.count, type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")),
+)  # fmt: skip
+"""Iterators whose copy goes on from the same place and shares nothing with them."""
+
+
+class TensorContent(Place):
+    """What is written in a tensor that is neither a parameter nor a buffer of the model."""
+
+    owner: Tensor
+    data = True
+    most = MAX_ELEMENTS
+    """Elements whose content is looked at."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its content can be copied and compared."""
+        value = self.owner
+        plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
+        odd = value.is_quantized or value.is_nested
+        return plain and not odd and value.numel() <= self.most
+
+    @property
+    def restorable(self) -> bool:  # type: ignore[override]
+        return self.whole
+
+    def get(self) -> Tensor:
+        return self.owner.detach().clone()
+
+    def put(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.owner.copy_(value)
+
+    def note(self) -> tuple[int, Tensor | None]:
+        return version(self.owner), self.get() if self.whole else None
+
+    def changed(self, note: tuple[int, Tensor | None]) -> bool:
+        return version(self.owner) != note[0] or (note[1] is not None and not same_bits(self.owner, note[1]))
+
+    def restore(self, note: tuple[int, Tensor | None]) -> None:
+        if note[1] is not None and not same_bits(self.owner, note[1]):
+            self.put(note[1])
+
+
+class ArrayContent(Place):
+    """What is written in a numpy array."""
+
+    owner: np.ndarray[Any, Any]
+
+    @property
+    def restorable(self) -> bool:  # type: ignore[override]
+        return self.owner.size <= MAX_ELEMENTS
+
+    def get(self) -> np.ndarray[Any, Any]:
+        if self.owner.size <= MAX_ELEMENTS:
+            return self.owner.copy()
+        return self.owner.reshape(-1)[:: max(1, self.owner.size // _SAMPLED)].copy()
+
+    def put(self, value: np.ndarray[Any, Any]) -> None:
+        if self.restorable and self.owner.flags.writeable and self.changed(value):
+            self.owner[...] = value
+
+    def changed(self, note: np.ndarray[Any, Any]) -> bool:
+        now = self.get()
+        if now.shape != note.shape or now.dtype != note.dtype:
+            return True
+        return list(now.flat) != list(note.flat) if now.dtype.hasobject else now.tobytes() != note.tobytes()
+
+
+class RandomNumbers(Place):
+    """A generator of random numbers: Python's, numpy's or torch's."""
+
+    def get(self) -> Any:
+        value = self.owner
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, np.random.RandomState):
+            return value.get_state(legacy=False)
+        return value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
+
+    def put(self, value: Any) -> None:
+        if not self.changed(value):
+            return
+        if isinstance(self.owner, random.Random):
+            self.owner.setstate(value)
+        elif isinstance(self.owner, np.random.Generator):
+            self.owner.bit_generator.state = value
+        else:
+            self.owner.set_state(value)
+
+    def changed(self, note: Any) -> bool:
+        return not same_numbers(self.get(), note)
+
+
+class Position(Place):
+    """How far an iterator has come. Few can be put back: a copy then takes the place of the one that has moved on."""
+
+    @property
+    def restorable(self) -> bool:  # type: ignore[override]
+        return isinstance(self.owner, _COPYABLE)
+
+    def get(self) -> Any:
+        value = self.owner
+        if isinstance(value, itertools.count):
+            return repr(value)
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            return None if frame is None else (frame.f_lasti, tuple(map(id, frame.f_locals.values())))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # itertools will lose this one day
+                return repr(value.__reduce__())
+        except Exception:
+            return None  # it cannot tell
+
+    def put(self, value: Any) -> None:
+        return
+
+
+class CachedCalls(Place):
+    """How many results a `functools.cache` has had to work out. They stay: `forget` is for those that must not."""
+
+    restorable = False
+
+    def get(self) -> int:
+        return int(self.owner.cache_info().misses)
+
+    def put(self, value: Any) -> None:
+        return
+
+    def forget(self) -> None:
+        """Empty the cache: what it held will be worked out again."""
+        self.owner.cache_clear()
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether asking for the next element moves it on; files are not looked into."""
+    return isinstance(value, Iterator) and not hasattr(value, "fileno")

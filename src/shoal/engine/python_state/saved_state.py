@@ -1,0 +1,167 @@
+"""What a member has become besides weights, optimizer state and schedule: Python state, and what its optimizer keeps.
+
+Only jobs whose step changes Python state, and those with optimizers or schedules of their own making, have any: for the
+others nothing is looked for and nothing saved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.utils import _pytree as pytree
+
+from shoal.engine.python_state._state_codec import Plain
+from shoal.engine.python_state.state_keeper import Keeper
+from shoal.errors import OutError
+from shoal.jobs.job import Job
+
+Saved = Mapping[str, Plain]
+MODULES = "the random numbers of the modules `random` and `numpy`"
+
+
+class OwnState:
+    """The Python state of one member. Made anew in each process; what was saved elsewhere is loaded."""
+
+    def __init__(self) -> None:
+        self.watched = True
+        """Whether its step may change Python state; a step that could be traced does not."""
+        self.wanted = False
+        """Whether somebody will ask for it: a run folder, or an order to clone."""
+        self.job: Keeper | None = None
+        """Of what the job's functions and the model reach."""
+        self.driver: Keeper | None = None
+        """Of the optimizer and scheduler that train it now."""
+        self.stand_ins: dict[str, Any] = {}
+        """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
+        self._loaded: Saved | None = None
+        self._name = ""
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Around some steps: notice whether they draw from the generators of the modules `random` and `numpy`."""
+        if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
+            yield
+            return
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            drew = random.getstate() != python, not all(map(np.array_equal, numpy, np.random.get_state()))
+            if self.job.draws is not None:
+                self.job.draws = self.job.draws[0] or drew[0], self.job.draws[1] or drew[1]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What could not be saved so far: where it is, and why."""
+        keepers = (self.job, self.driver)
+        return {where: why for keeper in keepers if keeper is not None for where, why in keeper.problems.items()}
+
+    def capture(self) -> dict[str, Plain] | None:
+        """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
+        if self.job is None and self.driver is None:
+            return None if self._loaded is None else dict(self._loaded)
+        parts = {"job": self.job, "driver": self.driver}
+        saved = {name: keeper.capture() for name, keeper in parts.items() if keeper is not None}
+        saved = {name: state for name, state in saved.items() if state is not None}
+        return saved or None
+
+    def load(self, saved: Saved | None) -> None:
+        """What was captured elsewhere; it is put in place when the member gets its optimizer."""
+        self._loaded, self.driver = saved, None
+
+    def begin(self, job: Job, model: nn.Module) -> None:
+        """Before an optimizer is made for the member: note what there is or, if it has trained, what it has become."""
+        self._name = job.name
+        if self._loaded is None and (self.job is not None or self.driver is not None):
+            self._loaded = self.capture()
+        if self.job is not None:
+            self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
+        elif self.wanted or (self._loaded or {}).get("job") is not None:
+            self.job = Keeper(state_roots(job, model if self.watched else None), model=model)
+
+    def attach(
+        self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
+    ) -> None:
+        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with other ones."""
+        self.driver = None
+        if has_own_state(optimizer, schedule):
+            foreign = schedule is not None and not _is_torchs(schedule)
+            roots = {"optimizer": optimizer, **({"scheduler": schedule} if foreign else {})}
+            self.driver = Keeper(roots, model=model, beside=self.job)
+        if self.job is not None:
+            made = {"optimizer": optimizer, "scheduler": schedule}
+            self.job.swap({id(old): made[name] for name, old in self.stand_ins.items()})
+            self.job.know({(name,): value for name, value in made.items()})
+            self.stand_ins = {}
+        if started:
+            self._put_back(device)
+        self._loaded = None
+
+    def _put_back(self, device: torch.device) -> None:
+        saved = self._loaded or {}
+        try:
+            if self.job is not None:
+                self.job.restore(saved.get("job"), device)
+            if self.driver is not None:
+                self.driver.restore(saved.get("driver"), device)
+        except KeyError as error:
+            raise OutError(
+                f"job {self._name!r}: its checkpoint holds {error.args[0]}, which this job does not have; put the code "
+                "back as it was, or use another folder"
+            ) from error
+
+    def finish(self, job: Job, model: nn.Module, device: torch.device) -> None:
+        """Put in place what a member at its end has become elsewhere, as far as it needs no optimizer."""
+        if self._loaded is not None and self._loaded.get("job") is not None:
+            self.job = self.job or Keeper(state_roots(job, model), model=model)
+            with suppress(Exception):  # its weights are what counts, and they are there
+                self.job.restore(self._loaded["job"], device, partly=True)
+
+
+def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
+    """What a job's Python state can be reached from; without the model, what its optimizer and schedule can reach."""
+    roots: dict[str, Any] = {
+        "schedule": job.schedule,
+        "optimizer class": job.optimizer,
+        "params": job.params,
+    }
+    if model is not None:
+        roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "collate": job.collate, "model": model}
+        if not isinstance(job.model, nn.Module):
+            roots["factory"] = job.model
+    return roots
+
+
+def storable(state: Any) -> bool:
+    """Whether a scheduler's state_dict() is plain values and tensors alone; otherwise its attributes are saved."""
+    leaves = pytree.tree_leaves(state)
+    return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
+
+
+def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
+    """Whether an optimizer or a scheduler may have state that its `state_dict()` does not have."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    return not torchs or any(hooks) or (schedule is not None and not _is_torchs(schedule))
+
+
+def _is_torchs(scheduler: Any) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__ == lr_scheduler.__name__ and all(map(_is_torchs, parts))
+
+
+def share(states: Sequence[OwnState]) -> None:
+    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
+    keepers = [state.job for state in states if state.job is not None]
+    holders = Counter(handle for keeper in keepers for handle in keeper.handles())
+    several = {handle for handle, count in holders.items() if count > 1}
+    for keeper in keepers:
+        keeper.shared = several & keeper.handles()

@@ -1,0 +1,336 @@
+"""Finds the Python state that some functions and objects can reach: closures, globals, attributes, containers.
+
+What belongs to the user is looked into: functions, objects that were handed over, modules and classes of the user's own
+code. Of a library's code only the objects that the user holds are looked into, never its globals and classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import dis
+import functools
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
+
+from shoal.engine.python_state import _contents, places
+from shoal.engine.python_state.places import Path, Place, key_name
+from shoal.engine.python_state.user_code import (
+    is_library_class,
+    is_library_function,
+    is_library_module,
+    is_standard_class,
+)
+
+MOST_OBJECTS = 200_000
+"""Objects that are looked into at the most; `Walk.complete` says whether that was all."""
+_TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
+"""Attributes of a module that are looked at on their own; the last two are an RNN's other list of its parameters."""
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""Containers that every module has, and that are empty in most."""
+_PLAIN = (
+    int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
+    Dataset, random.SystemRandom, types.CodeType, range, slice,
+)  # fmt: skip
+"""Values that hold no state, or whose state is not the step's: data is read elsewhere."""
+_STANDARD = (
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap,
+    functools.cached_property, functools.partialmethod,
+)  # fmt: skip
+"""Classes of the standard library whose objects hold a user's values. Loggers, threads, files and others do not."""
+
+
+class Walk:
+    """All places that can be reached from some named roots, each with one path, the shortest."""
+
+    def __init__(
+        self, roots: Mapping[str, Any], *, skip: nn.Module | None = None, private: Mapping[str, Any] | None = None
+    ) -> None:
+        """`skip`: a model whose parameters and buffers are not looked at; its other attributes are.
+
+        `private`: more roots, which nobody else holds, such as a copy of a model: of what hangs on them only what their
+        code shares with others is noted.
+        """
+        self.places: list[Place] = []
+        self.complete = True
+        self._skipped = set(map(id, skip.modules())) if skip is not None else set()
+        tensors = (*skip.parameters(), *skip.buffers()) if skip is not None else ()
+        self._seen: set[int] = set(map(id, tensors))
+        self._held: list[Any] = []  # keeps ids from being given away
+        self._queue: deque[tuple[Path, Any, bool]] = deque(((name,), root, False) for name, root in roots.items())
+        self._private = False
+        self._mentioned: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        """Namespaces of modules, and which of their names the code mentions."""
+        self._modules: set[tuple[int, frozenset[str]]] = set()
+        """Modules whose globals were looked up, and for which names."""
+        self._go()
+        self._queue.extend(((name,), root, True) for name, root in (private or {}).items())
+        self._go()
+        for space, names in self._mentioned.values():
+            path = ("globals", str(space.get("__name__", "?")))
+            self.places.append(places.Globals(path, space, sorted(names)))
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of globals that the code writes to."""
+        functions = [held for held in self._held if isinstance(held, types.FunctionType)]
+        return frozenset().union(*(mentioned(f.__code__)[1] for f in functions if not is_library_function(f)))
+
+    @property
+    def visited(self) -> list[Any]:
+        """All objects that were looked into."""
+        return self._held
+
+    def _go(self) -> None:
+        while self._queue:
+            path, value, self._private = self._queue.popleft()
+            self._visit(path, value)
+
+    def _visit(self, path: Path, value: Any) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        if len(self._held) >= MOST_OBJECTS:
+            self.complete = False
+            return
+        self._seen.add(id(value))
+        self._held.append(value)
+        kind: Any = type(value)
+        look = _look_of(kind, self._looks)
+        if look is not None:
+            look(self, path, value)
+            return
+        if _contents.is_iterator(value):
+            self._note(_contents.Position((*path, ".__next__"), value))
+        self._object(path, value)
+
+    def _note(self, place: Place) -> None:
+        if not self._private:
+            self.places.append(place)
+
+    def _push(self, path: Path, element: str, value: Any) -> None:
+        if not isinstance(value, _PLAIN):
+            self._queue.append(((*path, element), value, self._private))
+
+    # --- code -------------------------------------------------------------------------------------------------------
+
+    def _function(self, path: Path, function: types.FunctionType) -> None:
+        self._private = False  # a copy of a model has the same functions and classes
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._held.append(cell)
+                place = places.Cell((*path, f"<{name}>", ".cell_contents"), cell)
+                self._note(place)
+                self._push(path, f"<{name}>", place.get())
+        self._push(path, ".__defaults__", function.__defaults__)
+        self._push(path, ".__kwdefaults__", function.__kwdefaults__)
+        self._attributes(path, function)
+        if not is_library_function(function):
+            self._names(function.__globals__, *mentioned(function.__code__))
+
+    def _names(self, space: dict[str, Any], read: frozenset[str], written: frozenset[str]) -> None:
+        """Globals that code mentions, and of modules that it mentions those of their globals that it mentions too."""
+        _, known = self._mentioned.setdefault(id(space), (space, set()))
+        for name in sorted(read - known):
+            if name not in space and name not in written:
+                continue
+            known.add(name)
+            value = space.get(name)
+            if not isinstance(value, types.ModuleType):
+                self._push(("globals", str(space.get("__name__", "?"))), name, value)
+        for name in sorted(read):
+            value = space.get(name)
+            if (
+                isinstance(value, types.ModuleType)
+                and vars(value) is not space
+                and (id(value), read) not in self._modules
+            ):
+                self._modules.add((id(value), read))
+                if not is_library_module(value.__name__, getattr(value, "__file__", None)):
+                    self._names(vars(value), read, frozenset())
+
+    @functools.cached_property
+    def _modules(self) -> set[tuple[int, frozenset[str]]]:
+        return set()
+
+    def _method(self, path: Path, method: types.MethodType) -> None:
+        self._push(path, ".__func__", method.__func__)
+        self._push(path, ".__self__", method.__self__)
+
+    def _builtin(self, path: Path, function: types.BuiltinFunctionType) -> None:
+        """A method of an object that is written in C, such as a list's append."""
+        if not isinstance(function.__self__, types.ModuleType | type):
+            self._push(path, ".__self__", function.__self__)
+
+    def _partial(self, path: Path, value: functools.partial[Any]) -> None:
+        for name, part in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+            self._push(path, f".{name}", part)
+        self._attributes(path, value)
+
+    def _wrapped(self, path: Path, value: Any) -> None:
+        """`functools.cache` and its like, and what they are around."""
+        self._note(_contents.CachedCalls(path, value))
+        self._push(path, ".__wrapped__", getattr(value, "__wrapped__", None))
+
+    def _descriptor(self, path: Path, value: Any) -> None:
+        for name in ("fget", "fset", "__func__", "func"):
+            self._push(path, f".{name}", getattr(value, name, None))
+
+    def _class(self, path: Path, kind: type) -> None:
+        """Attributes of the user's own classes, and what their methods reach."""
+        if is_library_class(kind):
+            return
+        self._private = False
+        path = ("class", f"{kind.__module__}.{kind.__qualname__}")
+        place = places.ClassAttributes(path, kind)
+        self._note(place)
+        for name, value in place.get().items():
+            self._push(path, f".{name}", value)
+        for base in kind.__bases__:
+            self._push(path, ".__bases__", base)
+
+    # --- objects ----------------------------------------------------------------------------------------------------
+
+    def _module(self, path: Path, module: nn.Module) -> None:
+        groups = {"_modules": module._modules}
+        if id(module) not in self._skipped:
+            groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
+        for own, group in groups.items():
+            if isinstance(group, dict) and group:  # those of a ScriptModule are not
+                self._note(places.Items((*path, f".{own}"), group))
+            for name, value in list(group.items()):
+                self._push(path, f".{name}", value)
+        empty = [value for name in _HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
+        self._note(places.Empties((*path, ".hooks"), empty))
+        self._seen.update(map(id, empty))
+        self._attributes(path, module, _TENSORS)
+        self._push(path, ".__class__", type(module))
+
+    def _object(self, path: Path, value: Any) -> None:
+        kind = type(value)
+        if is_standard_class(kind) and not isinstance(value, _STANDARD):
+            return
+        self._private &= not hasattr(kind, "__deepcopy__")  # it may give itself for its copy
+        self._attributes(path, value)
+        self._slots(path, value)
+        self._push(path, ".__class__", kind)
+
+    def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
+        if not isinstance(getattr(value, "__dict__", None), dict):
+            return
+        place = places.Attributes(path, value, without)
+        held = place.get()
+        if held or not isinstance(value, types.FunctionType):
+            self._note(place)
+        for name, own in held.items():
+            self._push(path, f".{name}", own)
+
+    def _slots(self, path: Path, value: Any) -> None:
+        names = [
+            name
+            for kind in type(value).__mro__
+            for name, descriptor in vars(kind).items()
+            if isinstance(descriptor, types.MemberDescriptorType) and not is_standard_class(kind)
+        ]
+        if names:
+            place = places.Slots((*path, ".__slots__"), value, names)
+            self._note(place)
+            for name, held in place.get().items():
+                self._push(path, f".{name}", held)
+
+    def _reference(self, path: Path, value: weakref.ref[Any]) -> None:
+        self._push(path, "()", value())
+
+    # --- containers -------------------------------------------------------------------------------------------------
+
+    def _list(self, path: Path, value: Any) -> None:
+        self._note(places.Elements(path, value))
+        self._tuple(path, value)
+        self._subclass(path, value)
+
+    def _tuple(self, path: Path, value: Iterable[Any]) -> None:
+        for index, item in enumerate(list(value)):
+            self._push(path, f"[{index}]", item)
+
+    def _dict(self, path: Path, value: Any) -> None:
+        writable = isinstance(value, MutableMapping)
+        self._note(places.Items(path, value) if writable else places.ReadOnlyItems(path, value))
+        for index, (key, item) in enumerate(list(value.items())):
+            self._push(path, key_name(key, index), item)
+        self._subclass(path, value)
+
+    def _set(self, path: Path, value: set[Any]) -> None:
+        self._note(places.SetMembers(path, value))
+        self._subclass(path, value)
+
+    def _subclass(self, path: Path, value: Any) -> None:
+        """What a class of the user's adds to a container."""
+        if not is_standard_class(type(value)):
+            self._attributes((*path, ".__dict__"), value)
+            self._push(path, ".__class__", type(value))
+
+    def _tensor(self, path: Path, value: Tensor) -> None:
+        if not is_lazy(value):
+            self._note(_contents.TensorContent(path, value))
+
+    def _variable(self, path: Path, value: contextvars.ContextVar[Any]) -> None:
+        place = places.ContextVariable(path, value)
+        self._note(place)
+        self._push(path, ".get()", place.get())
+
+    def _as(kind: type[Place]) -> Callable[[Walk, Path, Any], None]:  # type: ignore[misc]
+        return lambda self, path, value: self._note(kind(path, value))
+
+    def _nothing(self, path: Path, value: Any) -> None:
+        return
+
+    _looks: tuple[tuple[Any, Callable[..., None]], ...] = (
+        (Tensor, _tensor),
+        (np.ndarray, _as(_contents.ArrayContent)),
+        ((types.ModuleType, np.ufunc), _nothing),
+        (types.FunctionType, _function),
+        (types.MethodType, _method),
+        (types.BuiltinFunctionType, _builtin),
+        (functools.partial, _partial),
+        (functools._lru_cache_wrapper, _wrapped),
+        ((property, staticmethod, classmethod, functools.cached_property), _descriptor),
+        (type, _class),
+        (nn.Module, _module),
+        ((random.Random, np.random.Generator, np.random.RandomState, torch.Generator), _as(_contents.RandomNumbers)),
+        (contextvars.ContextVar, _variable),
+        (weakref.ref, _reference),
+        (tuple, _tuple),
+        ((list, deque), _list),
+        ((dict, types.MappingProxyType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _dict),
+        (set, _set),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def _look_of(kind: Any, looks: tuple[tuple[Any, Callable[..., None]], ...]) -> Callable[..., None] | None:
+    """How objects of a class are looked into; None: as any object."""
+    return next((look for kinds, look in looks if issubclass(kind, kinds)), None)
+
+
+@functools.lru_cache(maxsize=8192)
+def mentioned(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that code mentions, functions inside it included, and those of globals that it writes to."""
+    read = set(code.co_names)
+    written = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = mentioned(constant)
+            read |= inner[0]
+            written |= inner[1]
+    return frozenset(read), frozenset(written)

@@ -1,0 +1,394 @@
+"""What members must have in common to be one stack, worked out once for all of them.
+
+A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see,
+and its optimizer as a rule. Members with equal recipe keys are one stack, whatever their optimizers; why a member has
+no recipe is told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
+from shoal.engine.optim import RULES, Flags, ScheduleRunner, split_hparams
+from shoal.engine.python_state.preserve import PythonState
+from shoal.engine.python_state.watch import Watch
+from shoal.engine.recipes._within_epoch import refuse_changes
+from shoal.engine.tracing.fingerprint import fingerprint, without_floats
+from shoal.engine.tracing.params_with_grad import used_params
+from shoal.engine.tracing.patches import Untraceable
+from shoal.engine.tracing.signature import Path, skeleton
+from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
+from shoal.errors import describe
+from shoal.jobs.job import Job
+
+if TYPE_CHECKING:
+    from shoal.engine.recipes.program import Program
+
+
+MOST_PROGRAMS = 256
+"""Compositions of stacks whose programs are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerPlan:
+    """A member's optimizer, taken apart: which parameters are in which group, and the numbers of each group."""
+
+    kind: type[Optimizer]
+    groups: list[list[int]]
+    """Positions of the parameters, in the trace's order."""
+    settings: list[dict[str, Any]]
+    flags: list[Flags] | None
+    """Structural settings per group; None: no rule, the real class runs a member at a time."""
+    runner: ScheduleRunner | None = None
+
+    def skeleton(self) -> list[dict[str, Any]]:
+        """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
+        first = 0
+        found = []
+        for group, settings in zip(self.groups, self.settings, strict=True):
+            found.append({**settings, "params": list(range(first, first + len(group)))})
+            first += len(group)
+        return found
+
+    @property
+    def key(self) -> Hashable:
+        structure = None if self.flags is None else tuple(tuple(sorted(f.items())) for f in self._structural())
+        return (self.kind, tuple(map(tuple, self.groups)), structure)
+
+    def _structural(self) -> list[dict[str, bool]]:
+        assert self.flags is not None
+        names = RULES[self.kind].structural
+        return [{name: flags[name] for name in names} for flags in self.flags]
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """One member's training as a stack sees it."""
+
+    member: Member
+    steps: dict[int, Trace]
+    """Rows in a batch -> the step as a graph."""
+    optimizer: OptimizerPlan
+    key: Hashable = field(init=False)
+    """Of the computation, which is that of everybody in the stack; the optimizer is each member's own affair."""
+
+    def __post_init__(self) -> None:
+        job, member = self.member.job, self.member
+        frozen = tuple(p.requires_grad for _, p in member.model.named_parameters())
+        self.key = (
+            tuple((rows, skeleton(graph)) for rows, graph in self.steps.items()),
+            frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
+            job.step is None, member.data.source.streamed, member.device,
+        )  # fmt: skip
+
+    def same_steps(self, other: Recipe | None) -> bool:
+        """Whether the steps are the same, number for number."""
+        if other is None or self.key != other.key:
+            return False
+        return all(same_graph(graph, other.steps[rows]) for rows, graph in self.steps.items())
+
+
+@dataclass(slots=True)
+class Proofs:
+    """What has been proven in a run."""
+
+    reasons: dict[Hashable, str] = field(default_factory=dict)
+    """By kind: why it may not be stacked; empty where it may."""
+    lifted: dict[Hashable, set[Path | int]] = field(default_factory=dict)
+    """By graph: the numbers and constants that were proven with different values for different members."""
+    steps: int = 0
+    """Steps of users' own code that were run for it."""
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def number(self, key: Hashable) -> int:
+        """A number that stands for a key, which may be long."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Something to be computed in eval mode, without gradients."""
+
+    function: Hashable
+    """What it is, for Python: equal for the same code."""
+    call: Call
+    precision: str | None = None
+
+    @classmethod
+    def forward(cls, precision: str | None = None) -> Evaluation:
+        """A model's outputs; a batch is the tuple of its inputs."""
+        return cls("forward", lambda model, batch: model(*batch), precision)
+
+    @classmethod
+    def validation(cls, job: Job, wanted: bool) -> Evaluation:
+        """A job's step on a validation batch: `((loss, logs), outputs)`; outputs only if wanted."""
+
+        def call(model: nn.Module, batch: Any) -> Any:
+            if job.step is not None:
+                return run_step(job, model, batch), model(*batch[:-1]) if wanted else None
+            assert job.loss is not None
+            outputs = model(*batch[:-1])
+            return (job.loss(outputs, batch[-1]), {}), outputs if wanted else None
+
+        return cls(("validation", job.step, job.loss, wanted), call, job.precision)
+
+
+_Code = tuple[Hashable, Hashable, str, str | None, bool]
+"""What is recorded, for Python: model, function, how batches are folded, precision, whether it is evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was recorded."""
+
+    made: Trace | Untraceable
+    read: Watch
+    """What else it read: globals, classes, what closures hold."""
+    held: list[Any]
+    """Objects whose ids are in its key: while they live, no others have them."""
+
+
+class Kitchen:
+    """Makes recipes, tracing each distinct step once."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone."""
+        self.deterministic = deterministic
+        self._traces: dict[tuple[_Code, Hashable], _Record] = {}
+        self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+        """Objects whose ids are in the fingerprints."""
+        self._known: dict[_Code, Trace] = {}
+        """Code that was recorded already, and its first trace."""
+        self._kinds: dict[Hashable, int] = {}
+        """Code, whatever the floating-point numbers in it."""
+        self._shapes: dict[Hashable, tuple[str, str]] = {}
+        """Of two batches of a streamed source."""
+        self._programs: dict[Hashable, Program] = {}
+        self.proofs = Proofs()
+        self.executables: dict[Hashable, Any] = {}
+        """Compiled steps, for `captured`: by what they compute and its shape."""
+
+    def recipe(self, member: Member) -> Recipe:
+        """The member's recipe.
+
+        Raises:
+            Untraceable: with the reason why it cannot be stacked.
+        """
+        steps = {rows: self.step(member, rows) for rows in batch_sizes(member)}
+        for graph in steps.values():
+            try:
+                used_params(graph)
+            except Exception as error:
+                raise Untraceable(f"its backward pass raises {describe(error)}") from error
+        optimizer = plan_optimizer(member)
+        refuse_changes(member, optimizer.settings, optimizer.kind)
+        return Recipe(member, steps, optimizer)
+
+    def program(self, traces: Sequence[Trace], stacked_batch: Sequence[bool], device: torch.device) -> Program:
+        """The stacked program of these traces of mine, made once for each composition of a stack.
+
+        Raises:
+            NotStackable: when an operator has no exact member axis.
+        """
+        from shoal.engine.recipes.program import Program
+
+        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device)
+        if key not in self._programs:
+            while len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+            )
+        return self._programs[key]
+
+    def step(self, member: Member, rows: int) -> Trace:
+        """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
+        batch = sample(member, rows)
+        if member.data.source.streamed:
+            self._refuse_other_shapes(member, rows, batch)
+        return self.step_on(member, batch)
+
+    def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
+        """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""
+        view = member.data
+        key = (id(view.source), rows, len(view))
+        if key not in self._shapes:
+            self._shapes[key] = (_shapes(batch), _shapes(sample(member, rows, last=True)))
+        first, last = self._shapes[key]
+        if first != last:
+            raise Untraceable(f"its batches have different shapes ({first}, {last})")
+
+    def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
+        """The training step on a batch like this one; `twice`: see `trace`."""
+        job = member.job
+        call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
+        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
+
+    def evaluation(self, model: nn.Module, what: Evaluation, batch: Any, *, twice: bool = True) -> Trace:
+        """What is evaluated, on a batch like this one; `twice`: see `trace`."""
+        return self.graph(
+            model, what.function, what.call, batch, precision=what.precision, evaluating=True, twice=twice
+        )
+
+    def forget(self, model: nn.Module) -> None:
+        """Python state that this model's step reads has changed: what was recorded of it holds no longer."""
+        look = self._prints.pop(model, None)
+        self._traces = {key: made for key, made in self._traces.items() if key[0][0] != look}
+        self._known = {code: made for code, made in self._known.items() if code[0] != look}
+
+    def graph(
+        self,
+        model: nn.Module,
+        function: Any,
+        call: Call,
+        batch: Any,
+        *,
+        precision: str | None,
+        evaluating: bool = False,
+        twice: bool = True,
+    ) -> Trace:
+        """`call(model, batch)` as a graph, traced once for all models, functions and batches that look the same."""
+        leaves, spec = pytree.tree_flatten(batch)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
+        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        if model not in self._prints:
+            self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
+        held: list[Any] = []
+        code = (self._prints[model], fingerprint(function, hold=held), repr(spec), precision, evaluating)
+        key = (code, shapes)
+        if key not in self._traces or self._traces[key].read.changes():
+            kind = without_floats(code)
+            made: Trace | Untraceable
+            watch = Watch()
+            watch.add(0, {"step": function}, model, private=True)  # what is the model's own is in its fingerprint
+            try:
+                there = _beside(model, leaves)
+                made = trace(
+                    there, call, batch, precision=precision, evaluating=evaluating, reached=function,
+                    twice=twice and kind not in self._kinds,
+                )  # fmt: skip
+                made.kind = self._kinds.setdefault(kind, len(self._kinds))
+                first = self._known.setdefault(code, made)
+                if made is not first and made.like(first):
+                    made.first = first
+            except Untraceable as refusal:
+                made = refusal
+            self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])
+        found = self._traces[key].made
+        if isinstance(found, Untraceable):
+            raise found
+        return found
+
+
+def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
+    """The model where the batch is: a stack on a GPU keeps its members' own models on the CPU meanwhile."""
+    first = next(model.parameters(), None)
+    if first is None or not leaves or first.device == leaves[0].device:
+        return model
+    return copy.deepcopy(model).to(leaves[0].device)
+
+
+def _its_own(optimizer: Optimizer) -> bool:
+    """Does this optimizer do something of its own: hooks, another step than its class's, state it came with?"""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    started = any(float(state.get("step", 1)) for state in optimizer.state.values())
+    return any(hooks) or "step" in vars(optimizer) or started
+
+
+def batch_sizes(member: Member) -> list[int]:
+    """The sizes of the batches a member will see: the full one, and the short last one where it comes to that."""
+    job, n = member.job, member.num_rows
+    full = min(job.batch_size, n)
+    if job.steps is not None and job.steps * job.accumulate < member.num_batches:
+        return [full]
+    return sorted({full, n % job.batch_size or full}, reverse=True)
+
+
+def sample(member: Member, rows: int, last: bool = False) -> Any:
+    """A batch of so many rows, for its shapes: the first ones, or the last.
+
+    Raises:
+        Untraceable: when they cannot be read.
+    """
+    start = len(member.data) - rows if last else 0
+    try:
+        return member.data.take(start, start + rows)
+    except Exception as error:
+        raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
+
+
+def _shapes(batch: Any) -> str:
+    """The shapes of a batch, in words."""
+    return ", ".join(
+        str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
+    )
+
+
+def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
+    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
+
+    `runner`: one to try it on, since a schedule may count its calls by itself.
+    """
+    if not state.changes() and runner.can_table():
+        runner.step()
+    return bool(state.changes() or state.unrestorable)
+
+
+def plan_optimizer(member: Member) -> OptimizerPlan:
+    """Take the member's own optimizer apart.
+
+    Raises:
+        Untraceable: when only the real loop can drive it.
+    """
+    with trying(member.job) as state:
+        return _plan_optimizer(member, state)
+
+
+def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
+    job, model = member.job, member.model
+    with draws(member, keep=False):
+        optimizer = make_optimizer(job, model)
+        make_schedule(job, optimizer)
+    if needs_closure(optimizer):
+        raise Untraceable(f"{type(optimizer).__name__} evaluates the loss itself")
+    position = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in position for p in group["params"]):
+            raise Untraceable("its optimizer has parameters that are not the model's")
+        groups.append([position[id(p)] for p in group["params"]])
+    kind = type(optimizer)
+    with draws(member, keep=False):
+        fresh = make_optimizer(job, model)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
+    splits = [None if _its_own(fresh) else split_hparams(kind, group) for group in settings]
+    if any(split is None for split in splits):
+        return OptimizerPlan(kind, groups, settings, None)
+    runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    tried = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    if runner.foreign or (state is not None and tried is not None and _keeps_state(tried, state)):
+        return OptimizerPlan(kind, groups, settings, None)
+    if member.optimizer_state:
+        runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
+    moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
+    return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)

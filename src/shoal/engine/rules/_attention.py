@@ -1,0 +1,166 @@
+"""Scaled dot-product attention: members are more rows of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.engine.rules._linear import batched, widened
+from shoal.engine.rules._per_member import spread
+from shoal.engine.rules._product import product
+from shoal.engine.rules._registry import in_full_precision, numbers_of, once_per_member, rule
+from shoal.engine.rules.op_context import NotStackable, Run, Site, fold, pad_dims, unfold
+from shoal.engine.tracing.signature import PerMember
+from shoal.utils.randomness import Draw
+
+aten = torch.ops.aten
+
+_WHOLE = (torch.float32, torch.float64)
+
+
+@rule(aten.scaled_dot_product_attention.default, steady=True)
+def attention(site: Site) -> Run:
+    """Torch's own operator over the members' batches; by hand where weights are dropped. With `deterministic` by hand
+    always: others in the stack may drop some."""
+    drops = any(p > 0 for p in numbers_of(site.args[4], max(site.members, 1)))
+    steady = site.deterministic and site.members > 0
+    if steady and not in_full_precision(site):
+        if drops:
+            raise NotStackable("attention with dropout in half precision, with bits that must not depend on others")
+        return once_per_member(site)
+    if drops or steady:
+        return _by_hand(site, drops)
+    if not site.members:
+        return site.call
+    ndim = site.ndim(0)
+    alike = len({tuple(site.meta(i).shape[:-2]) for i in range(3)}) == 1 or site.args[7]
+    if ndim < 3 or site.varies or not alike:
+        return once_per_member(site)
+    members, flags = site.members, [site.stacked(i) for i in range(3)]
+    has_mask = site.args[3] is not None
+    mask_stacked, mask_ndim = has_mask and site.stacked(3), site.ndim(3) if has_mask else 0
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: Any, causal: bool, *rest: Any, **named: Any
+    ) -> Tensor:
+        q, k, v = (fold(widened(x, flag, members)) for x, flag in zip((q, k, v), flags, strict=True))
+        if mask is not None and (mask_stacked or mask_ndim == ndim):
+            mask = pad_dims(widened(mask, mask_stacked, members), mask_ndim, ndim)
+            mask = fold(mask.expand(members, q.shape[0] // members, *mask.shape[2:]))
+        scale, gqa = (*rest, None, False)[:2]
+        out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=bool(gqa))
+        return unfold(out, members)
+
+    return run
+
+
+def _by_hand(site: Site, drops: bool) -> Run:
+    """Attention as torch's own reference computes it, with the member's own draws where weights are dropped."""
+    members, grouped = site.members, bool(site.args[7])
+    q_meta, k_meta, v_meta = (site.meta(i) for i in range(3))
+    ndim = q_meta.dim()
+    if not members and ndim < 3:
+        raise NotStackable("attention with dropout on rows that are not in a batch")
+    p = numbers_of(site.args[4], max(members, 1))
+    shape = (*site.out.shape[:-1], k_meta.shape[-2])
+    draw = site.draw(Draw("dropout", shape, site.out.dtype, None, tuple((v,) for v in p))) if drops else lambda: None
+    flags = [bool(members) and site.args[i] is not None and site.stacked(i) for i in range(4)]
+    mask_ndim = site.ndim(3) if site.args[3] is not None else 0
+    scale = _scale(site)
+    repeats = [1, *(q_meta.shape[-3] // meta.shape[-3] if grouped else 1 for meta in (k_meta, v_meta))]
+
+    softmax = _softmax if site.args[3] is None else _masked_softmax
+
+    def lead(x: Tensor, own: int, times: int) -> Tensor:
+        """All leading dimensions of the result; heads that queries share are written out."""
+        x = x.repeat_interleave(times, -3) if times > 1 else x
+        x = pad_dims(x, own, len(shape)) if members else x
+        wide = (*([members] if members else []), *shape[:-2], *x.shape[-2:])
+        return x if x.shape == wide else x.expand(wide)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _p: Any, causal: bool, *_: Any) -> Tensor:
+        if members:
+            q, k, v = (widened(x, flag, members) for x, flag in zip((q, k, v), flags[:3], strict=True))
+        dims = (ndim, k_meta.dim(), v_meta.dim())
+        q, k, v = (lead(x, own, times) for x, own, times in zip((q, k, v), dims, repeats, strict=True))
+        if causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            mask = pad_dims(mask, mask_ndim, len(shape)) if flags[3] else mask
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -math.inf)
+        known = mask is None or not mask.requires_grad
+        if known and q.dtype in _WHOLE and not torch.is_autocast_enabled(q.device.type):
+            out: Tensor = Attention.apply(q, k, v, mask, draw(), scale, softmax)  # type: ignore[no-untyped-call]
+            return out
+        if mask is not None and site.deterministic:
+            mask = spread(mask, shape) if flags[3] else mask
+        root = scale**0.5
+        weights = batched(q * root, k.mT * root)
+        weights = weights if mask is None else weights + mask.to(weights.dtype)
+        share, kept = softmax(weights), draw()
+        return batched(share if kept is None else share * kept, v)
+
+    return run
+
+
+def _softmax(weights: Tensor) -> Tensor:
+    return torch.softmax(weights, -1)
+
+
+def _masked_softmax(weights: Tensor) -> Tensor:
+    """Rows that see nothing at all are zero, as torch has it, not NaN."""
+    share: Tensor = aten._safe_softmax(weights, -1)
+    return share
+
+
+def _scale(site: Site) -> Any:
+    """What the products are multiplied by: a number, or a column of them."""
+    given, width = site.args[6], site.meta(0).shape[-1]
+    if isinstance(given, PerMember):
+        return site.column(given, len(site.out.shape), site.out.dtype)
+    return 1 / math.sqrt(width) if given is None else given
+
+
+class Attention(torch.autograd.Function):
+    """Softmax of scaled products, some of it dropped, times the values; with few operators both ways."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor | None, scale: Any,
+        softmax: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        queries, keys, values = (x.flatten(0, -3) for x in (q, k, v))
+        weights = _times(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
+        share = softmax(weights if mask is None else weights.add_(mask))
+        rest = share if kept is None else share * kept
+        ctx.save_for_backward(queries, keys, values, share, kept, rest)
+        ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
+        return _times(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        queries, keys, values, share, kept, rest = ctx.saved_tensors
+        of_q, of_k, of_v, *_ = ctx.needs_input_grad
+        shapes = ctx.shapes
+        grad = grads[0].flatten(0, -3)
+        of_weights = share
+        if of_q or of_k:
+            of_share = _times(grad, values.mT).view(share.shape)
+            of_share = of_share if kept is None else of_share * kept
+            of_weights = aten._softmax_backward_data(of_share, share, -1, share.dtype).mul_(ctx.scale).flatten(0, -3)
+        return (
+            _times(of_weights, keys).view(shapes[0]) if of_q else None,
+            _times(of_weights.mT, queries).view(shapes[1]) if of_k else None,
+            _times(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _times(a_NTK: Tensor, b_NKS: Tensor) -> Tensor:
+    return product(a_NTK, b_NKS) if a_NTK.device.type == "cpu" else torch.bmm(a_NTK, b_NKS)

@@ -1,0 +1,144 @@
+"""Matrix products: one batched product over the members."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.rules._product import Affine, Linear, Product
+from shoal.engine.rules._registry import general, in_full_precision, once_per_member, rule
+from shoal.engine.rules.op_context import Run, Site, pad_dims
+
+aten = torch.ops.aten
+
+
+def widened(x: Tensor, stacked: bool, members: int) -> Tensor:
+    """A shared tensor gets a member axis without a copy."""
+    return x if stacked else x.unsqueeze(0).expand(members, *x.shape)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[M, ..., K] as [M, rows, K]; none of them may be empty for `reshape` to know how many rows there are."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+@rule(aten.linear.default, steady=in_full_precision)
+def linear(site: Site) -> Run:
+    members, (has_x, has_w) = site.members, (site.stacked(0), site.stacked(1))
+    has_bias = site.args[2] is not None
+    has_b = has_bias and site.stacked(2)
+    lead = tuple(site.out.shape[:-1])
+    if site.device.type == "cpu" and has_w and len(lead) >= 1:
+        return _cpu_linear(members, has_x, has_b, lead)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = widened(x, has_x, members)
+        weight = widened(weight, has_w, members)
+        rows = x if len(lead) == 1 else as_rows(x)
+        out = affine(rows, weight, None if bias is None else widened(bias, has_b, members))
+        return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
+
+    return run
+
+
+def _cpu_linear(members: int, has_x: bool, has_b: bool, lead: tuple[int, ...]) -> Run:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = widened(x, has_x, members)
+        rows = rows if len(lead) == 1 else as_rows(rows)
+        if bias is not None and not has_b:
+            bias = bias.expand(members, -1)
+        out = affine(rows, weight, bias)
+        return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
+
+    return run
+
+
+def _cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """A Function does not see the casts that autocast gives a product."""
+    tensors, kind = (first, *others), first.device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [None if x is None else x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """`torch.bmm` of stacked matrices; on a CPU with bits that do not depend on the pack."""
+    if x.device.type != "cpu":
+        return torch.bmm(x, y)
+    out: Tensor = Product.apply(*_cast(x, y))  # type: ignore[no-untyped-call]
+    return out
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
+    kind = Linear if x.device.type == "cpu" else Affine
+    out: Tensor = kind.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
+    return out
+
+
+def batched(x: Tensor, y: Tensor) -> Tensor:
+    """`x @ y` of stacked tensors with the same leading dimensions, likewise."""
+    return bmm(x.flatten(0, -3), y.flatten(0, -3)).view(*x.shape[:-1], y.shape[-1])
+
+
+@rule(aten.addmm.default)
+def addmm(site: Site) -> Run:
+    if site.varies or any(value != 1 for value in site.args[3:]):
+        return general(site)
+    members, flags = site.members, [site.stacked(i) for i in range(3)]
+
+    def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
+        own = bias.dim() - flags[0]
+        bias = pad_dims(widened(bias, flags[0], members), own, 2)
+        if x.device.type == "cpu":
+            return bmm(widened(x, flags[1], members), widened(y, flags[2], members)) + bias
+        return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))
+
+    return run
+
+
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default, steady=in_full_precision)
+def matmul(site: Site) -> Run:
+    a, b = site.ndim(0), site.ndim(1)
+    if a == 0 or b == 0:
+        return once_per_member(site)
+    members, (has_a, has_b) = site.members, (site.stacked(0), site.stacked(1))
+    out_shape = tuple(site.out.shape)
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        x, y = widened(x, has_a, members), widened(y, has_b, members)
+        x = x.unsqueeze(1) if a == 1 else x
+        y = y.unsqueeze(-1) if b == 1 else y
+        if max(b, 2) == 2:  # one matrix for all leading dimensions: fold them into rows
+            out = bmm(as_rows(x), y)
+        else:
+            width = max(a, b, 2)
+            x, y = pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width)
+            if x.device.type == "cpu":
+                lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
+                x, y = x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])
+                out = bmm(x.flatten(0, -3), y.flatten(0, -3))
+            else:
+                out = torch.matmul(x, y)
+        return out.reshape(members, *out_shape)
+
+    return run
+
+
+@rule(aten.einsum.default)
+def einsum(site: Site) -> Run:
+    """The member axis is one more letter, in front of every stacked operand and of the result."""
+    equation, operands = site.args[0], site.args[1]
+    letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    flags = [site.carries(operand) for operand in operands]
+    terms = [letter + term if flag else term for term, flag in zip(left.split(","), flags, strict=True)]
+    if not arrow:
+        labels = sorted(c for c in set(left) - set(",.") if left.replace("...", "").count(c) == 1)
+        right = ("..." if "..." in left else "") + "".join(labels)
+    stacked_equation = f"{','.join(terms)}->{letter}{right}"
+    return lambda _equation, values, *rest: torch.einsum(stacked_equation, *values)

@@ -1,0 +1,128 @@
+"""Losses: computed element by element for all members at once, then reduced over each member's own elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.engine.rules._linear import widened
+from shoal.engine.rules._registry import in_full_precision, once_per_member, rule
+from shoal.engine.rules.op_context import Run, Site, dims, fold, pad_dims, unfold
+from shoal.engine.tracing.signature import PerMember
+
+aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+# op -> the position of its `reduction` argument
+_ELEMENTWISE = {
+    aten.mse_loss.default: 2, aten.l1_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2, aten.kl_div.default: 2, aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4, aten.poisson_nll_loss.default: 5,
+}  # fmt: skip
+
+
+def _is_steady(site: Site) -> bool:
+    """Differences and their squares, element against element."""
+    plain = site.op in (aten.mse_loss.default, aten.l1_loss.default) and site.meta(0).shape == site.meta(1).shape
+    return plain and in_full_precision(site)
+
+
+@rule(*_ELEMENTWISE, steady=_is_steady)
+def elementwise(site: Site) -> Run:
+    place = _ELEMENTWISE[site.op]
+    reduction = site.args[place]
+    if site.varies or not (site.stacked(0) or site.stacked(1)):
+        return once_per_member(site)
+    members, op = site.members, site.call
+    tensors = [(i, site.stacked(i), site.ndim(i)) for i in range(min(place, 4)) if hasattr(site.args[i], "meta")]
+    wide = max(ndim for _, _, ndim in tensors)
+
+    def run(*args: Any) -> Tensor:
+        values = list(args)
+        for i, stacked, ndim in tensors:
+            values[i] = pad_dims(widened(values[i], stacked, members), ndim, wide)
+        values[place] = _NONE
+        loss = op(*values)
+        return _reduced(loss.contiguous() if site.deterministic else loss, reduction)
+
+    return run
+
+
+def _reduced(values: Tensor, reduction: int) -> Tensor:
+    """Over everything but the member axis."""
+    if reduction == _NONE:
+        return values
+    over = dims(None, values.dim() - 1)
+    if not over:
+        return values
+    return values.mean(over) if reduction == _MEAN else values.sum(over)
+
+
+@rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, steady=in_full_precision)
+def cross_entropy(site: Site) -> Run:
+    """Class indices: rows of all members in one call, then each member's own mean over its counted rows."""
+    args = (*site.args, 0.0)[:6]
+    logits, target, smoothing = site.meta(0), site.meta(1), args[5]
+    if target.dtype.is_floating_point or logits.dim() < 2 or not site.stacked(0):
+        return once_per_member(site)
+    members, reduction, ignore = site.members, args[3], args[4]
+    flags = (site.stacked(1), args[2] is not None and site.stacked(2))
+    logs = site.op is aten.nll_loss_nd.default
+
+    def run(x: Tensor, y: Tensor, weight: Tensor | None, *_: Any) -> Tensor:
+        y = widened(y, flags[0], members)
+        table = x if logs else F.log_softmax(x, 2)
+        counted = y != ignore
+        index = torch.where(counted, y, 0).unsqueeze(2)
+        own = None if weight is None else widened(weight, flags[1], members)  # [M, C]
+        share = counted.to(table.dtype) if own is None else _weights(own, index, counted)
+        rows = -table.gather(2, index).squeeze(2) * share
+        if smoothing == 0.0:
+            return _averaged(rows, share, reduction)
+        smooth = table if own is None else table * own.reshape(members, 1, -1, *[1] * (table.dim() - 3))
+        spread = -smooth.sum(2) * counted
+        classes = table.shape[2]
+        plain, extra = _averaged(rows, share, reduction), _averaged(spread, share, reduction)
+        return _mixed(plain, extra, smoothing, classes)
+
+    if not site.deterministic and not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
+        return lambda x, y, weight, *_: unfold(
+            F.cross_entropy(
+                fold(x), fold(widened(y, flags[0], members)), weight, reduction="none", ignore_index=ignore
+            ),
+            members,
+        )
+    return run
+
+
+def _mixed(plain: Tensor, extra: Tensor, smoothing: float | PerMember, classes: int) -> Tensor:
+    """So much of the loss against the target, and the rest against every class."""
+    if not isinstance(smoothing, PerMember):
+        mixed: Tensor = (1.0 - smoothing) * plain + extra * (smoothing / classes)
+        return mixed
+
+    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=plain.device).view(-1, *[1] * (plain.dim() - 1))
+
+    keep = column([1.0 - value for value in smoothing.values], plain.dtype)
+    rest = column([value / classes for value in smoothing.values], plain.dtype)
+    none = column([value == 0.0 for value in smoothing.values], torch.bool)
+    return torch.where(none, plain, keep * plain + extra * rest)
+
+
+def _weights(own: Tensor, index: Tensor, counted: Tensor) -> Tensor:
+    """The class weight of every row's target; 0 where the row does not count."""
+    rows = own.gather(1, index.reshape(index.shape[0], -1)).reshape(counted.shape)
+    return rows * counted
+
+
+def _averaged(rows: Tensor, share: Tensor, reduction: int) -> Tensor:
+    if reduction == _NONE:
+        return rows
+    over = list(range(1, rows.dim()))
+    total = rows.sum(over)
+    return total if reduction == _SUM else total / share.sum(over)

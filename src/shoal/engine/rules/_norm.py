@@ -1,0 +1,170 @@
+"""Normalisation. Every member has its own statistics, its own affine parameters and its own running averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.engine.rules import op_context
+from shoal.engine.rules._linear import widened
+from shoal.engine.rules._registry import numbers_of, once_per_member, rule
+from shoal.engine.rules.op_context import Run, Site, fold, pad_dims, unfold
+
+aten = torch.ops.aten
+
+
+@rule(aten.layer_norm.default)
+def layer_norm(site: Site) -> Run:
+    """Rows are normalised alike; scale and shift are the member's own."""
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    ndim, flags = site.ndim(0), [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    one, zero = _neutral(site)
+
+    def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
+        out = F.layer_norm(_wide(x), shape, one, zero, eps)
+        if weight is not None and bias is not None and flags[2] and flags[3] and out.dtype == weight.dtype:
+            weight, bias = pad_dims(weight, len(shape), ndim), pad_dims(bias, len(shape), ndim)
+            scaled: Tensor = Scaled.apply(out, weight, bias, ndim - len(shape))  # type: ignore[no-untyped-call]
+            return scaled
+        if weight is not None:
+            out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
+        if bias is not None:
+            out = out + (pad_dims(bias, len(shape), ndim) if flags[3] else bias)
+        return out
+
+    return run
+
+
+def _neutral(site: Site) -> tuple[Tensor | None, Tensor | None]:
+    """A scale of one and a shift of zero: on a CPU torch normalises faster with them than without."""
+    if site.device.type != "cpu":
+        return None, None
+    shape, dtype = site.args[1], _wide(torch.empty(0, dtype=site.meta(0).dtype)).dtype
+    return torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+
+class Scaled(torch.autograd.Function):
+    """`x * scale + shift`, members first, both the same along so many dimensions after that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, along: int) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.axes = list(range(1, along + 1))
+        return torch.addcmul(shift, x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, scale = ctx.saved_tensors
+        of_x, of_scale, of_shift, _ = ctx.needs_input_grad
+        return (
+            grad * scale if of_x else None,
+            _summed(grad * x, ctx.axes) if of_scale else None,
+            _summed(grad, ctx.axes) if of_shift else None,
+            None,
+        )
+
+
+def _summed(x: Tensor, axes: list[int]) -> Tensor:
+    return x.sum(axes, keepdim=True) if axes else x
+
+
+@rule(aten.rms_norm.default)
+def rms_norm(site: Site) -> Run:
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    ndim, has_w = site.ndim(0), site.args[2] is not None and site.stacked(2)
+
+    def run(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        out = F.rms_norm(_wide(x), shape, None, eps)
+        if weight is None:
+            return out
+        return out * (pad_dims(weight, len(shape), ndim) if has_w else weight)
+
+    return run
+
+
+@rule(aten.group_norm.default)
+def group_norm(site: Site) -> Run:
+    if site.varies or not site.stacked(0):
+        return once_per_member(site)
+    members, ndim = site.members, site.ndim(0)
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+
+    def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
+        out = unfold(F.group_norm(fold(_wide(x)), groups, None, None, eps), members)
+        if weight is not None:
+            out = out * _channel(weight, flags[2], ndim)
+        if bias is not None:
+            out = out + _channel(bias, flags[3], ndim)
+        return out
+
+    return run
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is rounded once, at the end, as inside the operator; the end is in `_registry.in_own_dtype`."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
+    """[M, C] or [C] against [M, B, C, ...]."""
+    return value.reshape(value.shape[0] if stacked else 1, 1, -1, *[1] * (ndim - 2))
+
+
+@rule(aten.batch_norm.default, aten.instance_norm.default, steady=True)
+def batch_norm(site: Site) -> Run:
+    """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
+    if op_context.one_by_one(site) or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:
+        return once_per_member_in_place(site)
+    members, ndim = site.members, site.ndim(0)
+    momentum = torch.tensor(numbers_of(site.args[6], members), dtype=torch.float64, device=site.device).view(-1, 1)
+    eps = torch.tensor(numbers_of(site.args[7], members), dtype=torch.float64, device=site.device).view(
+        -1, 1, 1, *[1] * (ndim - 2)
+    )
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    axes = [1, *range(3, ndim + 1)]
+    dtype = site.out.dtype
+
+    def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
+        wide = _wide(x)
+        if training or mean is None:
+            count = wide[0, :, 0].numel()
+            v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)
+            if mean is not None:
+                with torch.no_grad():
+                    mean.lerp_(m.detach().reshape(mean.shape).to(mean.dtype), momentum.to(mean.dtype))
+                    unbiased = v.detach().reshape(var.shape) * (count / (count - 1))
+                    var.lerp_(unbiased.to(var.dtype), momentum.to(var.dtype))
+        else:
+            m, v = _channel(mean, flags[3], ndim), _channel(var, flags[4], ndim)
+        out = (wide - m) * torch.rsqrt(v + eps.to(v.dtype))
+        if weight is not None:
+            out = out * _channel(weight, flags[1], ndim)
+        if bias is not None:
+            out = out + _channel(bias, flags[2], ndim)
+        return out.to(dtype)
+
+    return run
+
+
+def once_per_member_in_place(site: Site) -> Run:
+    """The operator once per member. It writes the running averages without its schema saying so."""
+    members, op = site.members, site.call
+    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    columns = [numbers_of(value, members) if i > 4 else None for i, value in enumerate(site.args)]
+
+    def run(*args: Any) -> Tensor:
+        wide = [
+            widened(value, flags[i], members).unbind(0)
+            if isinstance(value, Tensor)
+            else columns[i] or (value,) * members
+            for i, value in enumerate(args)
+        ]
+        return torch.stack([op(*[column[m] for column in wide]) for m in range(members)])
+
+    return run

@@ -1,0 +1,268 @@
+"""Elementwise operators: line the member axis up and call the operator itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from shoal.engine.rules._per_member import spread
+from shoal.engine.rules._registry import in_full_precision, mutates, once_per_member, rule
+from shoal.engine.rules.op_context import Run, Site, pad_dims
+from shoal.engine.tracing.signature import PerMember
+
+aten = torch.ops.aten
+
+_LANES = 64
+"""A member's elements must be a multiple of this for a vectorised CPU loop over the pack to have no remainder in it."""
+
+# IEEE arithmetic: the same bits in the vector part of a loop and in its remainder.
+_EXACT = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "relu",
+        "threshold",
+        "where",
+        "abs",
+        "maximum",
+        "minimum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "sqrt",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "masked_fill",
+        "sign",
+        "square",
+        "leaky_relu",
+        "hardtanh",
+        "relu6",
+        "hardswish",
+        "hardsigmoid",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "reciprocal",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "copysign",
+        "rsub",
+        "_to_copy",
+        "to",
+        "clone",
+        "fill",
+        "zero",
+        "copy",
+        "positive",
+        "remainder",
+        "fmod",
+    ]
+)
+_HALF = (torch.bfloat16, torch.float16)
+# A number per member may stand where these take a tensor: same arithmetic in the tensor's own dtype.
+_TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
+
+
+def _is_steady(site: Site) -> bool:
+    """IEEE arithmetic, or whole vectors of a function that no number of the member's own goes into."""
+    if not in_full_precision(site):
+        return False
+    return (_exact(site) and not _fuses(site)) or (site.out.numel() % _LANES == 0 and not site.could_vary)
+
+
+@rule("pointwise", steady=_is_steady)
+def pointwise(site: Site) -> Run:
+    """Any operator tagged elementwise, in place or not."""
+    out = site.out
+    if site.varies and not (_takes_columns(site) and out.dtype in (torch.float32, torch.float64)):
+        return once_per_member(site)
+    if _rounds_late(site):
+        return once_per_member(site)
+    if site.device.type == "cpu" and out.numel() % _LANES and not _exact(site):
+        return once_per_member(site)  # the remainder of the loop would fall on the last member and give it other bits
+    plans = [_plan(site, index, value) for index, value in enumerate(site.args)]
+    op = site.call
+
+    def run(*args: Any) -> Any:
+        return op(*[value if plan is None else plan(value) for plan, value in zip(plans, args, strict=True)])
+
+    return run
+
+
+def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`op` elementwise over a pack, with bits that do not depend on a member's place in it.
+
+    On CPU the remainder of a vectorised loop has other bits than the rest; padded, every member begins a new vector.
+    """
+    own = x[0].numel()
+    if x.device.type != "cpu" or own % _LANES == 0:
+        return op(x)
+    return op(F.pad(x.flatten(1), (0, -own % _LANES)))[:, :own].view(x.shape)
+
+
+def _takes_columns(site: Site) -> bool:
+    """Does every number that differs stand where a tensor may stand (not, say, in `alpha`)?"""
+    types = [str(argument.type) for argument in site.op._schema.arguments]
+    varying = [kind for kind, value in zip(types, site.args, strict=True) if isinstance(value, PerMember)]
+    return site.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
+
+
+def _plan(site: Site, index: int, value: Any) -> Any:
+    """How one argument is lined up; None where it is passed as it is."""
+    if isinstance(value, PerMember):
+        column = site.column(value, site.out.dim(), site.out.dtype)
+        return lambda _: column
+    if not isinstance(value, Node):
+        return None
+    own, wanted, stacked = site.ndim(index), site.out.dim(), site.carries(value)
+    dtype = _common_dtype(site) if own == 0 and _promotes(site, index) else None
+    if dtype == site.meta(index).dtype:
+        dtype = None
+    wanted = wanted if stacked else own
+    shape = tuple(site.out.shape)
+    spreads = site.deterministic and stacked and tuple(site.meta(index).shape) != shape
+    if dtype is None and own == wanted and not spreads:
+        return None
+
+    def plan(x: Tensor) -> Tensor:
+        x = pad_dims(x if dtype is None else x.to(dtype), own, wanted)
+        return spread(x, shape) if spreads else x
+
+    return plan
+
+
+def _rounds_late(site: Site) -> bool:
+    """Half precision on a CPU takes a number of more digits as it is, and rounds the result alone."""
+    if site.device.type != "cpu":
+        return False
+    wide = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(site))
+    return wide and _common_dtype(site) in _HALF
+
+
+def _promotes(site: Site, index: int) -> bool:
+    """Does this argument take part in type promotion? Masks do not."""
+    return site.op._schema.arguments[index].name not in ("condition", "mask")
+
+
+def _promoted(site: Site) -> list[Tensor]:
+    """The arguments that take part in type promotion."""
+    return [
+        site.meta(i)
+        for i, value in enumerate(site.args)
+        if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _promotes(site, i)
+    ]
+
+
+def _common_dtype(site: Site) -> torch.dtype:
+    """The dtype in which the operator computes for one member.
+
+    A tensor without dimensions has less of a say in it than others, or none. With a member axis it would have the same
+    say as they; so it is cast beforehand to what they agree on alone.
+    """
+    tensors = _promoted(site)
+    if mutates(site.node):
+        return tensors[0].dtype
+    wide, weak = ({t.dtype for t in tensors if bool(t.dim()) == has_dims} for has_dims in (True, False))
+    agreed = [reduce(torch.promote_types, dtypes) for dtypes in (wide, weak) if dtypes]
+    if len(agreed) == 1:
+        return agreed[0]
+    return torch.result_type(torch.empty(1, dtype=agreed[0]), torch.empty((), dtype=agreed[1]))
+
+
+def _fuses(site: Site) -> bool:
+    """Is there a sum of a product in it, which a compiler may round once in one part of a loop and twice in another?"""
+    names = [argument.name for argument in site.op._schema.arguments]
+    scaled = "alpha" in names and site.args[names.index("alpha")] != 1
+    return scaled or site.name.split(".")[0].rstrip("_") in ("addcmul", "addcdiv", "lerp")
+
+
+def _exact(site: Site) -> bool:
+    name = site.name.split(".")[0]
+    return name.rstrip("_") in _EXACT or name in _EXACT
+
+
+@rule(aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar, steady=in_full_precision)
+def in_place(site: Site) -> Run:
+    return pointwise(site)
+
+
+@rule(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+def filled(site: Site) -> Run:
+    """With a tensor of one number, of which each member may have its own: torch takes nothing with dimensions there."""
+    place = len(site.args) - 1
+    return once_per_member(site) if site.stacked(place) else pointwise(site)
+
+
+def _cast_like(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(other.dtype)
+
+
+@rule(
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default,
+    aten.contiguous.default, aten.detach.default, aten.detach_.default, aten.alias.default,
+    aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.full_like.default,
+    steady=True,
+)  # fmt: skip
+def same_shape(site: Site) -> Run:
+    """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""
+    if site.varies:
+        return once_per_member(site)
+    names = [argument.name for argument in site.op._schema.arguments]
+    if "memory_format" in names:
+        place = names.index("memory_format")
+        if site.args[place] not in (None, torch.contiguous_format, torch.preserve_format):
+            plain = torch.contiguous_format if site.op is aten.contiguous.default else None
+            call = site.call
+            return lambda *args: call(*args[:place], plain, *args[place + 1 :])
+    return site.call
+
+
+@rule(aten.type_as.default, steady=True)
+def type_as(site: Site) -> Run:
+    return _cast_like
+
+
+@rule(aten.prelu.default, steady=in_full_precision)
+def prelu(site: Site) -> Run:
+    """The slope runs along dimension 1 (the channels) of the input."""
+    if not site.stacked(0) or not site.stacked(1):
+        return once_per_member(site)
+    ndim, count, dtype = site.ndim(0), site.meta(1).numel(), site.out.dtype
+
+    def run(x: Tensor, slope: Tensor) -> Tensor:
+        x, slope = x.to(dtype), slope.to(dtype)
+        shape = [slope.shape[0], *[1] * ndim]
+        if count > 1:
+            shape[2 if ndim > 1 else 1] = count
+        slope = slope.reshape(shape)
+        slope = spread(slope, tuple(x.shape[1:])) if site.deterministic else slope
+        return torch.where(x > 0, x, slope * x)
+
+    return run

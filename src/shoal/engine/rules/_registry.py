@@ -1,0 +1,248 @@
+"""Which rule serves an operator: its own, the one for all elementwise operators, or the general path."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from shoal.engine.rules.op_context import NotStackable, Rule, Run, Site, per_member
+from shoal.engine.tracing.signature import PerMember
+
+Steady = Callable[[Site], bool]
+"""Whether a rule gives a member the same bits in any company, on a CPU with one thread."""
+
+_RULES: dict[Any, Rule] = {}
+_STEADY: dict[Any, Steady] = {}
+
+
+def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
+    """Register a rule for these operators.
+
+    `steady`: no bit of a member's results and gradients depends on who else is in the stack, nor on whether a number
+    differs there. Under `deterministic=True` an operator without such a rule runs once for every member.
+    """
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in _RULES, f"two rules for {op}"
+            _RULES[op] = function
+            _STEADY[op] = steady if callable(steady) else lambda site, steady=steady: steady  # type: ignore[misc]
+        return function
+
+    return register
+
+
+def is_steady(site: Site) -> bool:
+    """Whether the rule that serves this operator is steady here."""
+    key = site.op if site.op in _RULES else "pointwise" if torch.Tag.pointwise in site.op.tags else None
+    return key is not None and _STEADY[key](site)
+
+
+WHOLE = (torch.float32, torch.float64)
+"""Dtypes whose arithmetic is the same in the vector part of a loop and in its remainder."""
+
+
+def in_full_precision(site: Site) -> bool:
+    """Are all numbers here whole numbers, truth values or floats of full precision?"""
+    leaves = [*pytree.tree_leaves(site.args, is_leaf=_is_node), site.node]
+    values = [value for leaf in leaves if _is_node(leaf) for value in pytree.tree_leaves(leaf.meta.get("val"))]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return all(t.dtype in WHOLE or not (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
+def find(site: Site) -> Run:
+    """The site's operator with a member axis.
+
+    Raises:
+        NotStackable: when nothing exact is known.
+    """
+    return in_own_dtype(site, _find(site))
+
+
+def refuse_side_writes(op: Any) -> None:
+    """Refuse an operator that changes more than its first argument: observers and running statistics, whose changes
+    would be lost, or could be of another size than a row of the stack. One with a rule of its own keeps them.
+
+    Raises:
+        NotStackable: naming the argument.
+    """
+    written = side_writes(op)
+    if written and op not in _RULES:
+        raise NotStackable(f"{str(op).removeprefix('aten.')} changes its argument {written[0]!r} in place")
+
+
+def side_writes(op: Any) -> list[str]:
+    """Names of the arguments beyond the first that an operator changes in place; results (`out=`) are none of them.
+
+    Statistics of a normalisation count too: its older operators change them without saying so in their schema.
+    """
+    return [
+        argument.name
+        for place, argument in enumerate(op._schema.arguments)
+        if not argument.is_out
+        and (
+            (place and argument.alias_info is not None and argument.alias_info.is_write)
+            or (argument.name in _STATISTICS and "backward" not in str(op) and "functional" not in str(op))
+        )
+    ]
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _find(site: Site) -> Run:
+    if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(site.node.meta.get("val"))):
+        raise NotStackable(f"{site.name} gives no tensor")
+    if any(argument.is_out for argument in site.op._schema.arguments) and not all(
+        site.stacked(i) for i, argument in enumerate(site.op._schema.arguments) if argument.is_out
+    ):
+        raise NotStackable(f"{site.name} writes into a tensor that members would share (out=)")
+    own = _RULES.get(site.op)
+    if own is None and torch.Tag.nondeterministic_seeded in site.op.tags:
+        raise NotStackable(f"{site.name} draws random numbers in a way that has no stream per member")
+    if site.deterministic and site.members and not is_steady(site):
+        return general(site)
+    if own is not None:
+        return own(site)
+    if torch.Tag.pointwise in site.op.tags:
+        return _RULES["pointwise"](site)
+    return general(site)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_MIXED: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
+
+
+def in_own_dtype(site: Site, run: Run) -> Run:
+    """Half precision: compute in the dtype in which the operator itself computes, and hand on the dtype it hands on.
+
+    Autocast knows operators by name: it runs a cross entropy in float32, but not the softmax and gather that a rule
+    makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
+    traced is in the dtypes of its inputs and of its result.
+    """
+    if not _mixed(site.node.graph) or mutates(site.node) or _is_view(site):
+        return run
+    outputs = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    wide = all(value.dtype not in _HALF for value in outputs)
+    inputs = pytree.tree_leaves(site.args, is_leaf=_is_node)
+    narrow = wide and any(_is_node(node) and getattr(node.meta.get("val"), "dtype", None) in _HALF for node in inputs)
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+    def with_dtypes(*args: Any) -> Any:
+        if narrow:
+            args = pytree.tree_map(widened, args)
+        with torch.autocast(site.device.type, enabled=False) if wide else nullcontext():
+            flat, spec = pytree.tree_flatten(run(*args))
+        dtypes = iter(outputs)
+        return pytree.tree_unflatten([v.to(next(dtypes).dtype) if isinstance(v, Tensor) else v for v in flat], spec)
+
+    return with_dtypes
+
+
+def _mixed(graph: Graph) -> bool:
+    """Is there anything in half precision in this graph?"""
+    if graph not in _MIXED:
+        values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+        _MIXED[graph] = any(isinstance(value, Tensor) and value.dtype in _HALF for value in values)
+    return _MIXED[graph]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
+
+
+def general(site: Site) -> Run:
+    """vmap where it has a rule for the operator, otherwise the operator once per member.
+
+    With `deterministic` vmap is for views alone, which compute nothing.
+    """
+    moves = _is_view(site) or torch.Tag.inplace_view in site.op.tags
+    if site.varies or (site.deterministic and not moves):
+        return once_per_member(site)
+    batched = vmapped(site)
+    return once_per_member(site) if batched is None or not _works(site, batched) else batched
+
+
+def once_per_member(site: Site) -> Run:
+    """The operator once per member; refused for a view that a later in-place operator could be writing through."""
+    if any(argument.is_out for argument in site.op._schema.arguments):
+        raise NotStackable(f"{site.name} writes its result into another tensor (out=)")
+    if _is_view(site) and any(mutates(node) for node in site.node.graph.nodes):
+        raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
+    if torch.Tag.inplace_view in site.op.tags:
+        raise NotStackable(f"{site.name} changes the shape or the layout of a tensor in place")
+    return per_member(site.call, site)
+
+
+def vmapped(site: Site) -> Run:
+    """The operator under `torch.vmap`, members first in every stacked argument and in every result."""
+    in_dims = tuple(_in_dims(site, value) for value in site.args)
+
+    def run(*args: Any) -> Any:
+        return torch.vmap(site.call, in_dims=in_dims, randomness="error")(*args)
+
+    return run
+
+
+def _in_dims(site: Site, value: Any) -> Any:
+    if isinstance(value, Node):
+        return 0 if site.carries(value) else None
+    if isinstance(value, list | tuple) and site.stacked(site.args.index(value)):
+        return [_in_dims(site, item) for item in value]
+    return None
+
+
+def _works(site: Site, run: Run) -> bool:
+    """Try it on fake tensors: right shapes, and no warning that vmap falls back to its own slow loop."""
+    fake = next(value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor))
+    mode = getattr(fake, "fake_mode", None)
+    assert mode is not None
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Node):
+            meta = value.meta["val"]
+            return meta.new_empty((site.members, *meta.shape)) if site.carries(value) else meta
+        if isinstance(value, list | tuple):
+            return [widen(item) for item in value]
+        return value
+
+    functorch: Any = torch._C._functorch
+    slow_loop = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        with mode, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            result = run(*(widen(value) for value in site.args))
+    except Exception:
+        return False
+    finally:
+        functorch._set_vmap_fallback_enabled(slow_loop)
+    found = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+    alone = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    return len(found) == len(alone) and all(
+        a.shape == (site.members, *b.shape) and a.dtype == b.dtype for a, b in zip(found, alone, strict=True)
+    )
+
+
+def _is_view(site: Site) -> bool:
+    return any(result.alias_info is not None for result in site.op._schema.returns) and not mutates(site.node)
+
+
+def mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def numbers_of(value: Any, members: int) -> tuple[float, ...]:
+    """A number of the trace, one per member."""
+    return tuple(value.values) if isinstance(value, PerMember) else (value,) * members

@@ -1,0 +1,287 @@
+"""Views, reductions and the rest of the operators that name dimensions: the same operator, one dimension further."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from shoal.engine.rules._linear import widened
+from shoal.engine.rules._per_member import spread
+from shoal.engine.rules._registry import general, in_full_precision, mutates, once_per_member, rule
+from shoal.engine.rules.op_context import NotStackable, Run, Site, dims, pad_dims
+
+aten = torch.ops.aten
+
+
+def _overloads(names: str) -> list[Any]:
+    """All functional overloads of these operators whose dimensions are numbers (not names)."""
+    found = []
+    for name in names.split():
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            types = [str(argument.type) for argument in op._schema.arguments]
+            if "out" not in overload and not op._schema.is_mutable and not any("str" in t for t in types):
+                found.append(op)
+    return found
+
+
+# Operators with a `dim`, `dims`, `dim0`... argument, whose first argument is the tensor.
+_BY_DIM = _overloads(
+    "transpose select slice narrow unbind split split_with_sizes chunk movedim swapaxes permute "
+    "sum mean amax amin max min argmax argmin prod var std var_mean std_mean logsumexp all any nansum median "
+    "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort argsort topk kthvalue "
+    "linalg_vector_norm norm flip roll flatten unflatten glu diagonal unfold tensor_split count_nonzero mode aminmax"
+)
+_DIM_NAMES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination", "start_dim", "end_dim", "dim2")
+_ALL_IF_MISSING = frozenset(
+    (
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "prod",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "all",
+        "any",
+        "nansum",
+        "logsumexp",
+        "linalg_vector_norm",
+        "count_nonzero",
+    )
+)
+
+
+_MOVES = frozenset((
+    "transpose", "select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "movedim", "swapaxes",
+    "permute", "flip", "roll", "flatten", "unflatten", "diagonal", "tensor_split", "squeeze", "amax", "amin", "max",
+    "min", "argmax", "argmin", "all", "any", "sort", "argsort", "topk",
+))  # fmt: skip
+"""Those that compute nothing: they move numbers, or pick some of them."""
+_BY_ROW = frozenset(("sum", "mean", "softmax", "log_softmax"))
+"""Those that go through a member's own elements in an order that its own shape says."""
+
+
+def _is_steady(site: Site) -> bool:
+    packet = site.name.split(".")[0]
+    return packet in _MOVES or (packet in _BY_ROW and in_full_precision(site))
+
+
+@rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims, steady=_is_steady)
+def by_dim(site: Site) -> Run:
+    """Dimensions count from the member's own first one; a reduction over everything spares the member axis."""
+    packet = site.name.split(".")[0]
+    names = [argument.name for argument in site.op._schema.arguments]
+    places = [i for i, name in enumerate(names) if name in _DIM_NAMES]
+    ndim = site.ndim(0)
+    if packet == "roll" and ndim == 0:
+        return lambda x, *_: x  # vmap would roll the members
+    if site.varies or ndim == 0 or (packet == "roll" and not site.args[2]) or (packet == "norm" and not places):
+        return general(site)
+    if not places:
+        return _over_everything(site, packet)
+    if packet in ("all", "any", "prod", "argmax", "argmin", "cumsum", "count_nonzero") and site.args[places[0]] is None:
+        return general(site)
+    args = list(site.args)
+    for place in places:
+        args[place] = _moved(args[place], site.op._schema.arguments[place], ndim, packet)
+        if args[place] is None:
+            return general(site)
+    if packet == "select" and _all_are_selected(site):
+        return _part(site, args[1])
+    rest = args[1:]
+    op = site.call
+    if site.deterministic and packet in _BY_ROW:
+        return lambda x, *_: op(x.contiguous(), *rest)
+    return lambda x, *_: op(x, *rest)
+
+
+def _all_are_selected(site: Site) -> bool:
+    """Whether every place along this dimension is taken once by a `select`, as attention does with its projections."""
+    source, dim, size = site.args[0], site.args[1] % site.ndim(0), site.meta(0).shape[site.args[1]]
+    picks = [node for node in source.users if node.target is aten.select.int]
+    dims = {node.args[1] % site.ndim(0) for node in picks}
+    taken = sorted(node.args[2] % size for node in picks)
+    return dims == {dim} and taken == list(range(size)) and size > 1 and not any(map(mutates, site.node.graph.nodes))
+
+
+_PARTS: weakref.WeakKeyDictionary[Node, tuple[Tensor, dict[int, Tensor]]] = weakref.WeakKeyDictionary()
+"""Of a tensor that is taken apart: itself, and those of its parts that nobody has asked for yet."""
+
+
+def _part(site: Site, dim: int) -> Run:
+    """One `unbind` for all: the gradients of its parts are put together once, instead of filled up with zeros, each
+    to the size of the whole, and added."""
+    source: Node = site.args[0]
+    place = site.args[2] % site.meta(0).shape[site.args[1]]
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        whole, parts = _PARTS.pop(source, (None, {}))
+        if whole is not x or place not in parts:
+            parts = dict(enumerate(x.unbind(dim)))
+        part = parts.pop(place)
+        if parts:
+            _PARTS[source] = (x, parts)
+        return part
+
+    return run
+
+
+def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
+    if value is None or (isinstance(value, list | tuple) and len(value) == 0):
+        return dims(None, ndim) if packet in _ALL_IF_MISSING else None
+    if isinstance(value, int):
+        return value % ndim + 1
+    moved = dims(value, ndim)
+    return [0, *moved] if packet == "permute" else moved
+
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "amax": torch.amax,
+    "amin": torch.amin,
+}
+
+
+def _over_everything(site: Site, packet: str) -> Run:
+    """sum(), mean(), max(): over all of a member's own elements."""
+    ndim, args = site.ndim(0), site.args
+    over = list(range(1, ndim + 1))
+    if packet in ("sum", "mean"):
+        dtype = args[1] if len(args) > 1 else None
+        reduce = _REDUCTIONS[packet]
+        if site.deterministic:
+            return lambda x, *_: reduce(x.contiguous(), over, dtype=dtype)
+        return lambda x, *_: reduce(x, over, dtype=dtype)
+    if packet in ("max", "min"):
+        reduce = _REDUCTIONS["a" + packet]
+        return lambda x, *_: reduce(x, over)  # equal elements share the gradient, as in max(); vmap's goes to one
+    return once_per_member(site) if packet in ("median", "nanmedian", "aminmax") else general(site)
+
+
+def _keeps_numbers(site: Site) -> bool:
+    """Everything but `repeat` and `tile`, whose gradient is a sum in an order of torch's choice."""
+    return site.name.split(".")[0] not in ("repeat", "tile")
+
+
+@rule(
+    *_overloads("view reshape _unsafe_view expand view_as reshape_as expand_as broadcast_to repeat tile"),
+    steady=_keeps_numbers,
+)
+def reshaped(site: Site) -> Run:
+    """The result's own shape is known; put the members in front."""
+    packet = site.name.split(".")[0]
+    shape, members, ndim = tuple(site.out.shape), site.members, site.ndim(0)
+    if packet == "view" and site.op is not aten.view.default:
+        return general(site)  # view as another dtype
+    if not site.stacked(0):
+        return general(site)
+    if packet in ("expand", "expand_as", "broadcast_to"):
+        if site.deterministic:
+            return lambda x, *_: spread(pad_dims(x, ndim, len(shape)), shape)
+        return lambda x, *_: pad_dims(x, ndim, len(shape)).expand(members, *shape)
+    if packet in ("repeat", "tile"):
+        if packet == "tile" or len(site.args[1]) < ndim:
+            return general(site)
+        return lambda x, repeats: pad_dims(x, ndim, len(repeats)).repeat(1, *repeats)
+    return lambda x, *_: x.reshape(members, *shape)
+
+
+@rule(aten.unsqueeze.default, steady=True)
+def unsqueeze(site: Site) -> Run:
+    dim = site.args[1] % (site.ndim(0) + 1) + 1
+    return lambda x, _: x.unsqueeze(dim)
+
+
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default, steady=True)
+def transposed(site: Site) -> Run:
+    ndim = site.ndim(0)
+    if ndim < 2:
+        return lambda x: x
+    if site.op is aten.adjoint.default:
+        return lambda x: x.mH
+    if ndim == 2 or site.op is aten.mT.default:
+        return lambda x: x.mT
+    return general(site)
+
+
+@rule(aten.squeeze.default, steady=True)
+def squeeze(site: Site) -> Run:
+    shape, members = tuple(site.out.shape), site.members
+    return lambda x: x.reshape(members, *shape)
+
+
+@rule(aten.cat.default, aten.stack.default, steady=True)
+def joined(site: Site) -> Run:
+    values, members = site.args[0], site.members
+    flags = [site.carries(value) for value in values]
+    ndim = site.out.dim()
+    dim = (site.args[1] if len(site.args) > 1 else 0) % ndim + 1
+    keep = [i for i, value in enumerate(values) if tuple(value.meta["val"].shape) != (0,)]
+    if site.op is aten.cat.default and len(keep) < len(values):
+        return once_per_member(site)
+    join = torch.cat if site.op is aten.cat.default else torch.stack
+    return lambda tensors, *_: join([widened(t, f, members) for t, f in zip(tensors, flags, strict=True)], dim)
+
+
+@rule(aten.pad.default, aten.constant_pad_nd.default, steady=True)
+def padded(site: Site) -> Run:
+    """Padding counts from the last dimension; only modes that look at the number of dimensions need care."""
+    mode = site.args[2] if site.op is aten.pad.default and len(site.args) > 2 else "constant"
+    if site.varies or mode != "constant":
+        return general(site)
+    op = site.call
+    return lambda *args: op(*args)
+
+
+@rule(aten.gather.default, aten.index_select.default, aten.take_along_dim.default, steady=True)
+def gathered(site: Site) -> Run:
+    if site.op is not aten.gather.default or site.ndim(0) == 0 or site.args[3]:
+        return general(site)
+    dim, members = site.args[1] % site.ndim(0) + 1, site.members
+    flags = (site.stacked(0), site.stacked(2))
+    return lambda x, _, index, *__: torch.gather(widened(x, flags[0], members), dim, widened(index, flags[1], members))
+
+
+@rule(aten.as_strided.default, aten.as_strided_scatter.default, steady=True)
+def strided(site: Site) -> Run:
+    """Counts in the memory behind a tensor, so a member's part of it must lie as it does alone."""
+    whole = site.meta(0).is_contiguous() and site.meta(0).storage_offset() == 0
+    if site.op is not aten.as_strided.default or not whole or any(map(mutates, site.node.graph.nodes)):
+        raise NotStackable(f"{site.name} of a tensor that lies in memory as it happens to")
+    members, (_, shape, strides, offset) = site.members, site.args
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        x = x.contiguous()
+        return x.as_strided((members, *shape), (x.stride(0), *strides), x.storage_offset() + (offset or 0))
+
+    return run
+
+
+@rule(
+    aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+    aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor,
+)  # fmt: skip
+def scattered(site: Site) -> Run:
+    """Under vmap the gradient of these goes astray, or the number of one member goes to all."""
+    return once_per_member(site)
+
+
+@rule(aten.one_hot.default, steady=True)
+def one_hot(site: Site) -> Run:
+    return lambda x, classes=-1: torch.nn.functional.one_hot(x, classes)
+
+
+@rule(aten.triu.default, aten.tril.default, steady=True)
+def triangle(site: Site) -> Run:
+    op = site.call
+    return lambda x, *rest: op(x, *rest)

@@ -1,0 +1,204 @@
+"""One operator call of a traced step, seen by the rule that gives it a member axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from shoal.engine.rules._per_member import layout_of, rows, together
+from shoal.engine.tracing.signature import PerMember, liftable
+from shoal.utils.randomness import Draw
+
+
+class NotStackable(Exception):
+    """This operator cannot be given a member axis exactly; the message says why."""
+
+
+Run = Callable[..., Any]
+"""What a rule returns: called with the node's arguments, members first wherever `Site.stacked` says so."""
+Rule = Callable[["Site"], Run]
+
+
+@dataclass(slots=True)
+class Site:
+    """What is known before the first step: the operator, its arguments' shapes alone, which of them carry members."""
+
+    node: Node
+    args: tuple[Any, ...]
+    """The node's arguments, also the keyword ones, in the order of its schema; missing ones have their default."""
+    members: int
+    device: torch.device
+    carries: Callable[[Node], bool]
+    draws: list[Draw] = field(default_factory=list)
+    noise: Callable[[int], Tensor] = field(default=lambda index: torch.empty(0))
+    deterministic: bool = False
+    """Must a member's bits depend on the member alone?"""
+
+    @property
+    def op(self) -> Any:
+        return self.node.target
+
+    @property
+    def call(self) -> Run:
+        """The operator, taking all its arguments by position, those that are keyword-only too."""
+        op, schema = self.node.target, self.op._schema.arguments
+        named = [(i, argument.name) for i, argument in enumerate(schema) if argument.kwarg_only]
+        count = len(schema) - len(named)
+        named = [(i, name) for i, name in named if self.args[i] is not schema[i].default_value]
+        if not named:
+            return lambda *args: op(*args[:count])  # type: ignore[operator]
+        return lambda *args: op(*args[:count], **{name: args[i] for i, name in named})  # type: ignore[operator]
+
+    @property
+    def name(self) -> str:
+        return str(self.node.target).removeprefix("aten.")
+
+    def stacked(self, index: int) -> bool:
+        """Does this argument (or anything in it) have the member axis?"""
+        leaves = pytree.tree_leaves(self.args[index], is_leaf=lambda v: isinstance(v, Node))
+        return any(isinstance(leaf, Node) and self.carries(leaf) for leaf in leaves)
+
+    def meta(self, index: int) -> Tensor:
+        """The argument's fake tensor: shape, strides and dtype as they are for one member alone."""
+        return meta_of(self.args[index])
+
+    def ndim(self, index: int) -> int:
+        return self.meta(index).dim()
+
+    @property
+    def out(self) -> Tensor:
+        value = self.node.meta["val"]
+        first: Tensor = value[0] if isinstance(value, list | tuple) else value
+        return first
+
+    @property
+    def varies(self) -> bool:
+        """Does a number differ between members?"""
+        leaves = pytree.tree_leaves(self.args, is_leaf=lambda v: isinstance(v, PerMember | Node))
+        return any(isinstance(leaf, PerMember) for leaf in leaves)
+
+    @property
+    def could_vary(self) -> bool:
+        """Does a number stand here that may be another one for another member, whoever is in this stack?"""
+        return any(
+            isinstance(leaf, PerMember) or liftable(leaf, str(argument.type))
+            for argument, value in zip(self.op._schema.arguments, self.args, strict=True)
+            for leaf in pytree.tree_leaves(value, is_leaf=lambda v: isinstance(v, PerMember | Node))
+        )
+
+    def column(self, value: PerMember, ndim: int, dtype: torch.dtype) -> Tensor:
+        """A number per member as [M, 1, ...], ready to broadcast against a stacked tensor of `ndim` own dimensions."""
+        return torch.tensor(value.values, dtype=dtype, device=self.device).view(-1, *[1] * ndim)
+
+    def draw(self, draw: Draw) -> Callable[[], Tensor]:
+        """Register a random draw; the returned function gives its value, members first, while the step runs."""
+        self.draws.append(draw)
+        index = len(self.draws) - 1
+        return lambda: self.noise(index)
+
+
+def one_by_one(site: Site) -> bool:
+    """Whether large kernels run once per member: on a CPU, where each is long enough and its bits are then its own."""
+    return site.device.type == "cpu"
+
+
+def meta_of(value: Any) -> Tensor:
+    assert isinstance(value, Node), value
+    meta = value.meta["val"]
+    assert isinstance(meta, Tensor), meta
+    return meta
+
+
+def dims(value: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Dimensions of one member's tensor as dimensions of the stacked one; None means all of them."""
+    if value is None or (not isinstance(value, int) and len(value) == 0):
+        return list(range(1, ndim + 1))
+    return [d % max(ndim, 1) + 1 for d in ([value] if isinstance(value, int) else value)]
+
+
+def pad_dims(x: Tensor, own: int, wanted: int) -> Tensor:
+    """[M, ...] with `own` dimensions after M, as [M, 1, ..., ...] with `wanted` of them, so that it broadcasts."""
+    for _ in range(wanted - own):
+        x = x.unsqueeze(1)
+    return x
+
+
+def fold(x: Tensor) -> Tensor:
+    """[M, B, ...] -> [M*B, ...]."""
+    return x.flatten(0, 1)
+
+
+def unfold(x: Tensor, members: int) -> Tensor:
+    """[M*B, ...] -> [M, B, ...]."""
+    wide: Tensor = x.unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
+    return wide
+
+
+def per_member(op: Run, site: Site) -> Run:
+    """The operator itself, once for every member: exact for whatever the operator is, and as slow as running alone.
+
+    Stacked arguments are unbound and results stacked, so that autograd pays one copy each way; with `deterministic`
+    they are copied apart, see `apart`.
+    """
+    members, target = site.members, site.op._schema.arguments[:1]
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in target)
+    pickers = [_picker(site, value) for value in site.args]
+
+    def run(*args: Any) -> Any:
+        if writes and isinstance(args[0], Tensor):
+            others = zip(pickers[1:], args[1:], strict=True)
+            return _written(op, args[0], [pick(value) for pick, value in others], site)
+        columns = [pick(value) for pick, value in zip(pickers, args, strict=True)]
+        results = [op(*[column[m] for column in columns]) for m in range(members)]
+        leaves = [pytree.tree_flatten(result) for result in results]
+        join = together if site.deterministic else torch.stack
+        stacked = [
+            join(parts) if isinstance(parts[0], Tensor) else parts[0]
+            for parts in zip(*(x for x, _ in leaves), strict=True)
+        ]
+        return pytree.tree_unflatten(stacked, leaves[0][1])
+
+    return run
+
+
+def _picker(site: Site, value: Any) -> Callable[[Any], Sequence[Any]]:
+    """Takes one argument apart, a value for each member."""
+    members = site.members
+    if isinstance(value, PerMember):
+        return lambda _: value.values
+    if isinstance(value, Node) and site.carries(value):
+        if not site.deterministic:
+            return lambda x: x.unbind(0)
+        layout = layout_of(meta_of(value))
+        return lambda x: rows(x, layout)
+    if isinstance(value, list | tuple):
+        inner = [_picker(site, item) for item in value]
+
+        def picked(values: Any) -> Sequence[Any]:
+            columns = [pick(item) for pick, item in zip(inner, values, strict=True)]
+            return [type(value)(column[m] for column in columns) for m in range(members)]
+
+        return picked
+    return lambda x: (x,) * members
+
+
+def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], site: Site) -> Tensor:
+    """An operator that changes its first argument. Where autograd looks on, members have it to themselves until all are
+    through: it does not let one of many views be written to, nor anything that was written next to what it keeps."""
+    rest = [[column[m] for column in others] for m in range(site.members)]
+    tensors = [target, *pytree.tree_leaves(rest)]
+    watched = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if not watched and not site.deterministic:
+        for row, own in zip(target.unbind(0), rest, strict=True):
+            op(row, *own)
+        return target
+    copies = rows(target, layout_of(meta_of(site.args[0])))
+    for copy, own in zip(copies, rest, strict=True):
+        op(copy, *own)
+    return target.copy_(together(copies))

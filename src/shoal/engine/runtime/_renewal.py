@@ -1,0 +1,89 @@
+"""When Python values that steps read have changed: members get a new recipe, and a place in a unit that goes by it.
+
+Between epochs anything may change what a step reads: callbacks, schedules by the epoch, orders to a live run. Whatever
+changes it during an epoch changes it for a step that was recorded before; such a member goes on by itself, unstacked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.engine.python_state.places import say
+from shoal.errors import ShoalWarning
+
+if TYPE_CHECKING:
+    from shoal.engine.members.member import Member
+    from shoal.engine.runtime.planning_context import Board
+    from shoal.engine.runtime.unit_runner import Ride
+
+MOST_CHANGES, FEW_BATCHES = 8, 8
+"""After so many changes, with fewer batches from one to the next, recording each time costs more than it gains."""
+
+
+class Renewals:
+    """Sees to it that units compute what their members' steps would compute now."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.due = True
+        """Whether code of the user's has run since the last look."""
+        self._unstacked: dict[int, str] = {}
+        """Members that can no longer be stacked, and why."""
+        self._changes: dict[int, list[int]] = {}
+        """The batches that a member had had when its step changed."""
+
+    def look_within(self, rides: Sequence[Ride]) -> None:
+        """After batches, and before any epoch is closed: has something changed what steps read in the meantime?"""
+        ending = any(m.place == m.num_batches or not m.batches_left for ride in rides for m in ride.members)
+        changes = self.board.watch.changes() if ending and not self.due else {}
+        for ride in rides:
+            for member in ride.members:
+                if member.index in changes and member.index not in self._unstacked:
+                    what = say(changes[member.index])
+                    self._unstacked[member.index] = f"what its step reads changes during an epoch ({what})"
+                    warnings.warn(
+                        f"{member.name}: {what} changed during an epoch, which a stacked step does not see; from here "
+                        "on it runs unstacked. Change it between epochs, or inside the step",
+                        ShoalWarning,
+                        stacklevel=2,
+                    )
+        self.due = self.due or ending
+
+    def take_out(self, rides: list[Ride], waiting: Iterable[Member]) -> list[Member]:
+        """Members whose steps have become others, with new recipes, taken out of their rides; empty ones go too."""
+        moved = self._renew(rides, waiting)
+        members: list[Member] = []
+        for ride in rides if moved else ():
+            slots = [slot for slot, member in enumerate(ride.members) if member.index in moved]
+            members += ride.eject(slots) if slots else []
+        if members:
+            rides[:] = [ride for ride in rides if ride.members]
+            self.board.executor.forget()
+        return members
+
+    def _renew(self, rides: Sequence[Ride], waiting: Iterable[Member]) -> set[int]:
+        """New recipes where they are due; whose steps have become others by it."""
+        if not self.due or not all(ride.unit.settled for ride in rides):
+            return set()
+        self.due = False
+        alive = {member.index: member for ride in rides for member in ride.members}
+        alive |= {member.index: member for member in waiting}
+        self.board.watch.keep(alive.keys())
+        changes = self.board.watch.changes()
+        if not changes:
+            return set()
+        for ride in rides:
+            slots = [slot for slot, member in enumerate(ride.members) if member.index in changes]
+            if slots:
+                ride.unit.write_back(slots)
+                ride.unit.forget_evaluations()
+        moved = self.board.renew([alive[index] for index in changes], self._unstacked)
+        for index in moved:
+            noted = self._changes.setdefault(index, [])
+            noted.append(alive[index].batches)
+            if len(noted) >= MOST_CHANGES and noted[-1] - noted[-MOST_CHANGES] < FEW_BATCHES * MOST_CHANGES:
+                reason = f"what its step reads changes too often ({say(changes[index])})"
+                self._unstacked.setdefault(index, reason)  # from the next change on
+        return moved

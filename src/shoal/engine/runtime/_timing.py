@@ -1,0 +1,115 @@
+"""Jobs opened for stepping: what a benchmark times is the work of `shoal.train`, batch by batch, without its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import torch
+
+from shoal.engine.members.member import Member
+from shoal.engine.planning.planner import Plan
+from shoal.engine.runtime import workers
+from shoal.engine.runtime._turns import turn
+from shoal.engine.runtime.forking import processes_for
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.processes import forget, fork
+from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.tiers.unit import Executor, Outcome, Unit
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
+
+
+class TimedPack:
+    """A pack in the middle of its training; `step(n)` takes every member n batches further."""
+
+    def __init__(self, board: Board, members: Sequence[Member], count: int = 1) -> None:
+        own, *others = workers.deal(members, board, count) if count > 1 else [list(members)]
+        self.plan = board.whole_plan(members)
+        self.device = members[0].device
+        self._helpers = [fork(partial(_serve, board, share)) for share in others if share]
+        self._threads = torch.get_num_threads()
+        if self._helpers:
+            torch.set_num_threads(1)  # as each of them has
+        units = board.units(own)
+        if board.gpu:
+            self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
+        self._own = _Steps([unit for unit, _ in units], board.executor)
+        self._latest: dict[int, float] = {}
+
+    @property
+    def tier(self) -> str:
+        """The tiers in use, and in how many processes."""
+        tiers = ", ".join(dict.fromkeys(part.tier for part in self.plan.parts))
+        return f"{tiers}, {1 + len(self._helpers)} processes" if self._helpers else tiers
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """One step of all members, as predicted."""
+        seconds = [part.predicted.get("step_seconds") for part in self.plan.parts]
+        known = [value for value in seconds if value is not None]
+        return 1e3 * sum(known) / (1 + len(self._helpers)) if len(known) == len(seconds) else None
+
+    def step(self, n: int) -> None:
+        """Train every member for n more batches."""
+        for _, pipe in self._helpers:
+            pipe.send(n)
+        self._latest |= self._own.step(n)
+        for _, pipe in self._helpers:
+            self._latest |= pipe.recv()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def losses(self) -> list[float]:
+        """Every member's loss at its latest batch."""
+        return [self._latest[index] for index in sorted(self._latest)]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        torch.set_num_threads(self._threads)
+        for pid, pipe in self._helpers:
+            forget(pipe)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._helpers = []
+
+
+class _Steps:
+    """Units taken so many batches further, all of them side by side."""
+
+    def __init__(self, units: list[Unit], executor: Executor) -> None:
+        self.latest: dict[int, float] = {}
+        self.rides = [Ride(unit, Host()) for unit in units]
+        self.executor = executor
+
+    def step(self, n: int) -> dict[int, float]:
+        """The members' latest losses, by their places."""
+        left = {id(ride): n for ride in self.rides}
+        while ready := [ride for ride in self.rides if left[id(ride)] and ride.ready()]:
+            turns = [min(left[id(ride)], ride.next_batches()) for ride in ready]
+            turn(ready, turns, self.executor, self._look)
+            for ride, batches in zip(ready, turns, strict=True):
+                left[id(ride)] -= batches
+        return self.latest
+
+    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
+        self.latest |= {member.index: member.losses[-1] for member in ride.members if member.losses}
+
+
+def _serve(board: Board, members: Sequence[Member], pipe: Connection) -> None:
+    """A helper's life: step when told to."""
+    steps = _Steps([unit for unit, _ in board.units(members)], Executor())
+    while True:
+        pipe.send(steps.step(pipe.recv()))
+
+
+def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | Literal["auto"] = "auto") -> TimedPack:
+    """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
+    members = prepare(jobs, torch.device(device))
+    board = Board(members, compile=compile)
+    count = processes_for(members, board, None)
+    return TimedPack(board, members, count)

@@ -1,0 +1,192 @@
+"""Members that come to a run under way: new jobs, jobs with another one's weights, copies of jobs with changes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.python_state.private_copy import PrivateCopies
+from shoal.engine.python_state.saved_state import MODULES, share
+from shoal.errors import JobError, ShoalWarning
+from shoal.jobs.early_stopping import Monitor
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
+
+if TYPE_CHECKING:
+    from shoal.engine.runtime.run import Run
+
+CHANGEABLE = (
+    "hparams", "epochs", "steps", "clip_norm", "loss", "step", "val", "metrics", "val_every", "stop", "keep", "owner",
+    "priority",
+)  # fmt: skip
+"""Fields of a job that a clone may have otherwise: what it is, and where it stands, stays."""
+WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
+"""With another one of these, what was best before says nothing."""
+
+
+def newcomer(run: Run, job: Job) -> Member:
+    """A member for a job that was not in the run's list."""
+    index = 1 + max(member.index for member in run.everybody)
+    named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
+    if any(member.name == named.name for member in run.everybody):
+        raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
+    member = prepare([named], run.board.device)[0]
+    member.index = index
+    return member
+
+
+def warm(member: Member, source: Member) -> None:
+    """The weights of one member into another."""
+    try:
+        member.model.load_state_dict(source.model.state_dict())
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        why = lines[1] if len(lines) > 1 else lines[0]
+        raise JobError(
+            f"job {member.name!r}: the weights of {source.name!r} do not fit it ({why.rstrip(' .')}); "
+            "warm start from a job with the same network"
+        ) from None
+
+
+def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) -> Member:
+    """A member that goes on where another one is, with some of the job's fields changed."""
+    _check(source, changes)
+    given = dict(changes)
+    hparams = given.pop("hparams", {})
+    if not isinstance(hparams, Mapping):
+        raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
+    job = dataclasses.replace(source.job, name=name, hparams={**source.job.hparams, **hparams}, **given)
+    with trying(job, step=True):  # a factory may write to what the job that is cloned reads
+        member = newcomer(run, job)
+    state = copy.deepcopy(run.written(source).state())
+    if source.own.job is not None:
+        state["python"] = _apart(member, source, state["python"], given)
+        share([other.own for other in (*run.everybody, member) if other.status == "running"])
+        _warn_of_shared(source, member)
+    member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
+    if changes.keys() & WATCHED:
+        member.monitor, member.best = Monitor.of(job), None
+    if member.finished():
+        raise JobError(
+            f"clone: {source.name!r} has had {member.epoch} epochs and {member.step} steps, and the clone's length "
+            "counts from its beginning; give it more epochs= or steps="
+        )
+    if hparams and member.optimizer_state:
+        _change(member, source.job)
+    return member
+
+
+OWN = ("model", "collate", "loss", "step", "optimizer", "params", "schedule", "metrics")
+"""Fields of a job that may hold state."""
+
+
+def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any]) -> Any:
+    """Give a clone functions, objects and a network of its own, all as they are now; what its optimizer has to load."""
+    copies = PrivateCopies()
+    fields = {name: copies.of(getattr(source.job, name)) for name in OWN if name not in given}
+    member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
+    member.own.wanted, member.own.watched = True, source.own.watched
+    member.own.begin(member.job, member.model)
+    assert source.own.job is not None and member.own.job is not None
+    held = {name: copies.known(source.own.job.at((name,))) for name in ("optimizer", "scheduler")}
+    member.own.stand_ins = {name: value for name, value in held.items() if value is not None}
+    for value in copies.shared:
+        member.own.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
+    return {"driver": saved["driver"]} if saved and "driver" in saved else None
+
+
+def _warn_of_shared(source: Member, member: Member) -> None:
+    """Say what a clone and the job that it was taken from both change, since there is only one of it."""
+    theirs, mine = source.own.job, member.own.job
+    assert theirs is not None and mine is not None
+    changed = theirs.changed_in(mine.handles())
+    if any(theirs.draws or ()):
+        changed[MODULES] = "there is one of each in a process"
+    lost = {**mine.problems, **changed}
+    if lost:
+        where, why = next(iter(lost.items()))
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        warnings.warn(
+            f"clone {member.name!r}: {source.name!r} changes {where}{more}, which the clone has in common with it "
+            f"({why}); each of them moves it for the other, and both end with other weights than alone; keep such "
+            "state in the model or in the step's closure, in numbers, tensors, lists or dicts",
+            ShoalWarning,
+            stacklevel=2,
+        )
+
+
+def _check(source: Member, changes: Mapping[str, Any]) -> None:
+    fixed = sorted(changes.keys() - set(CHANGEABLE))
+    if fixed:
+        raise JobError(
+            f"clone: {', '.join(fixed)} cannot be changed on the way; it takes {', '.join(CHANGEABLE)}, "
+            "and all else needs a job of its own: add(job)"
+        )
+    why = None
+    if source.status in ("diverged", "failed"):
+        why = f"it has {source.status}"
+    elif source.status == "done" and source.place:
+        why = "it ended within an epoch, which is closed"
+    elif not source.settled:
+        why = "it is between two optimizer steps"
+    if why is not None:
+        raise JobError(f"clone: {source.name!r} cannot go on ({why}); add(job, warm_start={source.name!r}) starts anew")
+
+
+def _change(member: Member, before: Job) -> None:
+    """Put new hyper-parameters into the state of a member's optimizer and schedule.
+
+    What the optimizer would have been built with before and now is compared group by group, so that what a group has
+    from `params`, and what a schedule has made of a number, stays where nothing was changed.
+    """
+    with draws(member, keep=False):
+        old, new = (make_optimizer(job, member.model).param_groups for job in (before, member.job))
+    for place, group in enumerate(member.optimizer_state["param_groups"]):
+        for key in new[place].keys() - {"params"}:
+            was, now = old[place].get(key), new[place][key]
+            if _same(was, now):
+                continue
+            if key == "lr" and member.job.schedule is not None:
+                _scale(member, group, place, was, now)
+            else:
+                group[key] = now
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any) -> None:
+    """A new learning rate under a schedule: all that it is made from, by the same factor."""
+    if not float(was):
+        raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
+    if "max_lr" in group:
+        raise JobError("clone: its schedule sets the rates by itself (max_lr), so that lr would do nothing")
+    factor = float(now) / float(was)
+    for key in ("lr", "initial_lr"):
+        if key in group:
+            group[key] = now if _same(group[key], was) else group[key] * factor
+    for state in _states(member.schedule_state):
+        for key in ("base_lrs", "_last_lr"):
+            if key in state:
+                state[key] = [
+                    rate if i != place else now if _same(rate, was) else rate * factor
+                    for i, rate in enumerate(state[key])
+                ]
+
+
+def _states(state: Any) -> Iterator[dict[str, Any]]:
+    """The states of a schedule and of those that it is made of."""
+    if isinstance(state, dict):
+        yield state
+        for inner in state.get("_schedulers", ()):
+            yield from _states(inner)

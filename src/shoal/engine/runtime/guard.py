@@ -1,0 +1,222 @@
+"""A run on a GPU, in a process of its own: a device-side assert costs its member and a resume, not the run.
+
+An assert on the device takes the whole CUDA context with it, and does not say whose kernel it was. So the run lives in
+a forked child that saves its members; when the context is lost, another child takes each suspect by itself from its
+last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child goes
+on with the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
+error says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from shoal.data import Pool
+from shoal.engine.members.member import Member, open_data
+from shoal.engine.members.row_order import deal
+from shoal.engine.planning.planner import Part
+from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.processes import Line, forget, fork
+from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.workers import Crewman
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.engine.tiers.unit import context_lost
+from shoal.errors import MemberError, ShoalError, describe
+from shoal.reporting.events import Event, happened
+from shoal.utils.set_up_times import current, timed
+
+MOST_CULPRITS = 64
+
+
+class NotGuarded(ShoalError):
+    """No child process could use the GPU."""
+
+
+Build = Callable[[Sequence[Member]], Board]
+"""The board of members that are on their device."""
+Make = Callable[[Sequence[Member], Board, Callable[[Event], None]], Run]
+
+
+def can_guard() -> bool:
+    """Whether a forked process could use the GPU: only if this one has not."""
+    return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def to_device(members: Sequence[Member], device: torch.device) -> None:
+    """Members that were built for the CPU, for this device: their data is moved there, once."""
+    pool = Pool(device)
+    for member in members:
+        member.device = device
+        member.data = open_data(pool, member.job, "data")
+        member.val = open_data(pool, member.job, "val") if member.val is not None else None
+
+
+def run_guarded(
+    members: Sequence[Member],
+    device: torch.device,
+    build: Build,
+    make: Make,
+    put_back: Callable[[Member], None],
+    tell: Callable[[Event], None],
+) -> tuple[list[Part], dict[str, Any]]:
+    """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment.
+
+    Raises:
+        NotGuarded: before anything has happened.
+    """
+    for _ in range(MOST_CULPRITS):
+        alive = [member for member in members if member.status == "running"]
+        if not alive:
+            return [], {}
+        child = Guarded(alive, device, build, make, put_back)
+        try:
+            if not child.start():
+                raise NotGuarded
+            try:
+                child.settle(tell, wait=True)
+            except KeyboardInterrupt:
+                child.cancel()
+                child.settle(tell, wait=True)
+                raise
+        finally:
+            child.close()
+        if child.lost is None:
+            return child.found, child.stamp
+        left = [member for member in alive if member.status == "running"]
+        for member in left:
+            put_back(member)
+        culprit = blame(left, device, child.targets)
+        if culprit is None:
+            raise ShoalError(
+                f"the GPU was lost ({child.lost}) and no job could be found that did it; what was saved is there: "
+                "run it again"
+            )
+        culprit.status, culprit.error = "failed", child.lost
+        tell(
+            happened(
+                "leave", culprit, status="failed", error=culprit.error, steps=culprit.step, seconds=culprit.seconds
+            )
+        )
+        tell(happened("note", culprit, text="it cost the device's context; the others go on from their checkpoints"))
+    raise ShoalError(f"the GPU was lost {MOST_CULPRITS} times")
+
+
+class Guarded(Crewman):
+    """The child that trains, as its parent sees it."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        device: torch.device,
+        build: Build,
+        make: Make,
+        put_back: Callable[[Member], None],
+    ) -> None:
+        super().__init__(members, None, None)  # type: ignore[arg-type]  # its board is made in the child
+        self.device, self.build, self.make, self._put_back = device, build, make, put_back
+        self.lost: str | None = None
+        self.targets: dict[int, int] = {}
+        """Batches that each member may have had when the context was lost."""
+        self.found: list[Part] = []
+        self.stamp: dict[str, Any] = {}
+
+    def body(self, members: Sequence[Member], pipe: Connection) -> None:
+        from shoal.environment import environment
+
+        line, times = Line(pipe), current()
+        times.seconds = {}  # those of this process
+        try:
+            with timed("device"):
+                _touch(self.device)
+        except RuntimeError as error:  # somebody asked the driver something in the parent: no child can use it then
+            line.send("cannot", describe(error))
+            return
+        line.send("ready")
+        try:
+            with timed("data"):
+                to_device(members, self.device)
+            board = self.build(members)
+            run = self.make(members, board, line.tell)
+            run.before = lambda targets: line.send("targets", targets)
+            signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
+            line.send("stamp", environment(self.device))
+            run.go()
+            line.send("times", times.seconds)
+            line.send("done", board.plan.parts)
+        except KeyboardInterrupt:
+            line.send("done", [])
+        except Exception as error:
+            if context_lost(error):
+                line.send("lost", describe(error))
+                os._exit(3)  # whatever tidies up would touch the device
+            line.raised(error)
+
+    def heard(self, kind: str, content: list[Any]) -> None:
+        if kind == "targets":
+            self.targets |= content[0]
+        elif kind == "stamp":
+            self.stamp = content[0]
+        elif kind == "times":
+            current().add(content[0])
+        elif kind == "lost":
+            self.lost, self._done = content[0], True
+
+    def parts(self, parts: list[Part]) -> None:
+        self.found = parts
+
+    def put_back(self, member: Member) -> None:
+        self._put_back(member)
+
+
+def _touch(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+
+
+def blame(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
+    """Who loses the context when each trains by itself, from where it was saved to where it may have been."""
+    suspects = {member.index: member for member in members if targets.get(member.index, 0) > member.batches}
+    pid, pipe = fork(lambda pipe: _try_each(list(suspects.values()), device, targets, Line(pipe)))
+    trying: int | None = None
+    try:
+        while True:
+            said = pipe.recv()
+            if said == "none":
+                return None
+            trying = said
+    except (EOFError, OSError):
+        return None if trying is None else suspects[trying]
+    finally:
+        os.waitpid(pid, 0)
+        forget(pipe)
+
+
+def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int, int], line: Line) -> None:
+    to_device(members, device)
+    for member in members:
+        line.pipe.send(member.index)
+        try:
+            _try(member, targets[member.index])
+        except Exception as error:
+            if context_lost(error.cause if isinstance(error, MemberError) else error):
+                os._exit(3)
+    line.pipe.send("none")
+
+
+def _try(member: Member, target: int) -> None:
+    """One member's batches by itself, as far as it may have come."""
+    unit = SerialUnit(member)
+    while member.batches < target:
+        deal([member])
+        unit.run(1)
+        if member.device.type == "cuda":
+            torch.cuda.synchronize()
+        if member.place == member.num_batches:
+            member.epoch += 1
+            member.close_epoch()

@@ -1,0 +1,314 @@
+"""Who may ride with whom: the members' recipes and costs, worked out once, and units for those who get a place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from shoal.engine.members.member import Member
+from shoal.engine.planning import memory, perf_cache
+from shoal.engine.planning.planner import Device, Kinds, Part, Plan, Request, cost, plan
+from shoal.engine.proof.group import Group, group
+from shoal.engine.python_state.watch import Watch
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.runtime._renewal import Renewals
+from shoal.engine.tiers.unit import Executor, Unit
+from shoal.engine.tracing.patches import Untraceable
+from shoal.engine.units.build import build, predicted, requests, try_out
+from shoal.jobs.early_stopping import Monitor
+from shoal.utils.set_up_times import timed
+
+if TYPE_CHECKING:
+    from shoal.engine.runtime.unit_runner import Ride
+
+
+class Board:
+    """What is known of all members before any of them rides, and the plan as it comes about."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        timed: bool = True,
+        deterministic: bool = False,
+        compile: bool | Literal["auto"] = "auto",
+        budget: int | None = None,
+        tiers: Mapping[int, str] | None = None,
+    ) -> None:
+        """`timed`: may a clock have a say in tiers? `deterministic`: see `Kitchen`. `tiers`: those that members had in
+        the run that is resumed; they have them again."""
+        self.device = members[0].device
+        self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
+        self.gpu = self.device.type == "cuda"
+        self.budget: float = math.inf if budget is None else budget
+        self.kitchen = Kitchen(deterministic=deterministic)
+        self.watch = Watch()
+        """What members' steps read in Python, of those that may be run by a recipe."""
+        self.changed: set[int] = set()
+        """Members whose steps have become others since the run began."""
+        self.renewals = Renewals(self)
+        self.executor: Executor = Executor()
+        memory.keep_heap()
+        if self.gpu:
+            from shoal.engine.tiers.captured.executor import CapturedExecutor
+
+            self.executor = CapturedExecutor()
+        self.plan = Plan(str(self.device), [], [], budget)
+        self.groups: list[Group] = []
+        self.recipes: dict[int, Recipe] = {}
+        self._requests: dict[int, Request] = {}
+        self._parts: dict[int, Part] = {}
+        """By the ride's number."""
+        self._taken = 0
+        self.forms: dict[int, str] = {}
+        """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
+        self.arranged: Callable[[], object] = lambda: None
+        """Called when `forms` has changed."""
+        self.put_back: Callable[[Member], None] = beginning
+        """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
+        self.add(members)
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Work out what is to be known of these members."""
+        with timed("traces"):
+            for member in members:
+                self._look_at(member)
+            groups = group(list(members), self.kitchen)
+        with timed("trials"):
+            tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
+        with timed("costs"):
+            found = requests(groups, tried, self.tiers, exact=self._matters(groups))
+        self._take(groups, found)
+        for member in members:
+            member.own.watched = member.index not in self.recipes
+        everybody = [member for own in self.groups for member in own.members]
+        self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
+
+    def _look_at(self, member: Member) -> None:
+        """Watch what a member's step reads in Python, from here on."""
+        code = {"step": member.job.step, "loss": member.job.loss}
+        copied = isinstance(member.job.model, nn.Module)
+        self.watch.add(member.index, code, member.model, private=copied)
+
+    def _does_the_same(self, member: Member) -> bool:
+        """Whether a member's step is still the one that it was."""
+        before = self.recipes.get(member.index)
+        try:
+            return before is not None and self.kitchen.recipe(member).same_steps(before)
+        except Untraceable:
+            return False
+
+    def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
+        self._requests |= {request.index: request for request in found}
+        self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+        self.groups += groups
+        alone = {request.index for request in found if request.tier == "serial" and not self.gpu}
+        self.watch.drop(alone | {m.index for own in groups if not own.recipes for m in own.members})
+
+    def renew(self, members: Sequence[Member], unstacked: Mapping[int, str]) -> set[int]:
+        """Work out anew what is to be known of members whose steps read something that has changed.
+
+        `unstacked`: why some of them can no longer be stacked. Returns those whose step is another one now.
+        """
+        self.watch.drop(member.index for member in members)
+        for member in members:
+            self.kitchen.forget(member.model)
+        for member in members:
+            if member.index not in unstacked:
+                self._look_at(member)
+        moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
+        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.kitchen)
+        groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
+        rest = {member.index for own in self.groups for member in own.members} - moved
+        self.groups = [only for own in self.groups if (only := _only(own, rest)).members]
+        self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in moved}
+        before = {index: self._requests[index] for index in moved}
+        tiers = {index: request.tier for index, request in before.items()}
+        found = requests(groups, {}, tiers, exact=self._matters(groups))
+        self._take(
+            groups, [replace(r, most_rows=before[r.index].most_rows, alone=before[r.index].alone) for r in found]
+        )
+        self.changed |= moved
+        return moved
+
+    def _matters(self, groups: list[Group]) -> bool:
+        """Whether memory could be short, so that it is worth a closer look."""
+        rough = sum(memory.rough(own.recipes[0]) * len(own.members) for own in groups if own.recipes)
+        return self.budget < math.inf and rough > 0.05 * self.budget
+
+    def request(self, member: Member) -> Request:
+        return self._requests[member.index]
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def cost(self, member: Member) -> tuple[float, int]:
+        """Seconds of the work left, NaN where unknown, and bytes, of a member that waits."""
+        return predicted(self.request(member))
+
+    def bytes(self, members: Sequence[Member]) -> float:
+        """All bytes when these members ride."""
+        stacks: dict[tuple[str, str], list[Request]] = {}
+        state, working = 0.0, [0.0]
+        for member in members:
+            request = self.request(member)
+            if request.tier == "serial":
+                own, more = cost(request, 1)
+                state += own
+                working.append(more)
+                continue
+            stacks.setdefault((request.key, request.tier), []).append(request)
+        for asked in stacks.values():
+            most = min((request.most_rows for request in asked if request.most_rows), default=len(asked))
+            for start in range(0, len(asked), most):
+                own, more = Kinds(asked[start : start + most]).cost()
+                state += own
+                working.append(more)
+        return self._taken + state + (sum(working) if self.gpu else max(working))
+
+    def seconds_left(self, member: Member, batch_seconds: float) -> float:
+        """Of the work left, at so many seconds a batch."""
+        return member.batches_left * batch_seconds
+
+    def predicted(self, member: Member) -> dict[str, float]:
+        """What is known of a member beforehand."""
+        alone = self.request(member).alone
+        return {} if alone is None else {"alone_seconds": alone}
+
+    # --- units ------------------------------------------------------------------------------------------------------
+
+    def seats(self, rides: Sequence[Ride], members: Sequence[Member]) -> list[tuple[Ride, Recipe]]:
+        """Which rides these members may join, all of them together; those who may join none are left out."""
+        found: list[tuple[Ride, Recipe]] = []
+        for member in members:
+            for ride in (ride for ride in rides if ride.members):
+                recipe = self.seat(ride, member, [other for own, other in found if own is ride])
+                if recipe is not None:
+                    found.append((ride, recipe))
+                    break
+        return found
+
+    def seat(self, ride: Ride, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+        """The recipe by which a member may join a ride, beside others who are about to; None where it may not."""
+        request, recipe, unit = self.request(member), self.recipes.get(member.index), ride.unit
+        if recipe is None or (not self.gpu and request.tier != unit.tier):
+            return None
+        others = [*unit.members, *(other.member for other in beside)]
+        asked = [request, *(self.request(other) for other in others)]
+        if len(others) >= min((own.most_rows for own in asked if own.most_rows), default=math.inf):
+            return None
+        return recipe if unit.accepts(recipe, beside) else None
+
+    def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
+        """Units of their own for these members, with their parts of the plan."""
+        with timed("units"):
+            return self._units({member.index for member in members})
+
+    def _units(self, wanted: set[int]) -> list[tuple[Unit, Part]]:
+        groups = [_only(own, wanted) for own in self.groups]
+        groups = [own for own in groups if own.members]
+        if self.gpu:
+            from shoal.engine.units.arrange import arrange
+
+            parts: list[Part] = []
+            units: list[Unit] = []
+            for own, compile in self._to_compile(groups):
+                some, built = arrange(own, self.kitchen, compile, self.tiers)
+                parts, units = parts + some, units + built
+            self._note_forms(units)
+        else:
+            parts = self._parts_of(groups)
+            units = build(Plan(str(self.device), parts), groups, self.kitchen)
+        by_member = {index: part for part in parts for index in part.members}
+        return [(unit, by_member[unit.members[0].index]) for unit in units]
+
+    def _to_compile(self, groups: list[Group]) -> list[tuple[list[Group], bool | Literal["auto"]]]:
+        """Steps that have changed may change again: compiling them would seldom pay."""
+        wanted = {member.index for own in groups for member in own.members}
+        parts = ((wanted - self.changed, self.compile), (wanted & self.changed, self.compile is True))
+        return [
+            ([only for own in groups if (only := _only(own, part)).members], compile) for part, compile in parts if part
+        ]
+
+    def _note_forms(self, units: Sequence[Unit]) -> None:
+        before = dict(self.forms)
+        for unit in units:
+            name = unit.tier + (perf_cache.COMPILED if getattr(unit, "compiled", False) else "")
+            self.forms |= {member.index: name for member in unit.members}
+        if self.forms != before:
+            self.arranged()
+
+    def whole_plan(self, members: Sequence[Member]) -> Plan:
+        """What would ride together if all of them rode at once."""
+        asked = [self.request(member) for member in members]
+        return plan(asked, (), Device(str(self.device)))
+
+    def _parts_of(self, groups: list[Group]) -> list[Part]:
+        asked = [self._requests[member.index] for own in groups for member in own.members]
+        return plan(asked, (), Device(str(self.device))).parts
+
+    def alone(self, member: Member, reason: str) -> Part:
+        """From now on a member trains by itself, wherever it was; its part of the plan."""
+        for own in self.groups:
+            own.members = [other for other in own.members if other is not member]
+            own.recipes = [recipe for recipe in own.recipes if recipe.member is not member]
+        self.groups = [own for own in self.groups if own.members]
+        self.groups.append(Group([member], reason=reason))
+        self.recipes.pop(member.index, None)
+        self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
+        return plan([self.request(member)], (), Device(str(self.device))).parts[0]
+
+    def boarded(self, ride: Ride, part: Part) -> None:
+        """A ride begins."""
+        again = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
+        before = next(again, None)  # the same members, with another step
+        self._parts[ride.number] = before or part
+        if before is None:
+            self.plan.parts.append(part)
+
+    def joined(self, ride: Ride, member: Member) -> None:
+        """A member has joined a ride."""
+        part = self._parts[ride.number]
+        if member.index not in part.members:
+            part.members.append(member.index)
+            part.names.append(member.name)
+
+    def noted(self, ride: Ride, seconds: float, batches: int) -> int | None:
+        """Take in what a turn did cost; the bytes in use, where that is known."""
+        used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
+        part = self._parts.get(ride.number)
+        if part is not None and seconds > 0:
+            part.note(seconds, batches, used)
+        return used
+
+    def full(self, members: Sequence[Member]) -> None:
+        """Memory was full while these rode: remembered, so that the next run asks for less."""
+        recipes = [self.recipes[member.index] for member in members if member.index in self.recipes]
+        for kind in {perf_cache.digest(recipe) for recipe in recipes} if self.budget < math.inf else ():
+            perf_cache.note(kind, tier="stacked", rows=len(members), bytes=int(self.budget))
+
+
+def _only(own: Group, wanted: set[int]) -> Group:
+    return Group(
+        [member for member in own.members if member.index in wanted],
+        [recipe for recipe in own.recipes if recipe.member.index in wanted],
+        own.reason,
+    )
+
+
+def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:
+    """The forms that members on a GPU have trained in: what was written down of those that have, or else the tier that
+    is in their checkpoints. Folders of earlier versions have tiers written down that were planned and not taken."""
+    known = {member.index: (member.tier, tiers.get(member.index, "")) for member in members if member.batches}
+    return {index: form if form.partition(" ")[0] == tier else tier for index, (tier, form) in known.items() if tier}
+
+
+def beginning(member: Member) -> None:
+    """To where it was when it was built, for a member that has trained in another process only."""
+    member.step = member.epoch = member.batches = member.place = member.first_step = 0
+    member.history, member.losses, member.logs = [], [], {}
+    member.seconds, member.monitor = 0.0, Monitor.of(member.job)

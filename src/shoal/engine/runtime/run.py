@@ -1,0 +1,399 @@
+"""The loop: members join, ride, leave and are saved, while others wait.
+
+Each round the ones who waited may join, every unit gets a turn up to its next event (or for a second or so), and what
+happened is settled member by member. The loop knows nothing of how a tier trains, and a unit nothing of who waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shoal.engine.planning.limits import Limits
+from shoal.engine.planning.policy import Fifo, Policy, Ticket
+from shoal.engine.planning.queue import Queue
+from shoal.engine.runtime._turns import turn
+from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.tiers.unit import Outcome, out_of_memory, words
+from shoal.reporting.events import Event, Riding, happened
+from shoal.utils import garbage_collection
+from shoal.utils.interrupts import on_interrupt
+
+if TYPE_CHECKING:
+    from shoal.engine.members.member import Member
+    from shoal.engine.planning.planner import Part
+    from shoal.engine.runtime.commands import Controls
+    from shoal.engine.runtime.planning_context import Board
+    from shoal.engine.tiers.unit import Unit
+    from shoal.reporting.callbacks import Callbacks, Ending
+    from shoal.storage.run_folder import RunFolder
+
+TURN_SECONDS = 1.0
+"""A round's length, where nothing happens before."""
+SAFER = 0.9
+"""After memory was full: the share of what rode then that may ride from there on."""
+
+
+class Run(Host):
+    """Members on one device: some ride, the others wait."""
+
+    def __init__(
+        self, members: Sequence[Member], board: Board, *, policy: Policy | None = None,
+        tell: Callable[[Event], None] | None = None, callbacks: Callbacks | None = None,
+        folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
+    ) -> None:  # fmt: skip
+        self.board, self.folder, self.callbacks, self.controls = board, folder, callbacks, controls
+        self.members = {member.index: member for member in members}
+        self._kept = set(self.members)
+        """Whom the folder knows: not those that come later."""
+        self.waiting = {m.index: m for m in members if m.status == "running"}
+        self.rides: list[Ride] = []
+        self.riding = Riding()
+        self._listener = tell
+        self._queue = Queue(policy or Fifo())
+        self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
+        self._save_every, self._saved = save_every, time.monotonic()
+        self._unsaved: list[Member] = []
+        self._changed = True
+        self._limits = Limits()
+        """Less than planned, once memory was full."""
+        self._interrupted = False
+        self.numbers = itertools.count(1)  # of the rides
+        self.everybody: list[Member] = list(members)
+        """All members, of other processes and at their end too; then those that were added while it ran."""
+        self.between: Callable[[], object] = lambda: None
+        """Called once a round."""
+        self.before: Callable[[dict[int, int]], object] | None = None
+        """Told before each turn how many batches each member will have had after it."""
+        for member in self.waiting.values():
+            self._queue.add(self._ticket(member))
+
+    def go(self) -> None:
+        """Train all members to their ends; what came of them is then in the members."""
+        with on_interrupt(self.interrupt) if self.folder is not None else nullcontext():
+            try:
+                while self._obey():
+                    self._admit()
+                    self._turn()
+                    self._save()
+                    self.between()
+                    if self._interrupted:
+                        raise KeyboardInterrupt
+                self._save()
+            except KeyboardInterrupt:
+                self._cancel()
+                raise
+            finally:
+                garbage_collection.thaw()
+                if self.folder is not None:
+                    self.folder.flush()
+
+    def interrupt(self) -> None:
+        """Save everybody after this turn, and stop."""
+        self._interrupted = True
+
+    def _cancel(self) -> None:
+        if self._interrupted:
+            self._save(now=True)
+        for ride in self.rides:
+            ride.cancel()
+        for member in self.waiting.values():
+            member.status = "cancelled"
+        self.rides, self.waiting = [], {}
+
+    # --- who rides --------------------------------------------------------------------------------------------------
+
+    def _ticket(self, member: Member) -> Ticket:
+        now, job = time.monotonic(), member.job
+        seconds, size = self.board.cost(member)
+        return Ticket(
+            index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
+            seconds=seconds, bytes=size, riding=False, ridden=member.seconds,
+        )  # fmt: skip
+
+    def _admit(self) -> None:
+        """Let those join who should ride now, and take places from those who should not."""
+        sliced = self._queue.policy.slice_seconds is not None
+        if not self.waiting or not (self._changed or sliced) or not all(ride.unit.settled for ride in self.rides):
+            return
+        self._changed = False
+        self._limits.lift({self.board.request(member).key for member in (*self.waiting.values(), *self._riding())})
+        enough = self._fits(self._queue.tickets)
+        admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
+        if admission.leave:
+            self._eject(set(admission.leave))
+        joining = [self.waiting.pop(index) for index in admission.join]
+        if joining:
+            self._seat(joining)
+        if not self.rides and not self._changed:
+            self._give_up()
+
+    def _fits(self, tickets: list[Ticket]) -> bool:
+        members, room = [self.members[ticket.index] for ticket in tickets], self._room
+        return len(tickets) <= self._limits.members and (room == math.inf or self.board.bytes(members) <= room)
+
+    def _riding(self) -> list[Member]:
+        return [member for ride in self.rides for member in ride.members]
+
+    @property
+    def _room(self) -> float:
+        return min(self.board.budget, self._limits.bytes)
+
+    def _give_up(self) -> None:
+        """Nobody rides and nobody fits: the first in line will not, however long it waits."""
+        for index in list(self.waiting):
+            member = self.waiting.pop(index)
+            need, most = self.board.bytes([member]), self._room
+            member.status = "failed"
+            member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
+            self._queue.remove(index)
+            self._tell_leave(member)  # and it is not saved so: with more memory a resume takes it on
+
+    def _seat(self, members: list[Member]) -> None:
+        """Give members places: beside others that do the same, or in units of their own."""
+        seated = self.board.seats(self.rides, members)
+        for ride in {ride: None for ride, _ in seated}:
+            ride.join([recipe for own, recipe in seated if own is ride])
+        for ride, recipe in seated:
+            self.board.joined(ride, recipe.member)
+            self._tell_join(ride, recipe.member)
+        found = {recipe.member.index for _, recipe in seated}
+        rest = [member for member in members if member.index not in found]
+        built = self._units(rest) if rest else []
+        for unit, part in built:
+            ride = Ride(unit, self, next(self.numbers))
+            self.rides.append(ride)
+            self.board.boarded(ride, part)
+            for member in ride.members:
+                self._tell_join(ride, member)
+        if built and self.board.gpu:
+            garbage_collection.freeze()
+
+    def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:
+        """Units of these members; none where memory does not hold them all, and then fewer are tried."""
+        try:
+            return self.board.units(members)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            said = words(error)
+        self.board.executor.forget()
+        self._changed = True
+        riding = self._riding()
+        if not riding and len(members) == 1:
+            members[0].error = f"memory was full ({said}) with nobody beside it; use a smaller network"
+            members[0].status = "failed"
+            self._limits.forget()
+            self._queue.remove(members[0].index)
+            self._tell_leave(members[0])
+            return []
+        fewer = [*riding, *members[: len(members) // 2]]
+        self._may_ride(fewer, [*riding, *members], members)
+        sizes = [len(members) // 2, len(members) - len(members) // 2]
+        self.tell("split", unit=None, reason=f"memory was full ({said})", sizes=sizes)
+        for member in members:
+            self.waiting[member.index] = member
+            self._queue.move(member.index, riding=False, now=time.monotonic())
+        return []
+
+    def _tell_join(self, ride: Ride, member: Member) -> None:
+        predicted = self.board.predicted(member)
+        self.tell("join", member, tier=ride.unit.tier, unit=ride.number, size=len(ride.members), **predicted)
+
+    def _eject(self, indices: set[int]) -> None:
+        for ride in self.rides:
+            slots = [slot for slot, member in enumerate(ride.members) if member.index in indices]
+            for member in ride.eject(slots) if slots else []:
+                self.waiting[member.index] = member
+                self._unsaved.append(member)
+                self.tell("preempt", member, by=self._queue.policy.name)
+        self.rides = [ride for ride in self.rides if ride.members]
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self.rides = [ride for ride in self.rides if ride.ready()]
+        self._seat(self.board.renewals.take_out(self.rides, self.waiting.values()))
+        if not self.rides:
+            return
+        apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
+        seconds = max(min(0.02, self._turn_seconds), self._turn_seconds / apart)
+        batches = [ride.next_batches(seconds) for ride in self.rides]
+        if self.before is not None:
+            pairs = zip(self.rides, batches, strict=True)
+            self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
+        outcomes = turn(self.rides, batches, self.board.executor, self._look, self.board.renewals.look_within)
+        full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
+        self.rides += [own for ride in self.rides for own in self._separate(ride)]
+        self.rides = [ride for ride in self.rides if ride.members]
+        if full:
+            self._make_room(*full[0])
+
+    def _separate(self, ride: Ride) -> list[Ride]:
+        """Rides of their own for members that cannot go on beside the others."""
+        units = ride.separate()
+        if units:
+            self.tell("split", unit=ride.number, reason=units[0][1], sizes=[len(ride.members), *[1] * len(units)])
+        rides = []
+        for unit, reason in units:
+            rides.append(Ride(unit, self, next(self.numbers)))
+            self.board.boarded(rides[-1], self.board.alone(unit.members[0], reason))
+            self._tell_join(rides[-1], unit.members[0])
+        return rides
+
+    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
+        """A ride's turn is over; what came of it is settled after this."""
+        share = outcome.seconds / max(1, len(ride.members))
+        for member in ride.members:
+            left = self.board.seconds_left(member, ride.batch_seconds / max(1, len(ride.members)))
+            self._queue.rode(member.index, share, left)
+        size = self.board.noted(ride, outcome.seconds, done)
+        self.tell(
+            "turn", unit=ride.number, tier=ride.unit.tier, members=len(ride.members), batches=done,
+            seconds=outcome.seconds, bytes=size,
+        )  # fmt: skip
+
+    def _make_room(self, ride: Ride, said: str) -> None:
+        """Memory was full: half of the ride's members wait until there is room, or all others do."""
+        everybody = self._riding()
+        slots = list(range(len(ride.members)))
+        reason = f"memory was full ({said})"
+        if len(slots) > 1:
+            half = slots[len(slots) // 2 :]
+            sizes = [len(slots) - len(half), len(half)]
+            gone = {ride.members[slot].index for slot in half}
+        elif len(self.rides) > 1:
+            gone = {member.index for other in self.rides if other is not ride for member in other.members}
+            sizes = [1, len(gone)]
+        else:
+            member = ride.members[0]
+            member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
+            ride.leave({0: "failed"})
+            self.rides = []
+            self._limits.forget()
+            return
+        self.board.full(ride.members)
+        self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
+        self.board.executor.forget()
+        stay = [member for member in everybody if member.index not in gone]
+        if self.board.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
+            self._may_ride(stay, everybody, ride.members)
+            gone |= {member.index for member in ride.members}
+            self._changed = True
+        else:
+            self._may_ride(stay, everybody, ride.members, least=SAFER * self.board.bytes(everybody))
+        for index in gone:
+            self._queue.move(index, riding=False, now=time.monotonic())
+        self._eject(gone)
+        self.board.executor.forget()
+
+    def _may_ride(self, fewer: list[Member], all: list[Member], full: list[Member], least: float = 0.0) -> None:
+        """From now on no more may ride than these, of all who did not fit; so many bytes in any case. `full`: those
+        whose unit it was."""
+        most = max(least, self.board.bytes(fewer))
+        alike = self.board.bytes(fewer) >= self.board.bytes(all)  # one alone is two rows, too
+        kinds = {self.board.request(member).key for member in full}
+        self._limits.lower(most, len(fewer) if alike else math.inf, kinds)
+
+    # --- what is told and saved -------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
+        event = happened(kind, member, **data)
+        self.riding(event)
+        if self._listener is not None:
+            self._listener(event)
+
+    def epoch(self, ride: Ride, slot: int) -> Ending | None:
+        member = ride.members[slot]
+        self.tell("epoch", member, **member.history[-1])
+        return None if self.callbacks is None else self.callbacks.after(member, partial(ride.unit.write_back, [slot]))
+
+    def left(self, ride: Ride, slot: int) -> Ending | None:
+        member = ride.members[slot]
+        ending = None if self.callbacks is None else self.callbacks.after(member)
+        if ending is not None:
+            member.status, member.error = ending.status, ending.error
+        if member.status != "cancelled":
+            self._gone(member)
+            self._queue.remove(member.index)
+        else:
+            self._tell_leave(member)
+        return ending
+
+    def _gone(self, member: Member) -> None:
+        self._changed = True
+        self._unsaved.append(member)
+        self._tell_leave(member)
+
+    def _tell_leave(self, member: Member) -> None:
+        self.tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
+
+    def _save(self, *, now: bool = False) -> None:
+        """Write down where everybody is, when it is time; and members that have left, at once."""
+        if self.folder is None:
+            return
+        start = time.monotonic()
+        due = now or (start - self._saved >= self._save_every and not self.folder.busy)
+        members, self._unsaved = self._unsaved, []
+        members = [m for m in members if m.status == "running" or not self.folder.passing]
+        if due:
+            self._saved = start
+            for ride in self.rides:
+                if ride.unit.settled:
+                    ride.unit.write_back()
+                    members += ride.members
+        members = [member for member in members if member.index in self._kept]
+        if members:
+            self.folder.save_many(members)
+        if due:
+            self.tell("checkpoint", members=len(members), seconds=time.monotonic() - start)
+
+    # --- what it is told --------------------------------------------------------------------------------------------
+
+    def _obey(self) -> bool:
+        """Do what was asked for since the last round; whether there is something to train."""
+        for order in self.controls.take() if self.controls is not None else []:
+            order(self)
+            self.board.renewals.due = True
+        return bool(self.waiting or self.rides)
+
+    def end(self, index: int, status: str, error: str | None = None) -> bool:
+        """End a member here and now; whether it was still under way."""
+        if index in self.waiting:
+            member = self.waiting.pop(index)
+            member.status, member.error = status, error
+            self._queue.remove(index)
+            self._gone(member)
+            return True
+        ride = next((ride for ride in self.rides if self.members.get(index) in ride.members), None)
+        if ride is None:
+            return False
+        slot = ride.members.index(self.members[index])
+        (member := ride.members[slot]).error = error
+        ride.leave({slot: status})
+        if status == "cancelled":  # for good, and not until the run is resumed
+            self._queue.remove(index)
+            self._changed = True
+            self._unsaved.append(member)
+        self.rides = [other for other in self.rides if other.members]
+        return True
+
+    def add(self, member: Member) -> None:
+        """One more member, which waits for its place."""
+        self.board.add([member])
+        self._queue.add(self._ticket(member))
+        self.members[member.index] = self.waiting[member.index] = member
+        self.everybody.append(member)
+        self._changed = True
+
+    def written(self, member: Member) -> Member:
+        """A member with all that it has become."""
+        for ride in self.rides:
+            if member in ride.members:
+                ride.unit.write_back([ride.members.index(member)])
+        return member

@@ -1,0 +1,302 @@
+"""One unit on its way: turns, epochs, validation, early stopping, and members that end and leave."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members import row_order
+from shoal.engine.members.member import Member
+from shoal.engine.tiers.evaluate import evaluate
+from shoal.engine.tiers.unit import Outcome, Unit, context_lost
+from shoal.errors import MemberError, describe
+from shoal.jobs.early_stopping import validates
+
+if TYPE_CHECKING:
+    from shoal.engine.recipes.recipe import Recipe
+    from shoal.reporting.callbacks import Ending
+
+FIRST = 4
+"""Batches of a ride's first turn, where turns are timed: nothing is known of it yet."""
+STREAM_CHUNK = 8
+"""Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
+
+
+class Host:
+    """Who hears of a ride's members. This one does not care."""
+
+    def epoch(self, ride: Ride, slot: int) -> Ending | None:
+        """A member has ended an epoch; how it must end here, if it must."""
+
+    def left(self, ride: Ride, slot: int) -> Ending | None:
+        """A member is about to go, written back and with its status; another end for it, if it must be another."""
+
+
+class Ride:
+    """A unit with its members, each at its own place in its own training."""
+
+    def __init__(self, unit: Unit, host: Host, number: int = 0) -> None:
+        self.unit = unit
+        self.host = host
+        self.number = number
+        """Tells rides apart."""
+        self.batch_seconds = 0.0
+        """What a batch of all members took, lately."""
+        self.alone: dict[Member, str] = {}
+        """Members that have to go on by themselves after this turn, and why."""
+        self._before: list[int] = []
+        self._named()
+
+    def _named(self) -> None:
+        for member in self.unit.members:
+            member.tier = self.unit.tier
+
+    @property
+    def members(self) -> list[Member]:
+        return self.unit.members
+
+    def ready(self) -> bool:
+        """Let members that have had their length go; whether any are left."""
+        ended = {s: "done" for s, member in enumerate(self.members) if not member.place and member.finished()}
+        self.leave(ended)
+        return bool(self.members)
+
+    def begin(self) -> None:
+        """Rows for those who are at the beginning of an epoch."""
+        row_order.deal(self.members)
+
+    def look_ahead(self, batches: int) -> None:
+        """While the device is busy: draw the next epoch's orders, and make ready for those who will be at their end."""
+        row_order.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
+        ending = [slot for slot, member in enumerate(self.members) if member.batches_left <= batches]
+        self.unit.look_ahead(ending)
+
+    def next_batches(self, seconds: float = math.inf) -> int:
+        """How many batches until something has to be settled, or until so much time is over."""
+        batches = min(_limit(member) - member.place for member in self.members)
+        if any(member.data.source.streamed for member in self.members):
+            batches = min(batches, self._whole_steps(STREAM_CHUNK))
+        if not self.batch_seconds and seconds < math.inf:
+            batches = min(batches, self._whole_steps(FIRST))
+        elif seconds < batches * self.batch_seconds:
+            batches = min(batches, self._whole_steps(max(1, int(seconds / self.batch_seconds))))
+        if batches > 1 and len({member.rows_in(batches) for member in self.members}) > 1:
+            batches -= 1  # somebody's last batch is short: it comes by itself
+        return batches
+
+    def _whole_steps(self, batches: int) -> int:
+        """At least so many batches that they end with an optimizer step."""
+        member = self.members[0]
+        k = member.job.accumulate
+        return -(-(member.place + batches) // k) * k - member.place
+
+    def start(self) -> None:
+        """Remember where everybody is: `settle` looks at what came after."""
+        self._before = [member.place for member in self.members]
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take in what a turn did: who failed, who diverged, who is at the end of an epoch or of its training."""
+        members = self.members
+        ends: dict[int, str] = {}
+        done = 0
+        for slot, (member, before) in enumerate(zip(members, self._before, strict=True)):
+            member.seconds += outcome.seconds / len(members)
+            done = max(done, member.place - before)
+            ends |= _advance(slot, member, before)
+        if done:
+            self.batch_seconds = outcome.seconds / done
+        self.alone |= {members[slot]: reason for slot, reason in outcome.alone.items()}
+        if outcome.error is not None:
+            ends[outcome.error.slot] = self._fail(outcome.error)
+        ends |= self._failures()
+        at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
+        if at_end:
+            ends |= self._end_epoch(at_end)
+        self.leave(ends)
+
+    def _fail(self, error: MemberError) -> str:
+        if context_lost(error.cause):
+            raise error.cause from error
+        self.members[error.slot].error = describe(error.cause)
+        return "failed"
+
+    def _failures(self) -> dict[int, str]:
+        """Members that end here, since their optimizer or their schedule raised."""
+        return {slot: self._fail(MemberError(slot, error)) for slot, error in self.unit.failures().items()}
+
+    def separate(self) -> list[tuple[Unit, str]]:
+        """Units of their own for members that cannot go on in this one, and why; it goes on without them."""
+        found: list[tuple[Unit, str]] = []
+        slots = [slot for slot, member in enumerate(self.members) if member in self.alone]
+        if slots:
+            reasons = [self.alone[self.members[slot]] for slot in slots]
+            found = list(zip(self.unit.alone(slots), reasons, strict=True))
+            self.drop(slots)
+        self.alone = {}
+        return found
+
+    def _end_epoch(self, slots: list[int]) -> dict[int, str]:
+        """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
+        members, ends = self.members, dict[int, str]()
+        rates = self.unit.rates()
+        whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
+        for slot in slots:
+            members[slot].epoch += 1
+        due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].finished())]
+        values = self._validate(due) if due else {}
+        watched: dict[int, float | None] = {}
+        for slot in slots:
+            member, val = members[slot], values.get(slot, {})
+            if isinstance(val, MemberError):
+                ends[slot] = self._fail(val)
+                continue
+            member.history.append(history_row(member, rates[slot], val))
+            watched[slot] = member.monitor.value(member.history[-1])
+            member.error = member.monitor.missing(member.history[-1], member.job.val is None or slot in due)
+            if member.error is not None:
+                ends[slot] = "failed"
+        stops = {slot: self._judge(slot) for slot in watched if slot not in ends}
+        self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
+        ends |= self._failures()
+        for slot in slots:
+            if slot in whole:
+                members[slot].close_epoch()
+            if slot not in ends:
+                ends |= self._look(slot, stops[slot])
+        return ends
+
+    def _judge(self, slot: int) -> bool:
+        """Keep a member's weights if they are its best; whether it should stop."""
+        member = self.members[slot]
+        best, stop = member.monitor.see(member.history[-1])
+        if best and member.job.keep == "best":
+            self.unit.write_back([slot])
+            member.best = weights(member.model)
+        return stop
+
+    def _validate(self, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
+        """What these members' validation gives; where it raises for all together, each is asked by itself."""
+        try:
+            return evaluate(self.unit, slots)
+        except Exception as error:
+            if context_lost(error):
+                raise
+            if len(slots) == 1:
+                return {slots[0]: MemberError(slots[0], error)}
+        return {slot: value for one in slots for slot, value in self._validate([one]).items()}
+
+    def _look(self, slot: int, stop: bool) -> dict[int, str]:
+        """After a member's epoch: see whether it is at its end."""
+        member = self.members[slot]
+        ending = self.host.epoch(self, slot)
+        if ending is not None and ending.status == "failed":
+            member.error = ending.error
+            return {slot: "failed"}
+        if member.finished():
+            return {slot: "done"}
+        if ending is not None:
+            member.error = ending.error
+        return {slot: "stopped"} if stop or ending is not None else {}
+
+    def leave(self, ends: dict[int, str]) -> None:
+        """Let members go, each with its weights and the way it ended, and go on with the others."""
+        if not ends:
+            return
+        self.unit.write_back(list(ends))
+        for slot, status in ends.items():
+            member = self.members[slot]
+            member.status = status
+            if member.best is not None:
+                member.model.load_state_dict(member.best)
+            ending = self.host.left(self, slot)
+            if ending is not None:
+                member.status, member.error = ending.status, ending.error
+        self.drop(list(ends))
+
+    def eject(self, slots: list[int]) -> list[Member]:
+        """Let members go who are not at their end: they can go on from here, anywhere."""
+        self.unit.write_back(slots)
+        gone = [self.members[slot] for slot in slots]
+        self.drop(slots)
+        for member in gone:
+            member.rest()
+        return gone
+
+    def join(self, recipes: Sequence[Recipe]) -> None:
+        """Take in members, wherever each is in its training."""
+        self.unit = self.unit.join(recipes)
+        self._named()
+
+    def drop(self, slots: list[int]) -> None:
+        """Go on without these members, who have been written back."""
+        stay = [slot for slot in range(len(self.members)) if slot not in slots]
+        if stay:
+            self.unit = self.unit.keep(stay)
+        else:
+            self.unit.members = []
+
+    def cancel(self) -> None:
+        """Stop here: members keep what they have."""
+        self.leave(dict.fromkeys(range(len(self.members)), "cancelled"))
+
+
+def _limit(member: Member) -> int:
+    """Batches of this epoch that a member takes part in: all, or up to its last step."""
+    job = member.job
+    if job.steps is None:
+        return member.num_batches
+    return min(member.num_batches, (job.steps - member.first_step) * job.accumulate)
+
+
+def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
+    """Count the steps done; a non-finite loss ends the member."""
+    new = member.losses[before:]
+    bad = None if math.isfinite(sum(new)) else next((i for i, x in enumerate(new) if not math.isfinite(x)), None)
+    batches, k = member.place if bad is None else before + bad, member.job.accumulate
+    whole = batches == member.num_batches
+    member.step = member.first_step + (-(-batches // k) if whole else batches // k)
+    if bad is None:
+        return {}
+    member.error = f"the loss became {new[bad]} in epoch {member.epoch + 1} after step {member.step}"
+    return {slot: "diverged"}
+
+
+def exact_sum(values: list[float]) -> float:
+    """The same in any order; of logs that are not finite it is what adding them gives."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
+
+
+def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
+    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
+
+    Sums are exact, so that they do not depend on how many members are summed at once.
+    """
+    size = member.job.batch_size
+    before = size * (member.place - 1)
+    last = member.num_rows - before if member.place == member.num_batches else size
+    even = last == size and size & (size - 1) == 0  # then products are exact, and so is that of their sum
+
+    def mean(values: list[float]) -> float:
+        if even:
+            return exact_sum(values) * size / (before + last)
+        return exact_sum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
+
+    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
+    row |= {name: mean(values) for name, values in sorted(member.logs.items())}
+    return row | val | {"lr": rate, "seconds": member.seconds}
+
+
+def weights(model: torch.nn.Module) -> dict[str, object]:
+    """A copy of a model's state on the CPU."""
+    return {
+        k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
+        for k, v in model.state_dict().items()
+    }

@@ -1,0 +1,72 @@
+"""Batches for a stack: gathered once where all members read the same rows, member by member otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.data.source import TensorSource
+from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.member import Member
+
+
+class Feed:
+    """The next batches of members that each are at their own place, padded to the stack's rows."""
+
+    def __init__(self, members: list[Member], rows: list[int], batches: int, streams: dict[int, Stream]) -> None:
+        """`rows`: for every row of the stack, whose it is. `streams`: open ones, by the member's index."""
+        first = members[0]
+        self.members, self.rows, self.streams = members, rows, streams
+        self.size = first.job.batch_size
+        self.in_memory = all(isinstance(member.data.source, TensorSource) for member in members)
+        self.one_source = all(member.data.source is first.data.source for member in members)
+        agree = all(member.order is first.order and member.place == first.place for member in members)
+        seeds = {(member.job.order_seed, member.epoch) for member in members} if not self.in_memory else {(0, 0)}
+        self.shared = self.one_source and agree and len(seeds) == 1
+        """Whether every member gets the very same batch, so that it is read once and has no member axis."""
+        self._rows: Tensor | None = None
+        self._feeds: list[Iterator[Any]] = []
+        if self.in_memory:
+            self._rows = self._ahead(batches).to(first.device)
+        else:
+            self._feeds = [streams.setdefault(m.index, Stream()).at(m) for m in self._readers]
+
+    @property
+    def _readers(self) -> list[Member]:
+        return self.members[:1] if self.shared else self.members
+
+    def _ahead(self, batches: int) -> Tensor:
+        """The rows of the coming batches, [n] where shared, else one row of them per row of the stack."""
+        each = []
+        for member in self._readers:
+            assert member.order is not None, "the member has no rows; deal them first"
+            start = member.place * self.size
+            each.append(member.order[start : start + batches * self.size])
+        return each[0] if self.shared else torch.stack([each[own] for own in self.rows])
+
+    def batch(self, index: int) -> list[Tensor]:
+        """The leaves of the index-th of these batches: [B, ...] where shared, else [M, B, ...]."""
+        if self._rows is None:
+            return self._streamed()
+        rows = self._rows[..., index * self.size : (index + 1) * self.size]
+        source = self.members[0].data.source
+        if self.shared or self.one_source:
+            return list(pytree.tree_leaves(source.take(rows)))
+        parts = [pytree.tree_leaves(self.members[own].data.source.take(rows[i])) for i, own in enumerate(self.rows)]
+        return [torch.stack(column) for column in zip(*parts, strict=True)]
+
+    def _streamed(self) -> list[Tensor]:
+        parts = [pytree.tree_leaves(next(feed)) for feed in self._feeds]
+        if self.shared:
+            return parts[0]
+        return [torch.stack([column[own] for own in self.rows]) for column in zip(*parts, strict=True)]
+
+    def used(self) -> None:
+        """All batches were used, and the members moved on: streams stay open where they are."""
+        if not self.in_memory:
+            for member in self._readers:
+                self.streams[member.index].went(member)

@@ -1,0 +1,274 @@
+"""The state of a pack on its device: parameters, buffers, optimizer state and numbers, members first.
+
+Rows beyond the members are padding: copies of the last member that train along and are never looked at. A pack of one
+takes other kernels than a pack of two or more, so a member alone is padded to two, and its bits are those it has in
+any company. Members are ordered by their kind of optimizer, see `optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.members.member import Member
+from shoal.engine.optim import MemberScaler, clip_
+from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.stack import _flat_state, transfer
+from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
+from shoal.engine.tracing.params_with_grad import used_params
+
+LEAST = 2
+"""Rows of the smallest stack."""
+
+
+class Stack:
+    """Members' training state with a member axis, and what one optimizer step does to it."""
+
+    def __init__(
+        self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False, passing: bool = False
+    ) -> None:
+        """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them. `passing`: it will
+        be part of another at once, and its tensors need not be apart from each other."""
+        self.recipes = recipes = [recipes[place] for place in ordered(recipes)]
+        self._channels_last = channels_last and size == 1
+        first = recipes[0]
+        self.device = first.member.device
+        self.rows = _padded(range(len(recipes)), size)
+        graph = next(iter(first.steps.values()))
+        models = [recipe.member.model for recipe in recipes]
+        named = [dict(model.named_parameters()) for model in models]
+        buffered = [dict(model.named_buffers()) for model in models]
+        self.param_names, self.buffer_names = graph.params, graph.buffers
+        columns: list[list[Tensor]] = [[named[r][name] for r in self.rows] for name in self.param_names]
+        columns += [[buffered[r][name] for r in self.rows] for name in self.buffer_names]
+        state = transfer.stacked(columns, self.device) if passing else [self._stacked(column) for column in columns]
+        self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
+        trained = [named[0][name].requires_grad for name in self.param_names]
+        used = used_params(graph)
+        self.trained = [i for i, (wanted, touched) in enumerate(zip(trained, used, strict=True)) if wanted and touched]
+        for index in self.trained:
+            self.params[index].requires_grad_()
+        self.active = torch.ones(size, dtype=torch.bool, device=self.device)
+        job = first.member.job
+        self.scaler = MemberScaler(size, device=self.device) if job.precision == "fp16" else None
+        for row, own in enumerate(self.rows):
+            scale = recipes[own].member.scaler_state
+            if self.scaler is not None and scale is not None:
+                self.scaler.load_state_dict(row, scale)
+        norms = [r.member.job.clip_norm for r in recipes]
+        self.max_norm = None
+        if any(norm is not None for norm in norms):
+            limits = [float("inf") if norms[r] is None else float(norms[r] or 0.0) for r in self.rows]
+            self.max_norm = torch.tensor(limits, dtype=torch.float64, device=self.device)
+        self.optimizer = Optimizers.of(self)
+
+    def _stacked(self, values: list[Tensor]) -> Tensor:
+        """Members' own tensors as one on the device, wherever their models are."""
+        stacked = torch.stack([value.detach() for value in values]).to(self.device)
+        if self._channels_last and stacked.dim() == 5:
+            return stacked[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
+        return stacked
+
+    @property
+    def members(self) -> list[Member]:
+        return [recipe.member for recipe in self.recipes]
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Parameters and buffers, in the order programs take them."""
+        return [*self.params, *self.buffers]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a member has in the stack."""
+        return sum(tensor.nbytes for tensor in (*self.state, *self.optimizer.tensors())) // len(self.rows)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that are trained."""
+        return [self.params[index] for index in self.trained]
+
+    def reserve(self) -> None:
+        """See to it that the next update finds memory, or raise while nothing has changed yet. Only on a GPU, where an
+        allocation that fails is an exception."""
+        if self.device.type == "cuda":
+            torch.empty(_flat_state.scratch_bytes(self.leaves), dtype=torch.uint8, device=self.device)
+
+    @torch.no_grad()
+    def apply(self, grads: Grads, active: Tensor | None) -> None:
+        """One optimizer step from these gradients (one per trained parameter); members outside `active` sit out."""
+        grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
+        if self.scaler is not None or self.max_norm is not None:
+            grads = _apart(grads)
+        present = [grad for grad in grads if grad is not None]
+        found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
+        if self.max_norm is not None:
+            clip_(present, self.max_norm)
+        if found_inf is not None:
+            active = ~found_inf if active is None else active & ~found_inf
+        self.optimizer.update(grads, active)
+        if self.scaler is not None and found_inf is not None:
+            self.scaler.update_(found_inf)
+
+    @torch.no_grad()
+    def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
+        """Take over the buffers a step left; members outside `ok` get back what they had before it."""
+        for index, name in enumerate(self.buffer_names):
+            value, own = after[name], self.buffers[index]
+            if ok is not None:
+                value = torch.where(ok.view(-1, *[1] * (value.dim() - 1)), value, before[index])
+            if value is not own:
+                own.copy_(value.detach())
+
+    @torch.no_grad()
+    def write_back(self, slots: Sequence[int]) -> None:
+        """Members' weights, buffers and optimizer state, as their own; from a GPU all in one go."""
+        for start, stop in transfer.portions([self.row_bytes] * len(slots)):
+            self._write_back(slots[start:stop])
+
+    def rehearse(self) -> None:
+        """Move members as when they leave: a GPU loads what that takes the first time, which is many times as long, and
+        other code for rows that lie at odd places."""
+        if self.device.type != "cpu" and self.row_bytes <= transfer.MOST_BYTES:
+            for slot in range(min(2, len(self.recipes))):
+                transfer.moved(self._row(slot), transfer.CPU)
+
+    def _row(self, slot: int) -> list[Tensor]:
+        """All that a member has in the stack."""
+        return [*(tensor.detach()[slot] for tensor in self.state), *self.optimizer.rows(slot)]
+
+    def _write_back(self, slots: Sequence[int]) -> None:
+        there = [self._row(slot) for slot in slots]
+        here = iter(transfer.moved([row for rows in there for row in rows], transfer.CPU))
+        scaler = None if self.scaler is None else self.scaler.cpu()
+        for slot, far in zip(slots, there, strict=True):
+            member, near = self.recipes[slot].member, [next(here) for _ in far]
+            params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
+            places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
+            for place, row, own in zip(places, near, far, strict=False):
+                place.copy_(row if place.device == row.device else own)
+            if member.batches:
+                _leave_attributes(member.model, self.recipes[slot])
+            member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
+            member.schedule_state = self.optimizer.schedule_state(slot)
+            member.scaler_state = None if scaler is None else scaler.state_dict(slot)
+
+    @torch.no_grad()
+    def merged(self, other: Stack, size: int) -> Stack:
+        """One stack of this one's members and the other's, each as it is."""
+        mine, theirs = len(self.recipes), len(other.recipes)
+        recipes = [*self.recipes, *other.recipes]
+        order = ordered(recipes)
+        rows = _padded(order, size)
+        in_order = rows == list(range(mine + theirs))
+
+        def both(a: Tensor, b: Tensor) -> Tensor:
+            found = torch.cat([a.detach()[:mine], b.detach()[:theirs]])
+            return found if in_order else found[rows]
+
+        new = object.__new__(Stack)
+        new.recipes, new.rows = [recipes[place] for place in order], _padded(range(len(order)), size)
+        new.device, new.trained, new._channels_last = self.device, self.trained, False
+        new.param_names, new.buffer_names = self.param_names, self.buffer_names
+        new.params = [
+            both(a, b).requires_grad_(a.requires_grad) for a, b in zip(self.params, other.params, strict=True)
+        ]
+        new.buffers = [both(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)]
+        new.active = both(self.active, other.active)
+        new.scaler = None
+        if self.scaler is not None and other.scaler is not None:
+            new.scaler = MemberScaler(size, device=self.device)
+            new.scaler.scale_M.copy_(both(self.scaler.scale_M, other.scaler.scale_M))
+            new.scaler.growth_tracker_M.copy_(both(self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
+        new.max_norm = None
+        if self.max_norm is not None or other.max_norm is not None:
+            new.max_norm = both(self._limits(), other._limits())
+        new.optimizer = self.optimizer.merged(new, other.optimizer)
+        return new
+
+    def _limits(self) -> Tensor:
+        if self.max_norm is not None:
+            return self.max_norm
+        return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def put(self, rows: Sequence[int], other: Stack) -> None:
+        """Make rows what another stack's are, one after the other, in place: its members sit there now."""
+        for row, recipe in zip(rows, other.recipes, strict=True):
+            self.recipes[row] = recipe
+        pairs = [*zip(self.state, other.state, strict=True), (self.active, other.active)]
+        if self.scaler is not None and other.scaler is not None:
+            pairs.append((self.scaler.scale_M, other.scaler.scale_M))
+            pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
+        if self.max_norm is not None:
+            pairs.append((self.max_norm, other._limits()))
+        index = torch.tensor(rows, device=self.device)
+        for ours, value in pairs:
+            ours.detach().index_copy_(0, index, value.detach())
+        self.optimizer.put(rows, index, other.optimizer)
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[int], part: Stack) -> None:
+        """Be, for these slots, what `part` is, which was kept from this stack."""
+        rows = [row for row, own in enumerate(self.rows) if own in slots]
+        theirs = [list(slots).index(self.rows[row]) for row in rows]
+
+        def put(ours: Tensor, value: Tensor) -> None:
+            ours.detach()[rows] = value.detach()[theirs]
+
+        for ours, value in zip([*self.params, *self.buffers], [*part.params, *part.buffers], strict=True):
+            put(ours, value)
+        put(self.active, part.active)
+        if self.scaler is not None and part.scaler is not None:
+            put(self.scaler.scale_M, part.scaler.scale_M)
+            put(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
+        self.optimizer.take(part.optimizer, rows, theirs)
+
+    def keep(self, slots: Sequence[int], size: int) -> Stack:
+        """The same training with only these members, in the order they have."""
+        assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
+        rows = _padded(slots, size)
+        kept = object.__new__(Stack)
+        kept.recipes = [self.recipes[slot] for slot in slots]
+        kept.device, kept.trained, kept._channels_last = self.device, self.trained, False
+        kept.param_names, kept.buffer_names = self.param_names, self.buffer_names
+        kept.rows = _padded(range(len(slots)), size)
+        kept.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
+        kept.buffers = [b[rows] for b in self.buffers]
+        kept.active = self.active[rows]
+        kept.scaler = None if self.scaler is None else self.scaler.keep(rows)
+        kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
+        kept.optimizer = self.optimizer.keep(kept, rows)
+        return kept
+
+
+def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
+    """What the first call of the step sets in the model's modules, such as the mode of a layer that it freezes."""
+    for trace in recipe.steps.values():
+        for (where, name), value in trace.left.items():
+            setattr(model.get_submodule(where), name, value)
+
+
+def _apart(grads: Grads) -> Grads:
+    """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor, and
+    one that is summed up gets a single number for all its elements."""
+    seen: set[int] = set()
+    found: list[Tensor | None] = []
+    for grad in grads:
+        memory = 0 if grad is None else grad.untyped_storage()._cdata
+        if grad is not None and (memory in seen or _overlaps(grad)):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        found.append(grad)
+        seen.add(memory)
+    return found
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _padded(rows: Sequence[int], size: int) -> list[int]:
+    return [*rows, *[rows[-1]] * (size - len(rows))]

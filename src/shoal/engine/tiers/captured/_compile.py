@@ -1,0 +1,111 @@
+"""A step as one compiled function: traced with its backward pass and its update, then compiled whole by Inductor."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shoal.engine.tiers.captured._step import Inputs, Step, inputs_like, stack_tensors
+
+Compiled = Callable[[list[Tensor]], None]
+_LOCK = threading.Lock()
+FEW_NODES = 600
+"""A graph below this is many kernels of a few microseconds: those that do not wait for each other become one."""
+LARGE = 500_000
+"""Elements from which a kernel stays by itself: with others it would be slower than both."""
+
+
+@dataclass(slots=True)
+class Executable:
+    """A step that can be run on any stack of its shape."""
+
+    run: Compiled
+    compiled: bool
+    seconds: float
+    """What compiling took."""
+
+
+def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
+    """The step as a function of its tensors; with `compiled=False` it is run operator by operator."""
+    if not compiled:
+        return Executable(lambda tensors: step(tensors, inputs), False, 0.0)
+    start = time.perf_counter()
+    with warnings.catch_warnings():  # of torch, about torch
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.lowering")  # a decomposition looks there without asking for it
+    tensors = [*stack_tensors(step.stack), *inputs.tensors()]
+    fakes = [t.detach() for t in tensors]
+
+    def flat(values: list[Tensor]) -> list[Tensor]:
+        step(values, inputs)
+        return []
+
+    with _LOCK, warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
+    with _LOCK, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        pure = functionalize(graph, remove="mutations")
+        graph = make_fx(pure, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
+    return Executable(_inductor(graph), True, time.perf_counter() - start)
+
+
+def _inductor(graph: GraphModule) -> Compiled:
+    """Lower a graph without mutations but for the copies into its inputs at its end.
+
+    AOTAutograd is left out on purpose: the backward pass is in the graph already, and no two inputs overlap.
+    """
+    with warnings.catch_warnings():  # of torch, about torch
+        warnings.simplefilter("ignore")
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = inputs[0].fake_mode
+    with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode):
+        warnings.simplefilter("ignore")
+        joint_graph_passes(graph)
+        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart():
+            compiled = compile_fx_inner(graph, inputs)
+
+    def run(tensors: list[Tensor]) -> None:
+        with torch.no_grad():
+            compiled(list(tensors))  # emptied by the call
+
+    return run
+
+
+@contextmanager
+def _large_apart() -> Iterator[None]:
+    """Inside: only small kernels become one. Inductor's own limit is a hundred times ours."""
+    from torch._inductor.codegen import triton_combo_kernel as combos
+
+    before = getattr(combos, "LARGE_NUMELS", LARGE)  # a version without it combines as it likes
+    combos.LARGE_NUMELS = min(before, LARGE)
+    try:
+        yield
+    finally:
+        combos.LARGE_NUMELS = before
+
+
+def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
+    """Run once on copies, so that nothing is built, loaded or tuned during capture."""
+    own = [t.detach().clone() for t in stack_tensors(step.stack)]
+    ready.run([*own, *inputs_like(inputs).tensors()])

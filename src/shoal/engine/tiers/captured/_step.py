@@ -1,0 +1,176 @@
+"""A whole training step as one function of tensors: gather, forward, backward, clip, optimizer, NaN guard.
+
+It reads and writes only tensors it is given, never asks Python for a value, and so can be traced into one graph,
+compiled whole (forward, backward and update fuse across their borders) and captured. It is the same arithmetic as
+`stacked.unit`, with the host's decisions (did the loss stay finite?) turned into masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.optim import MemberScaler
+from shoal.engine.optim._constants import fence
+from shoal.engine.recipes.program import Program
+from shoal.engine.stack.optimizers import Optimizers, Span
+from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured._random_masks import Noise
+from shoal.engine.tracing.trace import autocast
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a step needs beside the stack: where the data is, and how far every member is."""
+
+    data: list[Tensor]
+    """The whole data set's leaves, once; or a batch, where it is streamed."""
+    orders: Tensor | None
+    """Rows for this epoch, [M, n] or [n] where all members read the same; None: `data` is the batch itself."""
+    place: Tensor
+    """Each member's next batch within its epoch, [M] int64; [] where all read the same."""
+    tick: Tensor
+    """Batches since the host last looked, [] int64."""
+    moving: Tensor
+    """[M] bool: the others stand still, row, clock and all."""
+    count: Tensor
+    """Batches each member has had, [M] int64: the clock of its random draws."""
+    seeds: Tensor
+    """[M] int64."""
+    losses: Tensor
+    """[batches, M]: the loss of every batch since the host last looked is written here."""
+    tables: list[Tensor | None] = field(default_factory=list)
+    """For each part of the optimizer its scheduled numbers of every step until the host looks again,
+    [steps + 1, G, names, M]; None: they do not change."""
+
+    def tensors(self) -> list[Tensor]:
+        found = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
+        return found + [t for t in (self.orders, *self.tables) if t is not None]
+
+    def bind(self, tensors: list[Tensor]) -> Inputs:
+        rest = list(tensors)
+        data = [rest.pop(0) for _ in self.data]
+        place, tick, moving, count, seeds, losses = (rest.pop(0) for _ in range(6))
+        orders = rest.pop(0) if self.orders is not None else None
+        tables = [None if table is None else rest.pop(0) for table in self.tables]
+        return Inputs(data, orders, place, tick, moving, count, seeds, losses, tables)
+
+
+def stack_tensors(stack: Stack) -> list[Tensor]:
+    """Every tensor of a stack that a step reads or writes."""
+    scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
+    norm = [] if stack.max_norm is None else [stack.max_norm]
+    return [
+        *stack.params,
+        *stack.buffers,
+        *stack.optimizer.tensors(),
+        *(part.columns.packed for part in stack.optimizer.ruled()),
+        stack.active,
+        *scaler,
+        *norm,
+    ]
+
+
+def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
+    """The same stack on other tensors, those a trace hands in."""
+    rest = list(tensors)
+    bound = object.__new__(Stack)
+    bound.__dict__.update(stack.__dict__)
+    bound.params = [rest.pop(0).detach().requires_grad_(p.requires_grad) for p in stack.params]
+    bound.buffers = [rest.pop(0) for _ in stack.buffers]
+    moved = {id(t): rest.pop(0) for t in stack.optimizer.tensors()}
+    bound.optimizer = Optimizers(
+        [
+            part.bound(Span(bound, part.span.start, part.span.stop), moved, rest.pop(0))
+            for part in stack.optimizer.ruled()
+        ]
+    )
+    bound.active = rest.pop(0)
+    if stack.scaler is not None:
+        scaler = object.__new__(MemberScaler)
+        scaler.__dict__.update(stack.scaler.__dict__)
+        scaler.scale_M, scaler.growth_tracker_M = rest.pop(0), rest.pop(0)
+        bound.scaler = scaler
+    bound.max_norm = rest.pop(0) if stack.max_norm is not None else None
+    return bound
+
+
+class Step:
+    """One batch of a fixed shape for a stack, with an optimizer step after it."""
+
+    def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
+        self.stack, self.program = stack, program
+        self.rows, self.batch_size = rows, batch_size
+        self.noise = Noise(program.draws, len(stack.rows), stack.device)
+
+    def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
+        """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
+        count = len(stack_tensors(self.stack))
+        self.run(bind_stack(self.stack, tensors[:count]), inputs.bind(tensors[count:]))
+
+    def run(self, stack: Stack, inputs: Inputs) -> None:
+        """The step itself."""
+        batch = self._gather(inputs)
+        for part, table in zip(stack.optimizer.ruled(), inputs.tables, strict=True):
+            if table is not None:
+                part.columns.packed.copy_(table.index_select(0, inputs.tick.view(1)).squeeze(0))
+        before = [buffer.clone() for buffer in stack.buffers]
+        losses, after = self._forward(stack, batch, inputs)
+        total = losses if stack.scaler is None else stack.scaler.scale(losses)
+        grads: list[Tensor | None] = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
+        with torch.no_grad():
+            losses = losses.detach()
+            finite, moving = torch.isfinite(losses), inputs.moving
+            stack.active.copy_(stack.active & (finite | ~moving))
+            stepping = stack.active & moving
+            stack.set_buffers({k: v.detach() for k, v in after.items()}, stepping, before)
+            stack.apply(grads, stepping)
+            known = inputs.losses.index_select(0, inputs.tick.view(1)).squeeze(0)
+            seen = torch.where(stack.active | ~finite, losses, float("nan")).to(inputs.losses.dtype)
+            seen = torch.where(moving, seen, known)
+            inputs.losses.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
+            inputs.place.add_(moving.any() if inputs.place.dim() == 0 else moving)
+            inputs.count.add_(moving)
+            inputs.tick.add_(1)
+
+    def _gather(self, inputs: Inputs) -> list[Tensor]:
+        if inputs.orders is None:
+            return inputs.data
+        at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
+        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
+        rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
+        if rows.dim() == 2 and rows.shape[0] > 1:
+            rows = fence(rows)  # or every element of the batch would look up its row by itself
+        flat = rows.reshape(-1)
+        return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
+
+    def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        solo, drawn = not self.program.members, self.noise.of(inputs.seeds, inputs.count)
+
+        def noise(index: int) -> Tensor:
+            return drawn(index)[0] if solo else drawn(index)
+
+        state = stack.state
+        if solo:
+            state = [_laid_out(t[0]) for t in state[: len(stack.params)]] + [t[0] for t in stack.buffers]
+            batch = [_laid_out(b[0] if inputs.orders is not None and inputs.orders.dim() == 2 else b) for b in batch]
+        with autocast(stack.members[0].job.precision, stack.device):
+            (losses, _), after = self.program(state, batch, noise)
+        if solo:
+            losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
+        return losses, after
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Images and their filters with channels last, which is what a GPU's convolutions want."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_cuda else x
+
+
+def inputs_like(inputs: Inputs) -> Inputs:
+    """The same inputs with everything a step writes copied."""
+    same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "tables")}
+    copied = {name: getattr(inputs, name).clone() for name in ("place", "tick", "count", "losses")}
+    return Inputs(**same, **copied)

@@ -1,0 +1,312 @@
+"""A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
+
+Its rows are seats. A member that leaves makes its seat free, and another one may take it while every address stays the
+same: what was compiled and captured goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.data.source import TensorSource
+from shoal.engine.members.member import Member
+from shoal.engine.optim import merge_flags
+from shoal.engine.recipes.program import Program
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.stack.optimizers import StackedOptimizer, kind
+from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured._compile import Executable, executable, warm_up
+from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.utils.randomness import signed
+
+Cache = dict[Hashable, Executable | None]
+"""Compiled steps by what they compute and its shape, which members alike share. None: one that runs operator by
+operator, and has been tried; it belongs to its chunk, whose tensors would stay with it."""
+
+
+class Chunk:
+    """Members in one stack, with static inputs: every address stays the same from the first step to the last."""
+
+    def __init__(
+        self, stack: Stack, kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
+    ) -> None:
+        self.stack, self.kitchen, self.cache = stack, kitchen, cache
+        self.solo, self.shared, self.compiled = solo, shared, compiled
+        self.seats: list[Member | None] = list(stack.members)
+        """Who sits in each row; None: nobody, and the row stands still."""
+        member = stack.members[0]
+        size, n, device = len(stack.rows), member.num_rows, stack.device
+        source = member.data.source
+        assert isinstance(source, TensorSource)
+        batches = member.num_batches
+        self.inputs = Inputs(
+            data=source.leaves,
+            orders=torch.zeros(n if shared else (size, n), dtype=torch.int64, device=device),
+            place=torch.zeros(() if shared else size, dtype=torch.int64, device=device),
+            tick=torch.zeros((), dtype=torch.int64, device=device),
+            moving=torch.ones(size, dtype=torch.bool, device=device),
+            count=torch.tensor([m.batches for m in stack.members], dtype=torch.int64, device=device),
+            seeds=torch.tensor([signed(m.job.seed) for m in stack.members], dtype=torch.int64, device=device),
+            losses=torch.zeros(batches, size, dtype=torch.float64, device=device),
+            tables=[_table(part, batches) for part in stack.optimizer.ruled()],
+        )
+        self._orders: list[Tensor | None] = [None] * size
+        """The orders that are on the device, row by row."""
+        self._places = [0] * size
+        self._moving = [True] * size
+        self._staged = torch.empty(0, dtype=torch.int64)
+        self._laid: list[Tensor] = []
+        """What is laid side by side there."""
+        self._sent: torch.cuda.Event | None = None
+        """When it was copied to the device."""
+        self.view = StackedUnit.around(stack, kitchen)
+        """For what is not a training step: validation, schedules, writing back."""
+        self._steps: dict[int, Step] = {}
+        self._ready: dict[int, Executable] = {}
+
+    @classmethod
+    def build(
+        cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
+    ) -> Chunk:
+        """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
+        stack = Stack(recipes, size=len(recipes), channels_last=solo)
+        stack.rehearse()
+        for recipe in recipes:
+            _to_host(recipe.member)
+        return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled)
+
+    @property
+    def alive(self) -> list[int]:
+        """Rows of the members still in training."""
+        return [row for row, member in enumerate(self.seats) if member is not None]
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member in self.seats if member is not None]
+
+    # --- seats ------------------------------------------------------------------------------------------------------
+
+    def free_seat(self, recipe: Recipe, taken: Container[int] = ()) -> int | None:
+        """A row that this member can take as it is: same computation, same numbers in it, no term that is not there.
+
+        `taken`: rows that are promised to others.
+        """
+        first = self.stack.recipes[0]
+        free = {row for row, member in enumerate(self.seats) if member is None and row not in taken}
+        if (
+            not free
+            or self.shared
+            or recipe.key != first.key
+            or recipe.member.data.source is not first.member.data.source
+            or (recipe.member.job.clip_norm is not None and self.stack.max_norm is None)
+        ):
+            return None
+        for part, table in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):
+            if not _fits(part, table, recipe):
+                continue
+            for row in range(part.span.start, part.span.stop):
+                theirs = self.stack.recipes[row].steps
+                if row in free and all(theirs[rows] is graph for rows, graph in recipe.steps.items()):
+                    return row
+        return None
+
+    def sit(self, seats: Mapping[int, Recipe]) -> None:
+        """Put members, wherever they are in their training, into free rows, all of them at once."""
+        self.view.rates_of.settle()
+        last = {row: rate for row, rate in enumerate(self.view.rates_of.last) if row not in seats}
+        newcomers = Stack(list(seats.values()), size=len(seats), passing=True)
+        seat = {recipe.member.index: row for row, recipe in seats.items()}
+        rows = [seat[member.index] for member in newcomers.members]  # the stack has them in an order of its own
+        self.stack.put(rows, newcomers)
+        for row, member in zip(rows, newcomers.members, strict=True):
+            _to_host(member)
+            self._orders[row], self.seats[row] = None, member
+        counted = [[m.batches for m in newcomers.members], [signed(m.job.seed) for m in newcomers.members]]
+        index, counts, seeds = torch.tensor([rows, *counted], device=self.stack.device).unbind(0)
+        self.inputs.count.index_copy_(0, index, counts)
+        self.inputs.seeds.index_copy_(0, index, seeds)
+        self.view = StackedUnit.around(self.stack, self.kitchen)
+        self.view.rates_of.carry(last)
+        self._rest()
+
+    def stand(self, rows: Sequence[int]) -> None:
+        """Make rows free."""
+        for row in rows:
+            self.seats[row] = None
+        self._rest()
+
+    def _rest(self) -> None:
+        """Schedules of those who have left may be at their end."""
+        self.view.rates_of.rest([row for row, seat in enumerate(self.seats) if seat is None])
+
+    def fitted(self) -> Chunk:
+        """This chunk, or a smaller one with the same members where half of the seats are free."""
+        rows = self.alive
+        if len(rows) > len(self.seats) // 2 or not rows:
+            return self
+        self.view.rates_of.settle()
+        stack = self.stack.keep(rows, len(rows))
+        kept = Chunk(stack, self.kitchen, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
+        last = self.view.rates_of.last
+        kept.view.rates_of.carry({place: last[row] for place, row in enumerate(rows)})
+        return kept
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def load(self, batches: int, rows: int) -> None:
+        """Make ready for so many batches of those members whose next batch has so many rows."""
+        self.inputs.tick.zero_()
+        if not self.alive:  # what was captured runs along: its rows stand still
+            self.move(rows)
+            return
+        self._load_orders()
+        places = [0 if member is None else member.place for member in self.seats]
+        if places != self._places:
+            self.inputs.place.copy_(torch.tensor(places[self.alive[0]] if self.shared else places))
+            self._places = places
+        self.move(rows)
+        rates = self.view.rates_of
+        rates.settle()
+        rates.begin(batches, least=1)
+        for part, ahead, held in zip(self.stack.optimizer.ruled(), rates.tables, self.inputs.tables, strict=True):
+            if held is not None:  # those with a schedule may have left: their numbers are constant then
+                coming = part.columns.packed if ahead is None else ahead.permute(3, 0, 1, 2)
+                held[: batches + 1].copy_(coming)
+
+    def move(self, rows: int, after: int = 0) -> None:
+        """Let those move whose batch has so many rows, `after` batches from where they are; the others stand still."""
+        moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
+        if moving != self._moving:
+            self.inputs.moving.copy_(torch.tensor(moving))
+            self._moving = moving
+
+    def _load_orders(self) -> None:
+        held = self.inputs.orders
+        assert held is not None
+        if self.shared:
+            order = self.members[0].order
+            if self._orders[0] is not order and order is not None:
+                held.copy_(order)
+                self._orders = [order] * len(self.seats)
+            return
+        orders = [self._orders[row] if member is None else member.order for row, member in enumerate(self.seats)]
+        fresh = [row for row, order in enumerate(orders) if order is not None and order is not self._orders[row]]
+        if len(fresh) == len(orders):
+            self._stage([order for order in orders if order is not None])
+            held.copy_(self._staged, non_blocking=True)
+            if self._sent is not None:
+                self._sent.record(torch.cuda.current_stream(self.stack.device))
+        else:
+            for row in fresh:
+                order = orders[row]
+                assert order is not None
+                held[row].copy_(order)
+        self._orders = orders
+
+    def look_ahead(self) -> None:
+        """Lay the next epoch's rows side by side, where all begin it together."""
+        ahead = [seat.ahead[0] for seat in self.seats if seat is not None and seat.ahead is not None]
+        if not self.shared and len(ahead) == len(self.seats):
+            self._stage(ahead)
+
+    def _stage(self, orders: list[Tensor]) -> None:
+        """All rows' orders in memory that the device reads by itself."""
+        if len(orders) == len(self._laid) and all(a is b for a, b in zip(orders, self._laid, strict=True)):
+            return
+        if not self._staged.numel():
+            shape, cuda = (len(orders), len(orders[0])), self.stack.device.type == "cuda"
+            self._staged = torch.empty(shape, dtype=torch.int64, pin_memory=cuda)
+            self._sent = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+        if self._sent is not None:
+            self._sent.synchronize()  # what is there may still be on its way
+        torch.stack(orders, out=self._staged)
+        self._laid = orders
+
+    def step(self, rows: int) -> Step:
+        """The step on batches of so many rows."""
+        if rows not in self._steps:
+            recipes = self.stack.recipes
+            traces = [recipes[row].steps[rows] for row in self.stack.rows]
+            flags = [not self.shared] * traces[0].batch_spec.num_leaves
+            program = Program(traces, device=self.stack.device, stacked_batch=flags, solo=self.solo)
+            self._steps[rows] = Step(self.stack, program, rows=rows, batch_size=self.stack.members[0].job.batch_size)
+        return self._steps[rows]
+
+    def tensors(self) -> list[Tensor]:
+        return [*stack_tensors(self.stack), *self.inputs.tensors()]
+
+    def written(self) -> list[Tensor]:
+        """What a step writes."""
+        own = self.inputs
+        return [*stack_tensors(self.stack), own.place, own.tick, own.count, own.losses]
+
+    def prepare(self, rows: int, full: bool = True) -> float:
+        """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are
+        compiled."""
+        if rows in self._ready:
+            return 0.0
+        step, compiled = self.step(rows), self.compiled and full
+        traces = tuple(self.stack.recipes[row].steps[rows].number for row in self.stack.rows)
+        rules = tuple(
+            (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
+            for part in self.stack.optimizer.ruled()
+        )
+        extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
+        key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
+        new = key not in self.cache
+        ready = self.cache.get(key) or executable(step, self.inputs, compiled=compiled)
+        if new:
+            warm_up(ready, step, self.inputs)
+            self.cache[key] = ready if compiled else None
+        self._ready[rows] = ready
+        return ready.seconds if new else 0.0
+
+    def branch(self, rows: int) -> Callable[[], None]:
+        """One step on so many rows, to be captured: on the tensors of this chunk and no others."""
+        return partial(self._ready[rows].run, self.tensors())
+
+    def batch(self, rows: int) -> None:
+        """One step on a batch of so many rows, operator by operator."""
+        self.step(rows).run(self.stack, self.inputs)
+
+    def note(self, batches: int) -> None:
+        """What so many batches of everybody gave, to the members."""
+        losses = self.inputs.losses[:batches].T.tolist()
+        for row, member in enumerate(self.seats):
+            if member is not None:
+                member.losses += losses[row]
+                member.place += batches
+                member.batches += batches
+        self._places = [0 if member is None else member.place for member in self.seats]
+        self.view.rates_of.skip(batches)
+
+
+def _to_host(member: Member) -> None:
+    """A stack has its weights now. Asking a model that is there already takes as long as moving it."""
+    if any(tensor.device.type != "cpu" for tensor in (*member.model.parameters(), *member.model.buffers())):
+        member.model.to("cpu")
+
+
+def _table(part: StackedOptimizer, batches: int) -> Tensor | None:
+    """Room for the numbers of so many steps, where a schedule moves them."""
+    if not any(m.job.schedule is not None and m.job.schedule_every == "step" for m in part.span.members):
+        return None
+    packed = part.columns.packed
+    return torch.zeros(batches + 1, *packed.shape, dtype=packed.dtype, device=packed.device)
+
+
+def _fits(part: StackedOptimizer, table: Tensor | None, recipe: Recipe) -> bool:
+    """Whether a member's optimizer and schedule can be run by a part as it is."""
+    plan, job = recipe.optimizer, recipe.member.job
+    stepped = job.schedule is not None and job.schedule_every == "step"
+    if plan.flags is None or kind(recipe) != kind(part.span.recipes[0]) or (stepped and table is None):
+        return False
+    return all(
+        merge_flags(plan.kind, [rule.flags, flags]) == rule.flags
+        for (rule, _), flags in zip(part.groups, plan.flags, strict=True)
+    )

@@ -1,0 +1,334 @@
+"""The stacked and streams tiers on a GPU: chunks of members whose steps are captured side by side into one graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.engine.members.member import Member
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.stack import transfer
+from shoal.engine.tiers.captured._device_memory import make_sure
+from shoal.engine.tiers.captured.chunk import Cache, Chunk
+from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, held, scarce
+from shoal.engine.tiers.unit import Findings, Unit, Unlike
+from shoal.engine.tiers.unit import stack_outputs as _stack
+from shoal.utils.set_up_times import timed
+
+_lanes = itertools.count()
+FEW = 3
+"""Batches from which a graph is made: a warm-up and a recording take as long as two of them without one."""
+FITTING_GAIN = 0.25
+"""The share of a step that a stack of half the size is taken to save."""
+
+
+class CapturedUnit(Unit):
+    """Members of one recipe in one or more chunks. Full batches are run by the executor, short ones here."""
+
+    def __init__(
+        self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, chunk: int, compiled: bool
+    ) -> None:
+        """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
+        self.tier = "streams" if chunk == 1 else "stacked"
+        self.compiled, self.compile_seconds = compiled, 0.0
+        solo = chunk == 1
+        shared = not solo and _orders_agree([recipe.member for recipe in recipes])
+        groups = [recipes[i : i + chunk] for i in range(0, len(recipes), chunk)]
+        self.chunks = [
+            Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
+        ]
+        self.lane = next(_lanes) % LANES
+        """Where it is captured and launched."""
+        self.graphs: dict[int, Graph] = {}
+        """Of a step of all chunks, by the batch's rows. They are of these chunks: gone with the first that is."""
+        self.step_seconds = self.set_up_seconds = 0.0
+        """What a step takes, and what it took to make it ready; where that is known."""
+        self.set_up_bytes = 0
+        """The most that the allocator held while steps were made ready."""
+        self._crowded = False
+        self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
+        self._short: list[int] = []
+        self._mixed = False
+        """Whether some have a full batch now and others a short one."""
+        self._batches = 0
+        self._seated()
+
+    def _seated(self) -> None:
+        self.members = [member for chunk in self.chunks for member in chunk.members]
+
+    def graph(self, recorder: Recorder, rows: int | None = None) -> Graph:
+        """A step of all chunks on batches of so many rows (None: full ones), captured once."""
+        rows = self._full if rows is None else rows
+        if rows not in self.graphs:
+            with timed("capture") as spent:
+                self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
+                branches = [chunk.branch(rows) for chunk in self.chunks]
+                warm = sum(held())
+                self._make_sure()
+                beside = next(iter(self.graphs.values()), None)
+                self.graphs[rows] = recorder.capture(branches, self.lane, beside)
+                self.set_up_bytes = max(self.set_up_bytes, warm, sum(held()))
+            self.set_up_seconds += spent.seconds
+        return self.graphs[rows]
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def load(self, batches: int) -> int:
+        """Make ready for so many batches; how many of them are full, for anybody. `finish` does what is not."""
+        self._fit()
+        self._batches = batches
+        last = {member.rows_in(batches) - (batches - 1) * self._full for member in self.members}
+        assert len(last) == 1 or batches == 1, "members with batches of different sizes go one batch at a time"
+        self._short = [size for size in last if size != self._full]
+        self._mixed = len(last) > 1
+        full = batches if self._mixed or not self._short else batches - 1
+        for chunk in self.chunks:
+            chunk.load(batches, self._full if full else self._short[0])
+        raising = [chunk.view.rates_of.raises_in for chunk in self.chunks]
+        last_step = min((step for step in raising if step is not None), default=batches)
+        return full if last_step == batches else self.load(last_step)  # a schedule that raises is the end of its member
+
+    def ready(self, recorder: Recorder) -> Graph | None:
+        """The full batch's graph; None where so few are left that they are run operator by operator."""
+        if self._full in self.graphs or self.compiled or self._coming(self._full) >= FEW:
+            return self.graph(recorder)
+        self._make_sure()
+        return None
+
+    def ready_to_finish(self, recorder: Recorder) -> None:
+        """Make graphs of the short batches that are about to come, where more of them will."""
+        for rows in self._short:
+            if self._coming(rows) >= FEW:
+                self.graph(recorder, rows)
+            else:
+                self._make_sure()
+
+    def _make_sure(self) -> None:
+        """That there is memory for a step: in the middle of one it is too late."""
+        if self.members[0].device.type == "cuda":
+            make_sure(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
+
+    def crowded(self) -> None:
+        """Memory was full: hold no more than is needed."""
+        self.graphs, self._crowded = {}, True
+
+    def _coming(self, rows: int) -> int:
+        """How many batches of so many rows somebody will still have."""
+        return max(batches_left(member, full=rows == self._full) for member in self.members)
+
+    def _fit(self) -> None:
+        """Let go of seats that nobody has taken, where they are half of all and it pays."""
+        if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].seats) // 2) or not self._worth_fitting():
+            return
+        chunks = [chunk for chunk in self.chunks if chunk.members]
+        chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
+        chunks = [chunk.fitted() for chunk in chunks]
+        if any(a is not b for a, b in zip(chunks, self.chunks, strict=False)) or len(chunks) != len(self.chunks):
+            self.chunks, self.graphs = chunks, {}
+            self._seated()
+
+    def _worth_fitting(self) -> bool:
+        """Whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
+        saved = FITTING_GAIN * self.step_seconds * self._coming(self._full)
+        if self._crowded or not self.step_seconds or saved > self.set_up_seconds:
+            return True
+        return self.members[0].device.type == "cuda" and scarce()
+
+    def batch(self, rows: int | None = None) -> None:
+        """A batch of so many rows (None: a full one), operator by operator."""
+        for chunk in self.chunks:
+            if chunk.members:
+                chunk.batch(self._full if rows is None else rows)
+
+    def finish(self) -> None:
+        """The last batch, of those for whom it is not full."""
+        for rows in self._short:
+            for chunk in self.chunks:
+                if self._mixed:
+                    chunk.inputs.tick.zero_()
+                chunk.move(rows, self._batches - 1)
+            if rows in self.graphs:
+                self.graphs[rows].replay()
+            else:
+                self.batch(rows)
+
+    def note(self) -> None:
+        """Tell the members what the batches gave; for when the device is done with them."""
+        for chunk in self.chunks:
+            if chunk.members:
+                chunk.note(self._batches)
+
+    def run(self, batches: int) -> None:
+        """Batch by batch without a captured graph: for devices that capture nothing."""
+        for _ in range(self.load(batches)):
+            self.batch()
+        self.finish()
+        self.note()
+
+    def rewind(self) -> None:
+        """Back to the epoch's first batch, for a trial."""
+        for chunk in self.chunks:
+            chunk.inputs.place.zero_()
+            chunk.inputs.tick.zero_()
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside: steps may be tried. After: nobody has taken one."""
+        own = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
+        small = sum(tensor.nbytes for tensor in own) <= SPARE  # else a trial would take more memory than training
+        before = [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in own]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(own, before, strict=True):
+                tensor.copy_(value)
+
+    # --- epochs -----------------------------------------------------------------------------------------------------
+
+    def rates(self) -> list[float]:
+        found = []
+        for chunk in self.chunks:
+            chunk.view.rates_of.settle_rates()
+            found += [chunk.view.rates_of.last[row] for row in chunk.alive]
+        return found
+
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        places = self._places()
+        for chunk in self.chunks:
+            own = {places[slot][1]: value for slot, value in values.items() if places[slot][0] is chunk}
+            if own:
+                chunk.view.end_epoch(own)
+
+    def failures(self) -> dict[int, Exception]:
+        errors = {id(chunk): chunk.view.rates_of.failures() for chunk in self.chunks if chunk.members}
+        places = enumerate(self._places())
+        return {slot: errors[id(chunk)][row] for slot, (chunk, row) in places if row in errors[id(chunk)]}
+
+    # --- in and out -------------------------------------------------------------------------------------------------
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        for chunk, rows in self._rows(range(len(self.members)) if slots is None else set(slots)):
+            chunk.view.write_back(rows)
+
+    def look_ahead(self, ending: list[int]) -> None:
+        for chunk in self.chunks:
+            chunk.look_ahead()
+        for chunk, rows in self._rows(set(ending)):
+            transfer.expect(chunk.stack.row_bytes * len(rows), chunk.stack.device)
+
+    def keep(self, slots: list[int]) -> Unit:
+        for chunk, rows in self._rows(set(range(len(self.members))) - set(slots)):
+            chunk.stand(rows)
+        self._seated()
+        return self
+
+    def _rows(self, slots: Container[int]) -> Iterator[tuple[Chunk, list[int]]]:
+        """Chunk by chunk, the rows of these slots."""
+        first = 0
+        for chunk in self.chunks:
+            alive = chunk.alive
+            rows = [row for slot, row in enumerate(alive, first) if slot in slots]
+            first += len(alive)
+            if rows:
+                yield chunk, rows
+
+    def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
+        """Whether there is a free seat for a member, after those of others who are about to join."""
+        return self._seats([*beside, recipe]) is not None
+
+    def join(self, recipes: Sequence[Recipe]) -> Unit:
+        """Give each of these members a free seat; nothing is compiled or captured anew."""
+        seats = self._seats(recipes)
+        assert seats is not None, "whoever joins was accepted before"
+        for chunk, own in seats:
+            if own:
+                chunk.sit(own)
+        self._seated()
+        return self
+
+    def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
+        """Who would sit in which row of each chunk; None where somebody finds no seat."""
+        found: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
+        for recipe in recipes:
+            seats = ((own, row) for chunk, own in found if (row := chunk.free_seat(recipe, own)) is not None)
+            seat = next(seats, None)
+            if seat is None:
+                return None
+            seat[0][seat[1]] = recipe
+        return found
+
+    def forget_evaluations(self) -> None:
+        for chunk in self.chunks:
+            chunk.view.forget_evaluations()
+
+    def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
+        wanted = list(range(len(self.members))) if slots is None else slots
+        places = self._places()
+        found = []
+        for chunk in self.chunks:
+            rows = [places[slot][1] for slot in wanted if places[slot][0] is chunk]
+            if rows:
+                out = chunk.view.outputs(inputs, rows)
+                found += [_member(out, i) for i in range(len(rows))]
+        return _stack(found)
+
+    def undo_validation(self) -> Callable[[], None]:
+        undos = [chunk.view.undo_validation() for chunk in self.chunks]
+
+        def undo() -> None:
+            for each in undos:
+                each()
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
+        places = self._places()
+        for slot in slots:
+            chunk, row = places[slot]
+            chunk.view.adopt_state([row])
+
+    def validate(self, batch: Any, slots: list[int]) -> Findings | None:
+        places = self._places()
+        found = []
+        for chunk in self.chunks:
+            rows = [places[slot][1] for slot in slots if places[slot][0] is chunk]
+            if rows:
+                found.append(chunk.view.validate(batch, rows))
+        known = [part for part in found if part is not None]
+        if len(known) < len(found):
+            return None
+        logs = {name: torch.cat([part.logs[name] for part in known]) for name in known[0].logs}
+        outputs = torch.utils._pytree.tree_map(lambda *leaves: torch.cat(leaves), *[part.outputs for part in known])
+        return Findings(torch.cat([part.losses for part in known]), logs, outputs)
+
+    def _places(self) -> list[tuple[Chunk, int]]:
+        return [(chunk, row) for chunk in self.chunks for row in chunk.alive]
+
+
+def _member(outputs: Any, index: int) -> Any:
+    if isinstance(outputs, Unlike):
+        return outputs[index]
+    return torch.utils._pytree.tree_map(lambda leaf: leaf[index], outputs)
+
+
+def batches_left(member: Member, *, full: bool) -> int:
+    """How many full batches, or short ones, a member will still have."""
+    left = member.batches_left
+    short = (member.place + left) // member.num_batches if member.num_rows % member.job.batch_size else 0
+    return left - short if full else short
+
+
+def _orders_agree(members: list[Member]) -> bool:
+    """Will these members read the same rows in the same order, epoch after epoch?"""
+    first = members[0]
+    return len(members) > 1 and all(
+        member.data.same(first.data)
+        and member.job.shuffle == first.job.shuffle
+        and (member.epoch, member.place) == (first.epoch, first.place)
+        and (not first.job.shuffle or member.job.order_seed == first.job.order_seed)
+        for member in members
+    )

@@ -1,0 +1,214 @@
+"""Validation of a unit's members: val_loss and metrics, with the validation data read once for all who share it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.data import View
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step
+from shoal.engine.tiers.unit import Unit, evaluated, member_output
+from shoal.errors import MemberError
+from shoal.jobs.job import Job
+from shoal.utils.randomness import generator_at
+
+
+def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
+    """The validation values of these members, or the error that ended one.
+
+    val_loss is the mean of the batch losses weighted by their rows, over batches of the job's batch size; metrics see
+    all outputs and targets at once.
+    """
+    found: dict[int, dict[str, float] | MemberError] = {}
+    waiting = list(slots)
+    while waiting:
+        view = unit.members[waiting[0]].val
+        assert view is not None
+        group = [slot for slot in waiting if view.same(unit.members[slot].val)]
+        waiting = [slot for slot in waiting if slot not in group]
+        found.update(_group(unit, view, group))
+    return found
+
+
+def _group(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
+    found: dict[int, dict[str, float] | MemberError] = {}
+    while slots:
+        try:
+            found.update(_pass(unit, view, slots))
+            break
+        except MemberError as error:
+            found[error.slot] = error
+            slots = [slot for slot in slots if slot != error.slot]
+    return found
+
+
+def _pass(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
+    """One pass over the validation data for these members: all at once, or where that cannot be, one by one."""
+    with torch.no_grad():
+        found = _together(unit, view, slots)
+        return found if found is not None else _one_by_one(unit, view, slots)
+
+
+def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
+    """Losses and outputs with a member axis, from one program; None where the members must be asked one by one."""
+    undo = unit.undo_validation()
+    found: dict[int, dict[str, float]] | None = None
+    try:
+        found = _all_at_once(unit, view, slots)
+    finally:
+        if found is None:
+            undo()
+    return found
+
+
+def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
+    sums: dict[str, Tensor] = {}
+    rows = 0
+    outputs: list[Any] = []
+    targets: list[Any] = []
+    for batch in view.feed(unit.members[slots[0]].job.batch_size):
+        try:
+            one = unit.validate(batch, slots)
+        except Exception:  # one member's own error, it may be: asked alone, it names itself
+            return None
+        if one is None:
+            return None
+        count = batch_rows(batch)
+        rows += count
+        for name, values in {"val_loss": one.losses, **{f"val_{k}": v for k, v in one.logs.items()}}.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().cpu() * count
+        if one.outputs is not None:
+            outputs.append(one.outputs)
+            targets.append(batch[-1])
+    means: dict[str, list[float]] = {name: (total / rows).tolist() for name, total in sums.items()}
+    whole, wanted = (_joined(outputs, dim=1), _joined(targets)) if outputs else (None, None)
+    found: dict[int, dict[str, float]] = {}
+    for place, slot in enumerate(slots):
+        member = unit.members[slot]
+        found[slot] = {name: values[place] for name, values in means.items()}
+        if member.job.metrics:
+            with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
+                found[slot] |= _measured(member.job, member_output(whole, place), wanted)
+    return found
+
+
+def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
+    """Each member's own model, in its own random stream, which training gets back as it was."""
+    unit.write_back(slots)
+    sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
+    places = {slot: _understudy(unit.members[slot]) for slot in slots}
+    homes = {slot: _home(unit.members[slot].model) for slot in slots}
+    try:
+        for slot in slots:
+            unit.members[slot].model.to(unit.members[slot].device)
+        for batch in view.feed(unit.members[slots[0]].job.batch_size):
+            for slot in slots:
+                # a step may write to its batch
+                own = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
+                with _blame(slot), _watching(places[slot]):
+                    sheets[slot].add(places[slot].model, own)
+        found = {}
+        for slot in slots:
+            with _blame(slot), _watching(places[slot]):
+                found[slot] = sheets[slot].values()
+        unit.adopt_state(slots)
+    finally:
+        for slot, home in homes.items():
+            unit.members[slot].model.to(home)
+    return found
+
+
+def _understudy(member: Member) -> Member:
+    """The member with a copy of its random stream."""
+    twin = copy.copy(member)
+    twin.rng = generator_at(member.rng.get_state())
+    return twin
+
+
+def _home(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+@contextmanager
+def _watching(member: Member) -> Iterator[None]:
+    with draws(member), evaluating(member.model), autocast(member.job, member.device):
+        yield
+
+
+class _blame:
+    """Turns an exception inside into this slot's MemberError."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            raise MemberError(self.slot, error) from error
+
+
+class Sheet:
+    """One job's validation as it adds up over batches."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.wants_outputs = job.step is None or bool(job.metrics)
+        self.gradients = False
+        """Whether it has been seen that the job cannot be validated without gradients."""
+        self.rows = 0
+        self.sums: dict[str, float] = {}
+        self.outputs: list[Any] = []
+        self.targets: list[Any] = []
+
+    def add_loss(self, loss: float, logs: dict[str, float], rows: int) -> None:
+        self.rows += rows
+        for name, value in {"val_loss": loss, **{f"val_{name}": value for name, value in logs.items()}}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * rows
+
+    def add(self, model: nn.Module, batch: Any) -> None:
+        """What this model, in eval mode, makes of one more batch."""
+        found, self.gradients = evaluated(model, partial(self._step, model, batch), self.gradients)
+        loss, logs, outputs = found
+        self.add_loss(loss, logs, batch_rows(batch))
+        if self.job.metrics:
+            self.outputs.append(outputs)
+            self.targets.append(batch[-1])
+
+    def _step(self, model: nn.Module, batch: Any) -> tuple[float, dict[str, float], Any]:
+        """Loss, logs and outputs of one batch."""
+        job = self.job
+        if job.step is not None:
+            loss, logs = run_step(job, model, batch)
+            numbers = {name: number(value) for name, value in logs.items()}
+            return number(loss), numbers, model(*batch[:-1]) if self.wants_outputs else None
+        outputs = model(*batch[:-1])
+        assert job.loss is not None
+        return number(job.loss(outputs, batch[-1])), {}, outputs
+
+    def values(self) -> dict[str, float]:
+        values = {name: total / self.rows for name, total in self.sums.items()}
+        if self.job.metrics:
+            values |= _measured(self.job, _joined(self.outputs), _joined(self.targets))
+        return values
+
+
+def _measured(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
+    return {name: number(metric(outputs, targets)) for name, metric in job.metrics.items()}
+
+
+def _joined(batches: list[Any], dim: int = 0) -> Any:
+    """Batches of a pytree, joined along their rows."""
+    flat = [pytree.tree_flatten(batch) for batch in batches]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([torch.cat(list(column), dim) for column in columns], flat[0][1])

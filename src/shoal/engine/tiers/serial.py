@@ -1,0 +1,294 @@
+"""The serial tier: a plain PyTorch loop, one member at a time. It always works, and is no slower than a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.member import (
+    Member,
+    autocast,
+    draws,
+    make_optimizer,
+    make_schedule,
+    needs_closure,
+    number,
+    run_step,
+    trying,
+)
+from shoal.engine.optim import load_optimizer
+from shoal.engine.optim.schedules import jump_to
+from shoal.engine.tiers.unit import Unit, out_of_memory
+from shoal.errors import MemberError
+
+
+class SerialUnit(Unit):
+    """One member, trained by its own optimizer and scheduler objects."""
+
+    tier = "serial"
+    traced = False
+    """Whether its step has been traced: then its Python has no effects that anybody could wait for."""
+
+    def __init__(self, member: Member) -> None:
+        self.members = [member]
+        self.member = member
+        self.job = member.job
+        self.model = member.model.to(member.device)
+        member.own.begin(self.job, self.model)
+        # of a member that has begun, asking the schedule for its beginning must not change what its step reads
+        with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
+            self.optimizer = make_optimizer(self.job, self.model)
+            self.schedule = make_schedule(self.job, self.optimizer)
+        self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
+        self.closure = needs_closure(self.optimizer)
+        self._stream = Stream()
+        self._rate: float | None = None
+        """The learning rate of the last step, where the schedule has moved on since."""
+        self._stuck = False
+        self._failed: Exception | None = None
+        """What its schedule raised."""
+        self._buffers = Buffers(self.model)
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._others = [p for p in self.model.parameters() if id(p) not in own]
+        """Parameters that the optimizer does not have: it does not clear their gradients, which clipping sees."""
+        self._resume()
+
+    def _resume(self) -> None:
+        """Go on where the member is."""
+        member = self.member
+        if member.optimizer_state:
+            load_optimizer(self.optimizer, member.optimizer_state)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+        if self.schedule is not None and member.schedule_state is not None:
+            self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        if self.scaler is not None and member.scaler_state is not None:
+            self.scaler.load_state_dict(member.scaler_state)
+        started = member.batches > 0
+        member.own.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
+
+    def run(self, batches: int) -> None:
+        """Batches in the member's own random stream, which is swapped in once for all of them."""
+        member = self.member
+        feed = self._stream.at(member)
+        with draws(member) as begin, member.own.noticing():
+            for _ in range(batches):
+                begin()
+                self._batch(feed)
+                member.batches += 1
+                if self._failed is not None:
+                    break
+        self._stream.went(member)
+
+    def failures(self) -> dict[int, Exception]:
+        return {} if self._failed is None else {0: self._failed}
+
+    def _move(self, *metric: float) -> None:
+        """The schedule's next step."""
+        assert self.schedule is not None
+        try:
+            self.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
+        except Exception as error:
+            self._failed = error
+
+    def rates(self) -> list[float]:
+        return [self._current_rate() if self._rate is None else self._rate]
+
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        if self.schedule is None or self.job.schedule_every != "epoch" or 0 not in values:
+            return
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            if values[0] is not None:
+                self._move(values[0])
+        else:
+            self._move()
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        member = self.member
+        member.optimizer_state = self.optimizer.state_dict()
+        member.schedule_state = None if self.schedule is None else self.schedule.state_dict()
+        member.scaler_state = None if self.scaler is None else self.scaler.state_dict()
+
+    def load(self, slot: int, step: int | None) -> None:
+        """Go on from the member's own weights and optimizer state as they are now."""
+        member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
+        if member.optimizer_state:
+            load_optimizer(self.optimizer, member.optimizer_state)
+        else:
+            with draws(member, keep=False):
+                self.optimizer = make_optimizer(self.job, self.model)
+                self.schedule = make_schedule(self.job, self.optimizer)
+        if step is not None and self.schedule is not None:
+            jump_to(self.schedule, step)
+
+    def keep(self, slots: list[int]) -> Unit:
+        assert slots == [0], "a serial unit has one member"
+        return self
+
+    def _batch(self, feed: Iterator[Any]) -> None:
+        member = self.member
+        if self._stuck:
+            member.losses.append(float("nan"))
+            member.place += 1
+            return
+        self._buffers.save()
+        drawn = torch.get_rng_state()
+        try:
+            loss, logs = self._step(feed)
+        except Exception as error:
+            again = out_of_memory(error) and member.place % self.job.accumulate == 0
+            self._stuck = not again
+            self._buffers.restore()
+            torch.set_rng_state(drawn)
+            raise MemberError(0, error) from error
+        member.losses.append(loss)
+        member.place += 1
+        if logs or member.logs:
+            member.log(1, {name: [number(x)] for name, x in logs.items()})
+        if not _finite(loss):
+            self._stuck = True
+            self._buffers.restore()
+
+    def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
+        """One batch: forward, backward, and at the end of its group the optimizer. A non-finite loss stops here."""
+        place, k = self.member.place, self.job.accumulate
+        group_start = place - place % k
+        group = min(k, self.member.num_batches - group_start)
+        batch = next(feed)
+        if place == group_start:
+            self._clear()
+        value, loss, logs = self._forward(batch)
+        if not _finite(value):
+            return value, logs
+        if self.closure:
+            self._close(batch, loss)
+        else:
+            loss = loss / group if group > 1 else loss
+            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+            if place + 1 < group_start + group:
+                return value, logs
+            self._apply()
+        if self.schedule is not None and self.job.schedule_every == "step":
+            self._rate = self._current_rate()
+            self._move()
+        return value, logs
+
+    def _forward(self, batch: Any) -> tuple[float, Tensor, dict[str, Any]]:
+        if self.job.precision is None:
+            loss, logs = run_step(self.job, self.model, batch)
+        else:
+            with autocast(self.job, self.member.device):
+                loss, logs = run_step(self.job, self.model, batch)
+        return loss.item(), loss, logs
+
+    def _apply(self) -> None:
+        if self.scaler is None:
+            self._clip()
+            self.optimizer.step()
+            return
+        self.scaler.unscale_(self.optimizer)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts as a step: no warning from the schedule
+
+    def _close(self, batch: Any, first: Tensor) -> None:
+        """For optimizers that evaluate the loss themselves: the first evaluation is the one already made."""
+        ready: list[Tensor] = [first]
+
+        def closure() -> Tensor:
+            self._clear()
+            if ready:
+                loss = ready.pop()
+            else:
+                with autocast(self.job, self.member.device):
+                    loss, _ = run_step(self.job, self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._clip()
+            return loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _clear(self) -> None:
+        self.optimizer.zero_grad()
+        for parameter in self._others:
+            parameter.grad = None
+
+    def _clip(self) -> None:
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+
+    def _current_rate(self) -> float:
+        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+
+
+def serial_unit(member: Member, grads: Mapping[str, Tensor | None] | None = None) -> SerialUnit:
+    """A member by itself, from where it is; `grads`: those of the batches before, where it is amid a group of them."""
+    unit = SerialUnit(member)
+    params = dict(unit.model.named_parameters())
+    for name, grad in (grads or {}).items():
+        params[name].grad = grad
+    return unit
+
+
+def serial_units(members: list[Member]) -> list[Unit]:
+    """Every member by itself."""
+    return [SerialUnit(member) for member in members]
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers; TorchScript, which never replaces one, has them in something that is no dict."""
+    return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
+
+
+class Buffers:
+    """A model's buffers as they were: a forward pass may change them before its loss turns out to be non-finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
+        self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self.found: list[Tensor | None] = []
+        self.now: list[Tensor] = []
+        self.saved: list[Tensor] = []
+        self.calls = 0
+
+    def save(self) -> None:
+        """Note the buffers and copy their values, into the same memory each time."""
+        self.calls += 1
+        if self.calls <= 2:  # lazy layers make their buffers in the first forward pass
+            found_in = [_buffers_of(module) for module in self.model.modules()]
+            self.places = [(buffers, name) for buffers in found_in for name in buffers]
+            self.saved = []
+        if not self.places:
+            return
+        found = [buffers.get(name) for buffers, name in self.places]
+        same = all(a is b for a, b in zip(found, self.found, strict=False))
+        if self.saved and same and all(a.shape == b.shape for a, b in zip(self.saved, self.now, strict=True)):
+            torch._foreach_copy_(self.saved, self.now)
+            return
+        self.found = found
+        held = zip(self.places, found, strict=True)
+        self.held = [(*place, b) for place, b in held if b is not None and not is_lazy(b)]
+        self.now = [buffer for _, _, buffer in self.held]
+        self.saved = [b.detach().clone() for b in self.now]
+
+    def restore(self) -> None:
+        """Put back the buffers that were there, with the values they had."""
+        with torch.no_grad():
+            for (buffers, name, buffer), saved in zip(self.held, self.saved, strict=True):
+                if buffer.shape != saved.shape:  # the step has resized it
+                    buffer = saved.clone()
+                buffer.copy_(saved)
+                buffers[name] = buffer

@@ -1,0 +1,130 @@
+"""Which members of a stack cannot take a batch in it, after a step of the stack raised.
+
+The stack is tried in halves on copies of its state, so that a few members among many are found in a few tries. Whether
+a member is among them depends on that member alone, and so does where it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.member import Member
+from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.stack.stack import LEAST
+from shoal.engine.tiers.unit import context_lost, out_of_memory
+from shoal.engine.tracing.trace import Trace, autocast
+from shoal.errors import describe
+from shoal.utils.randomness import draw_members
+
+if TYPE_CHECKING:
+    from shoal.engine.tiers.stacked.unit import StackedUnit
+
+
+class OtherShapes(Exception):
+    """A batch that is not like the one that the step was traced on."""
+
+
+def check_shapes(graph: Trace | None, leaves: Sequence[Any], axes: int = 0) -> None:
+    """OtherShapes unless the leaves of a batch are what the step was traced on, with so many axes before their own."""
+    if graph is None:
+        raise OtherShapes("its batches do not all have as many rows as were asked for")
+    first = len(graph.params) + len(graph.buffers)
+    wanted = [node.meta["val"] for node in graph.nodes[first:] if node.op == "placeholder"]
+    if len(wanted) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise OtherShapes("its batches do not all hold the same kinds of things")
+    for leaf, known in zip(leaves, wanted, strict=True):
+        if leaf.shape[axes:] != known.shape or leaf.dtype != known.dtype:
+            was, now = ([*map(int, value.shape)] for value in (known, leaf[0] if axes else leaf))
+            raise OtherShapes(f"its batches have different shapes or dtypes ({was} {known.dtype}, {now} {leaf.dtype})")
+
+
+def culprits(unit: StackedUnit, error: Exception) -> dict[int, str]:
+    """Slots of the members whose own part of the next batch's step raises, and what; where no part does by itself but
+    all together do, that is all of them."""
+    found = _among(unit, list(range(len(unit.members))))
+    return found or dict.fromkeys(range(len(unit.members)), _reason(error))
+
+
+def _among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
+    error = _tried(unit, slots)
+    if error is None:
+        return {}
+    if len(slots) == 1:
+        return {slots[0]: _reason(error)}
+    half = len(slots) // 2
+    return _among(unit, slots[:half]) | _among(unit, slots[half:])
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, OtherShapes) else f"a stacked step raised {describe(error)}"
+
+
+def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
+    """What the next batch of these members raises, read, forward and backward; nothing has changed afterwards."""
+    rows = [*slots, *[slots[-1]] * (LEAST - len(slots))]
+    try:
+        batches = [_batch(unit.members[slot], unit.stack.recipes[slot]) for slot in rows]
+        leaves = [torch.stack(column) for column in zip(*batches, strict=True)]
+        traces = [unit.stack.recipes[slot].steps[len(leaves[0][0])] for slot in rows]
+        program = unit.kitchen.program(traces, [True] * len(leaves), unit.stack.device)
+        state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
+        noise = unit.drawn(program, rows)
+        with torch.enable_grad(), autocast(unit.members[0].job.precision, unit.stack.device):
+            (losses, _), _ = program(state, leaves, noise.__getitem__)
+        torch.autograd.grad(losses.sum(), [leaf for leaf in state if leaf.requires_grad], allow_unused=True)
+    except Exception as error:
+        if context_lost(error) or out_of_memory(error):
+            raise
+        return error
+    return None
+
+
+def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
+    """The leaves of a member's next batch, read by itself."""
+    assert member.order is not None
+    job = member.job
+    start = member.place * job.batch_size
+    rows = member.order[start : start + job.batch_size]
+    leaves = pytree.tree_leaves(member.data.source.take(rows, seed=job.order_seed, epoch=member.epoch))
+    first = leaves[0] if leaves else None
+    size = len(first) if isinstance(first, Tensor) and first.dim() else -1
+    check_shapes(recipe.steps.get(size), leaves)
+    return leaves
+
+
+def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """Let these rows not have drawn for the last batch; `before`: the generators when the turn began."""
+    if not rows or not unit._drawn:
+        return
+    unit._noise = None
+    if unit.stack.device.type != "cpu":  # draws are counted there
+        return
+    generators = [unit._generators[row] for row in rows]
+    for row, generator in zip(rows, generators, strict=True):
+        generator.set_state(before[row])
+    for draws in unit._drawn[:-1]:
+        draw_members(draws, generators, unit.stack.device)
+
+
+def gradients(unit: StackedUnit, slot: int) -> dict[str, Tensor | None]:
+    """What a member has accumulated in the group of batches that it is in the middle of, by parameter."""
+    names = [unit.stack.param_names[index] for index in unit.stack.trained]
+    rows = unit._aside[slot] if slot in unit._aside else [row_of(grad, slot) for grad in unit._grads]
+    return dict(zip(names, rows, strict=True)) if rows else {}
+
+
+def row_of(value: Tensor | None, slot: int) -> Tensor | None:
+    """A copy of one member's row."""
+    return None if value is None else value[slot].clone()
+
+
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be missing."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b

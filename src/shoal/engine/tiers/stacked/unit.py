@@ -1,0 +1,428 @@
+"""The stacked tier, step by step in eager mode: what runs on a CPU, and the readable form of what a GPU captures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.member import Member
+from shoal.engine.proof.evaluation import prove_evaluation
+from shoal.engine.proof.training import proven_together
+from shoal.engine.recipes.program import Program, as_column
+from shoal.engine.recipes.recipe import Evaluation, Kitchen, Recipe
+from shoal.engine.rules.op_context import NotStackable
+from shoal.engine.stack.batches import Feed
+from shoal.engine.stack.optimizers import kind
+from shoal.engine.stack.rates import Rates
+from shoal.engine.stack.stack import LEAST, Stack
+from shoal.engine.tiers.serial import serial_unit
+from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
+from shoal.engine.tracing.patches import Untraceable
+from shoal.engine.tracing.trace import autocast
+from shoal.utils.randomness import Draw, draw_step, generator_at
+
+
+class StackedUnit(Unit):
+    """Members of one recipe as one network with a member axis."""
+
+    tier = "stacked"
+
+    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen) -> None:
+        self.kitchen = kitchen
+        self.stack = Stack(recipes, size=max(len(recipes), LEAST))
+        self._set_up()
+        for rows, step in recipes[0].steps.items():
+            self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
+
+    @classmethod
+    def around(cls, stack: Stack, kitchen: Kitchen) -> StackedUnit:
+        """The unit of a stack that exists already."""
+        unit = object.__new__(cls)
+        unit.kitchen, unit.stack = kitchen, stack
+        unit._set_up()
+        return unit
+
+    def _set_up(self) -> None:
+        self.members: list[Member] = self.stack.members
+        self.rates_of = Rates(self.stack)
+        self._losses: list[Tensor] = []
+        self._logs: list[dict[str, Any]] = []
+        self._grads: list[Tensor | None] = []
+        self._noise: list[Tensor] | None = None
+        self._streams: dict[int, Stream] = {}
+        self._undone: dict[int, Exception] = {}
+        """Whose optimizer raised in the last step, which is not counted for them."""
+        self._failed: dict[int, Exception] = {}
+        """What parts of this unit, which ran apart, have for `failures`."""
+        self._aside: dict[int, list[Tensor | None]] = {}
+        """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
+        self._drawn: list[Sequence[Draw]] = []
+        """What was drawn since the turn began, batch by batch."""
+        self._written: list[tuple[Tensor, Tensor]] = []
+        """The parameters that the last step itself wrote to, and what they were before it."""
+        self._forwards: dict[Any, Program | None] = {}
+        self._everybody = bool(self.stack.active.all())
+        """Whether all rows still train."""
+        self._generators = [
+            member.rng if i < len(self.members) else generator_at(member.rng.get_state())
+            for i, member in enumerate(self.members[row] for row in self.stack.rows)
+        ]
+
+    # --- many batches -----------------------------------------------------------------------------------------------
+
+    def run(self, batches: int) -> None:
+        alike = self._by_rows(batches)
+        if len(alike) > 1:
+            self._run_apart(alike, batches)
+            return
+        self.rates_of.settle()
+        self.rates_of.begin(self.members[0].steps_in(batches))
+        feed = Feed(self.members, self.stack.rows, batches, self._streams)
+        self._losses, self._logs, self._drawn = [], [], []
+        before = [generator.get_state() for generator in self._generators]
+        try:
+            for index in range(batches):
+                self._batch(feed, index)
+                if self._undone or self._aside or self._failed or self.rates_of.failed:
+                    break
+        except Exception as error:
+            undraw(self, before, range(len(before)) if self._noise is not None else ())
+            self._stop()
+            if context_lost(error) or out_of_memory(error):
+                raise
+            raise Alone(culprits(self, error)) from error
+        except BaseException:
+            self._stop()
+            raise
+        undraw(self, before, list(self._aside))
+        self._stop()
+        feed.used()
+        if self._aside:
+            raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
+
+    def _stop(self) -> None:
+        """The turn is over: what it gave, to the members."""
+        self.rates_of.settle_rates()
+        self._note()
+
+    def failures(self) -> dict[int, Exception]:
+        return {**self.rates_of.failures(), **self._undone, **self._failed}
+
+    def _by_rows(self, batches: int) -> list[list[int]]:
+        """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
+        found: dict[int, list[int]] = {}
+        for slot, member in enumerate(self.members):
+            found.setdefault(member.rows_in(batches), []).append(slot)
+        return list(found.values())
+
+    def _run_apart(self, alike: list[list[int]], batches: int) -> None:
+        """Members whose batches have the same shape go together, the others after them."""
+        alone: dict[int, str] = {}
+        for slots in alike:
+            part = self.keep(slots)
+            assert isinstance(part, StackedUnit)
+            try:
+                part.run(batches)
+            except Alone as caught:
+                alone |= {slots[slot]: reason for slot, reason in caught.reasons.items()}
+            failed = part.failures()
+            self._take(slots, part)
+            self._failed |= {slots[slot]: error for slot, error in failed.items()}
+            self._aside |= {slots[slot]: grads for slot, grads in part._aside.items()}
+        if alone:
+            raise Alone(alone)
+
+    def _take(self, slots: list[int], part: StackedUnit) -> None:
+        """Be, for these slots, where a part of this unit is."""
+        part.rates_of.settle()
+        self.stack.take(slots, part.stack)
+        self._everybody = bool(self.stack.active.all())
+        self.rates_of.carry(dict(zip(slots, part.rates_of.last, strict=True)))
+
+    def _note(self) -> None:
+        """What the batches since the last note gave, to the members."""
+        done, rows = len(self._losses), len(self.stack.rows)
+        if not done:
+            return
+        losses = torch.stack(self._losses, 1)[: len(self.members)].double().tolist()
+        names = sorted({name for row in self._logs for name in row})
+        nan = torch.full((rows,), float("nan"))
+        logs = {
+            name: torch.stack([as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
+            for name in names
+        }
+        for slot, member in enumerate(self.members):
+            own = done - (slot in self._undone or slot in self._aside)
+            member.batches -= done - own
+            member.losses += losses[slot][:own]
+            member.place += own
+            if names or member.logs:
+                member.log(own, {name: values[slot][:own] for name, values in logs.items()})
+        self._losses, self._logs = [], []
+
+    @property
+    def settled(self) -> bool:
+        return self._noise is None and super().settled
+
+    def rates(self) -> list[float]:
+        return list(self.rates_of.last)
+
+    def end_epoch(self, values: Mapping[int, float | None]) -> None:
+        self.rates_of.settle()
+        self.rates_of.epoch(values)
+
+    # --- one batch --------------------------------------------------------------------------------------------------
+
+    def program(self, rows: int, stacked_batch: list[bool]) -> Program:
+        """The step on batches of so many rows."""
+        traces = [self.stack.recipes[r].steps[rows] for r in self.stack.rows]
+        return self.kitchen.program(traces, stacked_batch, self.stack.device)
+
+    def _batch(self, feed: Feed, index: int) -> None:
+        member, done = self.members[0], len(self._losses)
+        place, k = member.place + done, member.job.accumulate
+        first = place - place % k
+        group = min(k, member.num_batches - first)
+        batch = feed.batch(index)
+        size = batch[0].shape[0 if feed.shared else 1]
+        if not feed.in_memory:
+            check_shapes(self.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+        program = self.program(size, [not feed.shared] * len(batch))
+        if self._noise is None:
+            self._drawn.append(program.draws)
+        active = self.stack.active.clone() if program.trace.checked else None
+        grads = [] if first == place else self._grads
+        self.advance(program, batch, group, first == place, place + 1 == first + group)
+        if active is not None and not self._everybody:
+            self._set_aside(active & ~self.stack.active, grads)
+
+    def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
+        """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
+        self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
+        for param, value in self._written:
+            param[stopped] = value[stopped]
+
+    def advance(
+        self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
+    ) -> None:
+        """One batch of every member, the first or last of a group of so many that make one optimizer step.
+
+        When it raises, nothing has changed: the same batch can be tried again.
+        """
+        stack = self.stack
+        if self._noise is None:
+            self._noise = self._draw(program)
+        before = [buffer.clone() for buffer in stack.buffers]
+        params = [stack.params[index].detach() for index in program.written]
+        self._written = [(param, param.clone()) for param in params]
+        try:
+            with autocast(self.members[0].job.precision, stack.device):
+                (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
+            total = losses.sum()
+            seen, active = self._look(losses.detach(), total)
+            grads = self._backward(losses, total, group, first)
+            if last:
+                stack.reserve()
+        except Exception:
+            stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            for param, value in self._written:
+                param.copy_(value)
+            raise
+        self._noise = None
+        for member in self.members:
+            member.batches += 1
+        ok = self._leave(active)
+        self._losses.append(seen)
+        self._logs.append(logs)
+        self._grads = grads
+        if before:
+            stack.set_buffers(after, ok, before)
+        if last:
+            try:
+                stack.apply(self._grads, ok)
+            except Exception as error:
+                if context_lost(error) or out_of_memory(error):
+                    raise
+                # some weights have moved and others not: nobody can go on from here
+                self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
+            self._grads = []
+            self._undo(stack.optimizer.failures(), before)
+            self.rates_of.step()
+
+    def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
+        """Members whose optimizer raised have their buffers from before the batch."""
+        self._undone = failed
+        rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
+        for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
+            now[rows] = before[rows]
+
+    def drawn(self, program: Program, slots: Sequence[int]) -> list[Tensor]:
+        """The draws that these members would have for their next batch; nobody has drawn afterwards."""
+        return self._draw(program, [generator_at(self._generators[slot].get_state()) for slot in slots], slots)
+
+    def _draw(
+        self, program: Program, generators: Sequence[torch.Generator] | None = None, slots: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
+        members = [self.members[slot] for slot in (self.stack.rows if slots is None else slots)]
+        seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
+        drawing = self._generators if generators is None else generators
+        return draw_step(program.draws, drawing, seeds, batches, self.stack.device)
+
+    def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
+        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
+            return losses, None
+        fine = torch.isfinite(losses)
+        active = self.stack.active & fine
+        return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
+
+    def _leave(self, active: Tensor | None) -> Tensor | None:
+        """Let members leave the step whose loss is not finite; who is in it, None: everybody."""
+        if active is not None:
+            self.stack.active.copy_(active)
+            self._everybody = bool(active.all())
+        return None if self._everybody else self.stack.active
+
+    def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> list[Tensor | None]:
+        """The gradients, of this batch and those before it of its group."""
+        if group > 1:
+            losses = losses / group
+        if self.stack.scaler is not None:
+            losses = self.stack.scaler.scale(losses)
+        if group > 1 or self.stack.scaler is not None:
+            total = losses.sum()
+        grads: list[Tensor | None] = list(torch.autograd.grad(total, self.stack.leaves, allow_unused=True))
+        return grads if first else [added(a, b) for a, b in zip(self._grads, grads, strict=True)]
+
+    # --- in and out -------------------------------------------------------------------------------------------------
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        self.rates_of.settle()
+        self.stack.write_back(range(len(self.members)) if slots is None else slots)
+
+    def keep(self, slots: list[int]) -> Unit:
+        self.rates_of.settle()
+        kept = self._changed(self.stack.keep(slots, max(len(slots), LEAST)))
+        rows = [slots[own] for own in kept.stack.rows]
+        kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
+        kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        last = self.rates_of.last
+        kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
+        return kept
+
+    def alone(self, slots: list[int]) -> list[Unit]:
+        self.write_back(slots)
+        return [serial_unit(self.members[slot], gradients(self, slot)) for slot in slots]
+
+    def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
+        """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
+
+        What is not captured on a GPU is slow there: it takes in members of its own kind only.
+        """
+        first, member = self.members[0], recipe.member
+        apart = member.job.accumulate > 1 or member.data.source.streamed
+        return (
+            self.settled
+            and recipe.key == self.stack.recipes[0].key
+            and proven_together([self.stack.recipes[0], recipe], self.kitchen)
+            and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
+            and (not apart or all(m.place == member.place for m in self.members))
+            and member.data.source.streamed == first.data.source.streamed
+        )
+
+    def join(self, recipes: Sequence[Recipe]) -> StackedUnit:
+        """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
+        self.rates_of.settle()
+        count = len(self.members) + len(recipes)
+        newcomers = Stack(recipes, size=len(recipes), passing=True)
+        grown = self._changed(self.stack.merged(newcomers, max(count, LEAST)))
+        last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
+        grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})
+        return grown
+
+    def _changed(self, stack: Stack) -> Self:
+        unit = object.__new__(type(self))
+        unit.kitchen, unit.stack = self.kitchen, stack
+        unit._set_up()
+        return unit
+
+    def forget_evaluations(self) -> None:
+        self._forwards = {}
+
+    def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
+        what = Evaluation.forward(self.members[0].job.precision)
+        program = self._evaluation("forward", tuple(inputs), [what] * len(self.members))
+        if program is None:
+            return super().outputs(inputs, slots)
+        return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
+
+    def validate(self, batch: Any, slots: list[int]) -> Findings | None:
+        wanted = any(member.job.metrics for member in self.members)
+        program = self._evaluation("validation", batch, [Evaluation.validation(m.job, wanted) for m in self.members])
+        if program is None:
+            return None
+        (losses, logs), outputs = self._evaluate(program, batch, slots)
+        chosen, rows = self._chosen(slots), len(self.stack.rows)
+        columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
+        return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
+
+    def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
+        """Picks members' rows out of the stack's."""
+        chosen = list(range(len(self.members))) if slots is None else slots
+        return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
+
+    def undo_validation(self) -> Callable[[], None]:
+        buffers = self.stack.buffers
+        saved = [buffer.clone() for buffer in buffers]
+
+        def undo() -> None:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+        return undo
+
+    def adopt_state(self, slots: list[int]) -> None:
+        names = [*self.stack.param_names, *self.stack.buffer_names]
+        with torch.no_grad():
+            for slot in slots:
+                model = self.members[slot].model
+                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                for name, stacked in zip(names, self.stack.state, strict=True):
+                    stacked[slot].copy_(tensors[name])
+
+    def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
+        """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
+        stack = self.stack
+        saved = [buffer.clone() for buffer in stack.buffers]
+        with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
+            out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
+            kept = torch.zeros(len(stack.rows), dtype=torch.bool)
+            kept[slots] = True
+            stack.set_buffers(after, kept.to(stack.device), saved)
+        return out
+
+    def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
+        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
+        parameters (an embedding with max_norm), which the members' own models keep."""
+        leaves, spec = pytree.tree_flatten(batch)
+        shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (kind, repr(spec), *shapes)
+        if key not in self._forwards:
+            try:
+                models = [member.model for member in self.members]
+                traces = [self.kitchen.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
+                rows = [traces[row] for row in self.stack.rows]
+                program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
+                prove_evaluation(models, whats, traces, batch, self.kitchen)
+                self._forwards[key] = None if program.draws or program.written else program
+            except (Untraceable, NotStackable):
+                self._forwards[key] = None
+        return self._forwards[key]

@@ -1,0 +1,154 @@
+"""Which steps are the same computation, and where the members' own numbers go.
+
+Two traces can be stacked when their graphs agree in everything but (a) numbers in places that every operator takes as a
+plain factor (floats, and scalars standing where a tensor may stand) and (b) the contents of constant tensors. Both
+become one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from shoal.engine.tracing.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class PerMember:
+    """A number that differs between members, standing where a trace has one number."""
+
+    values: tuple[float | int | bool, ...]
+
+
+Path = tuple[int, str | int, tuple[Any, ...]]
+"""Where a number stands: the node's position, its argument, and the way down into that argument."""
+
+
+def skeleton(trace: Trace) -> Hashable:
+    """The graph with every liftable number and every constant's content left out."""
+    if trace.skeleton is None:
+        trace.skeleton = _skeleton(trace)
+    return trace.skeleton
+
+
+def _skeleton(trace: Trace) -> Hashable:
+    position = {node: index for index, node in enumerate(trace.nodes)}
+    rows = []
+    for node in trace.nodes:
+        arguments = tuple(_frozen(value, slot, position) for slot, value in _slots(node))
+        target = node.target if node.op == "call_function" else node.op
+        rows.append((target, arguments, _meta(node)))
+    return (tuple(rows), tuple(trace.params), tuple(trace.buffers), repr(trace.batch_spec), repr(trace.out_spec))
+
+
+def numbers(trace: Trace) -> dict[Path, float | int | bool]:
+    """Every liftable number of the graph, by place."""
+    found: dict[Path, float | int | bool] = {}
+    for index, node in enumerate(trace.nodes):
+        for slot, value in _slots(node):
+            for path, leaf in _leaves(value):
+                if liftable(leaf, slot.type):
+                    found[(index, slot.key, path)] = leaf
+    return found
+
+
+def lift(traces: Sequence[Trace]) -> tuple[dict[Path, PerMember], dict[int, list[Tensor]]]:
+    """The numbers and constants that differ among traces of one skeleton, one value per member."""
+    if all(other is traces[0] for other in traces):
+        return {}, {}
+    tables = [numbers(trace) for trace in traces]
+    scalars = {
+        path: PerMember(tuple(table[path] for table in tables))
+        for path in tables[0]
+        if any(repr(table[path]) != repr(tables[0][path]) for table in tables)
+    }
+    constants = {}
+    for index, node in enumerate(traces[0].nodes):
+        if node.op == "get_attr":
+            values = [trace.constant(trace.nodes[index]) for trace in traces]
+            if any(not torch.equal(value, values[0]) for value in values[1:] if value is not values[0]):
+                constants[index] = values
+    return scalars, constants
+
+
+def difference(a: Trace, b: Trace) -> str:
+    """Why two traces are not one computation, in one line."""
+    if a.params != b.params or a.buffers != b.buffers:
+        names = sorted(set(a.params + a.buffers) ^ set(b.params + b.buffers))
+        return f"parameters have other names ({', '.join(names[:3]) or 'another order'})"
+    position_a = {node: i for i, node in enumerate(a.nodes)}
+    position_b = {node: i for i, node in enumerate(b.nodes)}
+    names = [*a.params, *a.buffers]
+    for index, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=False)):
+        where = names[index] if index < len(names) else ("the batch" if x.op == "placeholder" else str(x.target))
+        if x.op != y.op or (x.op == "call_function" and x.target != y.target):
+            return f"another operator ({x.target} against {y.target})"
+        if _meta(x) != _meta(y):
+            return f"other shapes or dtypes at {where} ({_meta(x)} against {_meta(y)})"
+        for (slot, value), (_, other) in zip(_slots(x), _slots(y), strict=False):
+            if _frozen(value, slot, position_a) != _frozen(other, slot, position_b):
+                return f"{where} takes {slot.key}={value} against {other}"
+    return "the graphs differ in length" if len(a.nodes) != len(b.nodes) else "inputs or outputs are folded differently"
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    key: str | int
+    type: str
+
+
+def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
+    """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        yield from ((_Slot(place, ""), value) for place, value in enumerate(node.args))
+        yield from ((_Slot(name, ""), value) for name, value in node.kwargs.items())
+        return
+    for place, argument in enumerate(schema.arguments):
+        value = argument.default_value if argument.has_default_value() else None
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, value)
+        yield _Slot(argument.name, str(argument.type)), value
+
+
+def liftable(value: Any, slot_type: str) -> bool:
+    """May this number of a graph be another one for another member?"""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if isinstance(value, float):
+        return True
+    return slot_type in ("Tensor", "Optional[Tensor]", "number", "Optional[number]", "Scalar")
+
+
+def _leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Node):
+        return
+    for path, leaf in pytree.tree_leaves_with_path(value, is_leaf=lambda v: isinstance(v, Node)):
+        if not isinstance(leaf, Node):
+            yield tuple(path), leaf
+
+
+def _frozen(value: Any, slot: _Slot, position: dict[Node, int]) -> Hashable:
+    if isinstance(value, Node):
+        return ("node", position[value])
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item, slot, position) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item, slot, position)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", *(_frozen(v, slot, position) for v in (value.start, value.stop, value.step)))
+    if liftable(value, slot.type):
+        return "number"
+    return (type(value), str(value))
+
+
+def _meta(node: Node) -> Hashable:
+    return tuple(
+        (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else str(value)
+        for value in pytree.tree_leaves(node.meta.get("val"))
+    )

@@ -1,0 +1,365 @@
+"""One training step of an ordinary module, written down as a graph.
+
+The step is run once on fake tensors (shapes without data) and every operator it calls is recorded *before* autograd and
+autocast take it apart: `aten.linear`, `aten.batch_norm`, `aten.dropout`, `aten.lstm`. Whatever Python did to get there
+(attributes, closures, hooks, globals, control flow on shapes) has become constants in the graph, so that two jobs can
+be compared by comparing their graphs. What a graph cannot carry is refused with a reason; such a job is not stacked.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from shoal.engine.tracing._first_call import record_repeatable
+from shoal.engine.tracing.patches import Untraceable, patched
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Call = Callable[[nn.Module, Any], Any]
+"""What is traced: `(model, batch) -> outputs`."""
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """A step as a graph: placeholders are the parameters, then the buffers, then the leaves of the batch."""
+
+    module: GraphModule
+    params: list[str]
+    buffers: list[str]
+    trainable: list[bool]
+    """For every parameter, whether it requires a gradient."""
+    batch_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    """How the flat outputs fold back into `(what the call returned, {buffer: its value afterwards})`."""
+    precision: str | None = None
+    """The autocast it was recorded in: what it does to dtypes is not in the graph."""
+    nodes: list[Node] = field(init=False)
+    used: list[bool] | None = None
+    """What `used_params` found."""
+    skeleton: Hashable | None = None
+    """What `signature.skeleton` found."""
+    kind: int = -1
+    """Equal for graphs of code that differs in floating-point numbers alone; see `Kitchen.graph`."""
+    checked: bool = False
+    """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
+    caches: bool = False
+    """Whether a first call leaves something in Python behind, such as a mask that is made once."""
+    left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    """Plain attributes that a first call leaves in the model's modules, by module and name."""
+    first: Trace | None = None
+    """The same operators on a batch of another size: gradients go the same ways."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells traces apart, those that are gone included, which an id does not."""
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.module.graph.nodes)
+
+    def like(self, other: Trace) -> bool:
+        """Whether the same operators are called in the same order, on whatever shapes."""
+        mine, theirs = ([(node.op, node.target) for node in own.nodes] for own in (self, other))
+        return mine == theirs and self.trainable == other.trainable
+
+    def constant(self, node: Node) -> Tensor:
+        """The tensor behind a `get_attr` node: one the step reads that is neither parameter, buffer nor batch."""
+        value = getattr(self.module, str(node.target))
+        assert isinstance(value, Tensor)
+        return value
+
+
+def autocast(precision: str | None, device: torch.device) -> Any:
+    """The autocast region a step runs in; none unless a precision is asked for."""
+    if precision is None:
+        return nullcontext()
+    # Cached weight casts would tie one step's graph to the next; a fresh cast costs one pass over the weights.
+    return torch.autocast(device.type, PRECISIONS[precision], cache_enabled=False)
+
+
+def trace(
+    model: nn.Module,
+    call: Call,
+    batch: Any,
+    *,
+    precision: str | None = None,
+    evaluating: bool = False,
+    reached: Any = None,
+    twice: bool = True,
+) -> Trace:
+    """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
+
+    `reached`: what Python the call may reach besides the model, such as the user's own step. `twice`: record it again
+    and compare; once is enough where the same code was recorded twice on a batch of another size.
+
+    Raises:
+        Untraceable: with the reason, when the graph would not be the whole truth.
+    """
+    _refuse_at_sight(model)
+    pair = record_repeatable(
+        lambda: _copy(model, evaluating),
+        reached,
+        lambda twin: _record(twin, call, batch, precision, not evaluating),
+        lambda twin: _run(twin, call, batch, precision, not evaluating),
+        twice=twice,
+    )
+    first, again = pair.first, pair.again
+    first.caches, first.left = pair.caches, pair.left
+    if not same_graph(first, again):
+        raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
+    _refuse_in_graph(first)
+    _refuse_buffers(first)
+    return first
+
+
+def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
+    try:
+        twin = copy.deepcopy(model)
+        return twin.eval() if evaluating else twin
+    except Exception as error:
+        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+
+
+def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
+    """The call for real, for what it leaves behind in Python."""
+    device = next(model.parameters()).device
+    with _quiet(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
+        warnings.simplefilter("ignore")
+        call(model, batch)
+
+
+class _Recorded(nn.Module):
+    """The call as a module, so that `functional_call` can put traced tensors in place of the model's own."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        out = self.call(self.model, batch)
+        return out, dict(self.model.named_buffers(remove_duplicate=False))
+
+
+def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> Trace:
+    params = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    leaves, batch_spec = pytree.tree_flatten(batch)
+    wrapper = _Recorded(model, call)
+    checks: list[Tensor] | None = [] if grad else None
+    traced: list[Tensor] = []
+    out_spec: list[pytree.TreeSpec] = []
+
+    def flat(values: list[Tensor]) -> list[Any]:
+        names = [f"model.{name}" for name in (*params, *buffers)]
+        traced[:] = values[: len(params)]
+        state = dict(zip(names, values, strict=False))
+        folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
+        out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
+        if checks:
+            (loss, logs), after = out
+            out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
+        outputs, spec = pytree.tree_flatten(out)
+        out_spec.append(spec)
+        return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
+
+    inputs = [*params.values(), *buffers.values(), *leaves]
+    device = inputs[0].device
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
+        with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
+            warnings.simplefilter("ignore")
+            module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(_explain(error)) from error
+    finally:
+        seeded = not torch.equal(torch.get_rng_state(), torch_state)  # fake tensors draw nothing
+        torch.set_rng_state(torch_state)
+    if seeded:
+        raise Untraceable("it seeds torch's random numbers inside the step")
+    numpy_after = np.random.get_state()
+    if random.getstate() != python_state or any(
+        not np.array_equal(a, b) for a, b in zip(numpy_state, numpy_after, strict=True)
+    ):
+        raise Untraceable("it draws from python's or numpy's random numbers inside the step")
+    trainable = [param.requires_grad for param in params.values()]
+    recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
+    recorded.checked = bool(checks)
+    return recorded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch logs of an operator that fails on fake tensors is told by us, as a reason."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _refuse_at_sight(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Untraceable(f"{where} is a TorchScript module")
+        if getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None):
+            raise Untraceable(f"{where} has a backward hook")
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            raise Untraceable(f"{where} is already compiled; give Shoal the plain module")
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise Untraceable(f"{name} is built lazily, at the first batch")
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise Untraceable(f"parameter {name} has a gradient hook")
+        if param.layout != torch.strided or type(param) is not nn.Parameter:
+            raise Untraceable(f"parameter {name} is a {type(param).__name__} of layout {param.layout}")
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            raise Untraceable(f"buffer {name} has layout {buffer.layout}")
+    if not any(True for _ in model.parameters()):
+        raise Untraceable("it has no parameters")
+    spans = sorted(
+        (*_memory(tensor), name)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel()
+    )
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:  # side by side in one storage is fine: on a GPU an LSTM keeps its weights so
+            raise Untraceable(f"{other} and {name} are two names of the same memory")
+    for module in model.modules():
+        attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
+        for tensor in pytree.tree_leaves(attributes):
+            if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
+                begin, past = _memory(tensor)
+                owner = next((name for start, end, name in spans if begin < end and start < past), None)
+                if owner is not None:
+                    raise Untraceable(f"an attribute is another name of {owner}")
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The first byte that a tensor may touch, and the one past its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _refuse_buffers(recorded: Trace) -> None:
+    """A stack keeps each buffer in its place: it must stay the kind of tensor it is, and nobody else's."""
+    inputs = [node for node in recorded.nodes if node.op == "placeholder"]
+    count = len(recorded.params)
+    before = dict(zip(recorded.buffers, inputs[count:], strict=False))
+    owned = {*inputs[: count + len(before)]}
+    values = recorded.nodes[-1].args[0]
+    _, after = pytree.tree_unflatten(values, recorded.out_spec)  # type: ignore[arg-type]
+    taken: dict[Any, str] = {}
+    for name, node in after.items():
+        if name not in before or not isinstance(node, Node):
+            if taken.get(node, name) != name or name not in recorded.buffers:
+                continue  # a second name of a buffer
+            raise Untraceable(f"its forward makes or removes buffer {name}")
+        was, now = before[name].meta["val"], node.meta["val"]
+        if was.shape != now.shape or was.dtype != now.dtype:
+            raise Untraceable(f"its forward changes the shape or dtype of buffer {name}")
+        root = origin(node)
+        if (root in owned and root is not before[name]) or taken.setdefault(root, name) != name:
+            raise Untraceable(f"its forward makes buffer {name} another name of a tensor it keeps")
+    if before.keys() - after.keys():
+        raise Untraceable(f"its forward removes buffer {min(before.keys() - after.keys())}")
+
+
+def origin(node: Node) -> Node:
+    """The tensor a view was taken of."""
+    while node.op == "call_function" and node.all_input_nodes and hasattr(node.target, "_schema"):
+        if not any(result.alias_info is not None for result in node.target._schema.returns):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def written_params(recorded: Trace) -> list[int]:
+    """The parameters that the graph itself writes to, by their place."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
+
+
+def _refuse_in_graph(recorded: Trace) -> None:
+    for node in recorded.nodes:
+        if node.op == "get_attr":
+            value = getattr(recorded.module, str(node.target), None)
+            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+                raise Untraceable("it reaches a tensor past autograd (.data, torch.func inside the step or the like)")
+            if value.layout != torch.strided:
+                raise Untraceable(f"it reads a tensor of layout {value.layout}")
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise Untraceable(f"it reads a number out of a tensor ({node.target})")
+            if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise Untraceable(f"the shape of a result depends on the data ({node.target})")
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise Untraceable(f"it uses a tensor of layout {value.layout} ({node.target})")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Untraceable(f"it uses a higher-order operator ({node.target})")
+
+
+def same_graph(a: Trace, b: Trace) -> bool:
+    """Whether two graphs are the same, with the same numbers and constants in them."""
+    if len(a.nodes) != len(b.nodes):
+        return False
+    constants = [
+        (getattr(a.module, str(x.target), None), getattr(b.module, str(y.target), None))
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+        if x.op == y.op == "get_attr"
+    ]
+    if not all(_same_constant(x, y) for x, y in constants):
+        return False
+    return all(
+        x.op == y.op and x.target == y.target and str(x.args) == str(y.args) and str(x.kwargs) == str(y.kwargs)
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+    )
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
+        return type(a) is type(b)
+    if a.layout != torch.strided:
+        return True  # it is refused, with its own reason
+    try:
+        return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    except Exception as error:
+        raise Untraceable("it uses torch.func inside the step") from error
+
+
+def _explain(error: Exception) -> str:
+    name = type(error).__name__
+    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
+        return "control flow or a shape depends on the data"
+    return f"it cannot be traced ({name}: {_first_line(error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:160] if text else type(error).__name__

@@ -1,0 +1,92 @@
+"""Units for a GPU: captured where they can be, each group in the form that was fastest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+from shoal.engine.planning.planner import Part
+from shoal.engine.proof.group import Group, told
+from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.tiers.captured.chunk import Cache
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.tiers.unit import Unit
+from shoal.engine.units._choose_form import choose, why_not
+
+
+def arrange(
+    groups: list[Group],
+    kitchen: Kitchen,
+    compile: bool | Literal["auto"],
+    recorded: Mapping[int, str] | None = None,
+) -> tuple[list[Part], list[Unit]]:
+    """Parts of the plan and their units, for members on a GPU.
+
+    `recorded`: the forms that members had in the run that is resumed ("serial", "streams compiled"), by their places.
+    They have them again where that is possible.
+    """
+    recorded = recorded or {}
+    parts: list[Part] = []
+    units: list[Unit] = []
+    cache: Cache = kitchen.executables
+    for found in groups:
+        reason = told(found, groups)
+        for member in found.members:
+            before = recorded.get(member.index) == "serial"
+            if before or not found.recipes:
+                why = f"{reason}; serial as in the run before" if before and found.recipes else reason
+                parts.append(Part("serial", [member.index], [member.name], why))
+                units.append(SerialUnit(member))
+        for form, recipes in _alike(found.recipes, recorded):
+            part, unit = _captured(found, recipes, kitchen, cache, compile, reason, form)
+            parts.append(part)
+            units += unit
+    return parts, units
+
+
+def _captured(
+    found: Group,
+    recipes: list[Recipe],
+    kitchen: Kitchen,
+    cache: Cache,
+    compile: bool | Literal["auto"],
+    reason: str,
+    recorded: str,
+) -> tuple[Part, list[Unit]]:
+    members = [recipe.member for recipe in recipes]
+    places, names = [m.index for m in members], [m.name for m in members]
+    refused = why_not(recipes[0])
+    chosen = None
+    if not refused:
+        chosen = choose(recipes, kitchen, cache, compile, stackable=found.stackable, recorded=recorded)
+    if chosen is None:
+        why = f"{reason}; not captured: {refused or 'the device refused'}"
+        if not found.stackable:
+            return Part("serial", places, names, why), [SerialUnit(member) for member in members]
+        return Part("stacked", places, names, why), [StackedUnit(recipes, kitchen)]
+    form, unit = chosen
+    predicted = {"step_seconds": form.seconds}
+    if form.compiled:
+        predicted["compile_seconds"] = form.compile_seconds
+    return Part(form.tier, places, names, reason, predicted), [unit]
+
+
+def _alike(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
+    """Members that read the same data, since a captured step gathers from one data set; those that cannot be captured
+    by themselves, or the others would not be either; and those that had the same form in the run before, which comes
+    with them. Members without one go with the most of those that have one."""
+    groups: dict[tuple[int, bool], list[Recipe]] = {}
+    for recipe in recipes:
+        if recorded.get(recipe.member.index) != "serial":
+            groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
+    parted: list[tuple[str, list[Recipe]]] = []
+    for alike in groups.values():
+        forms = Counter(form for recipe in alike if (form := recorded.get(recipe.member.index)))
+        usual = forms.most_common(1)[0][0] if forms else ""
+        by_form: dict[str, list[Recipe]] = {}
+        for recipe in alike:
+            by_form.setdefault(recorded.get(recipe.member.index, usual), []).append(recipe)
+        parted += by_form.items()
+    return parted

@@ -1,0 +1,271 @@
+"""Measure the ways against each other: in turn on a CPU, one at a time on a GPU.
+
+On a CPU, whose speed drifts with its neighbours, all ways are kept ready and take turns round by round; a ratio is
+the median over rounds of ratios within a round. On a GPU each way has the device to itself and leaves before the next.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shoal.errors import describe
+from shoal.evidence.bench.child import Child, ChildError, Order, Ready
+from shoal.evidence.bench.floor import Ceilings, Cost, count_all
+from shoal.evidence.bench.memory import Driver, Memory
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.bench.titles import TITLES
+from shoal.evidence.bench.workloads import Spec, workload
+
+BASE = "eager"
+SETUP_SHARE = 0.7  # of a network's time: the rest is kept for the rounds
+Tell = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """How to measure; what to measure is a Spec."""
+
+    ways: tuple[str, ...] = tuple(TITLES)
+    device: str = "cpu"
+    rounds: int = 20
+    round_seconds: float = 0.25
+    """Long enough that starting and stopping the clock is not seen."""
+    warm_up: int = 3
+    threads: int | None = None
+    """CPU threads for every way; None: as torch chooses."""
+    processes: int = 16
+    """The most processes at once in `processes`."""
+    limit: float = 1800.0
+    """Seconds for everything."""
+
+    def __post_init__(self) -> None:
+        unknown = [way for way in self.ways if way not in TITLES]
+        if unknown:
+            raise ValueError(f"no way {unknown[0]!r}; there are {', '.join(TITLES)}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; measure at least 1")
+        if self.limit <= 0:
+            raise ValueError(f"limit is {self.limit:g} s; give it time to run")
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """One way on one network: a row of the table."""
+
+    network: str
+    way: str
+    members: int
+    error: str | None = None
+    note: str = ""
+    setup_s: float | None = None
+    times_ms: list[float] = field(default_factory=list)
+    """A step of all members, one figure a round."""
+    memory: Memory | None = None
+    ratio: float | None = None
+    """How many times faster than sequential eager."""
+    predicted_ms: float | None = None
+    predicted_bytes: int | None = None
+    floor_ms: float | None = None
+    solo_reserved: int | None = None
+    """GPU, on the row of sequential eager: what the members would reserve alone, added up."""
+
+    @property
+    def ms(self) -> float | None:
+        return statistics.median(self.times_ms) if self.times_ms else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ms": self.ms}
+
+
+class _Row:
+    """An outcome while its child is alive."""
+
+    def __init__(self, outcome: Outcome, settings: Settings) -> None:
+        self.outcome = outcome
+        self.settings = settings
+        self.child: Child | None = None
+        self.steps = 1
+        self.scale = 1.0
+        self.is_solo = outcome.way == BASE
+
+    def start(self, spec: Spec, deadline: float) -> None:
+        s = self.settings
+        order = Order(
+            way=self.outcome.way,
+            spec=spec,
+            device=s.device,
+            threads=s.threads,
+            processes=s.processes,
+            warm_up=s.warm_up,
+        )
+        self.child = Child(order)
+        ready: Ready = self.child.wait(deadline)
+        out = self.outcome
+        out.setup_s, out.note, self.scale = ready.setup_s, ready.note, ready.scale
+        out.predicted_ms, out.predicted_bytes = ready.predicted_ms, ready.predicted_bytes
+        out.solo_reserved = ready.solo_reserved
+        out.memory = ready.solo  # a loop trains one network at a time: its memory is one network's
+        self.steps = max(1, round(s.round_seconds / max(ready.step_s, 1e-6)))
+
+    def round(self, deadline: float) -> float:
+        assert self.child is not None
+        seconds = self.child.ask("time", self.steps, deadline)
+        self.outcome.times_ms.append(1e3 * self.scale * seconds / self.steps)
+        return float(seconds)
+
+    def finish(self, driver: Driver, before: int | None, deadline: float) -> None:
+        """Read its memory while it is all there."""
+        assert self.child is not None
+        if not self.is_solo:
+            self.outcome.memory = self.child.ask("memory", 0, deadline)
+            used = driver.used()
+            if used is not None and before is not None and self.outcome.memory is not None:
+                self.outcome.memory.driver = int((used - before) * self.scale)
+
+    def fail(self, error: Exception) -> None:
+        self.outcome.error = str(error) if isinstance(error, ChildError) else describe(error)
+        self.close(1.0)
+
+    def close(self, patience: float = 15.0) -> None:
+        if self.child is not None:
+            self.child.close(patience)
+            self.child = None
+
+
+def _share(end: float, left: int) -> float:
+    """When the first of `left` must be done, so that the others have as long: one slow compile starves nobody."""
+    now = time.monotonic()
+    return now + (end - now) / left
+
+
+def _interleaved(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
+    setup_end = time.monotonic() + SETUP_SHARE * (deadline - time.monotonic())
+    for i, row in enumerate(rows):
+        tell(f"{spec.network}: setting up {TITLES[row.outcome.way]}")
+        try:
+            row.start(spec, _share(setup_end, len(rows) - i))
+        except (ChildError, OSError) as error:
+            row.fail(error)
+    longest = 0.0
+    for number in range(rows[0].settings.rounds):
+        alive = [row for row in rows if row.child is not None]
+        if not alive or (number > 0 and time.monotonic() + longest > deadline):
+            break
+        tell(f"{spec.network}: round {number + 1}")
+        start = time.monotonic()
+        turn = number % len(alive)
+        for row in alive[turn:] + alive[:turn]:
+            try:
+                row.round(deadline)
+            except ChildError as error:
+                row.fail(error)
+        longest = max(longest, time.monotonic() - start)
+    for row in rows:
+        if row.child is not None:
+            _finish(row, driver, None, deadline)
+
+
+def _one_at_a_time(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
+    for i, row in enumerate(rows):
+        tell(f"{spec.network}: {TITLES[row.outcome.way]}")
+        before = driver.used()
+        end = _share(deadline, len(rows) - i)
+        try:
+            row.start(spec, end)
+            longest = 0.0
+            for number in range(row.settings.rounds):
+                if number > 0 and time.monotonic() + longest > end:
+                    break
+                longest = max(longest, row.round(deadline))
+        except (ChildError, OSError) as error:
+            row.fail(error)
+        else:
+            _finish(row, driver, before, deadline)
+
+
+def _finish(row: _Row, driver: Driver, before: int | None, deadline: float) -> None:
+    try:
+        row.finish(driver, before, max(deadline, time.monotonic() + 20))
+    except ChildError as error:
+        row.outcome.note = f"{row.outcome.note} (memory: {error})".strip()
+    if len(row.outcome.times_ms) < row.settings.rounds:
+        row.outcome.note = f"{row.outcome.note} ({len(row.outcome.times_ms)} rounds in the time)".strip()
+    row.close()
+
+
+def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, tell: Tell) -> list[Outcome]:
+    """Every way on one network."""
+    ways = sorted(dict.fromkeys(settings.ways), key=list(TITLES).index)
+    rows = [_Row(Outcome(network=spec.network, way=way, members=spec.members), settings) for way in ways]
+    try:
+        if settings.device.startswith("cuda"):
+            _one_at_a_time(spec, rows, deadline, driver, tell)
+        else:
+            _interleaved(spec, rows, deadline, driver, tell)
+    finally:
+        for row in rows:
+            row.close()
+    outcomes = [row.outcome for row in rows]
+    set_ratios(outcomes, paired=not settings.device.startswith("cuda"))
+    return outcomes
+
+
+def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
+    """Against sequential eager, round by round where the rounds took turns."""
+    base = next((o for o in outcomes if o.way == BASE), None)
+    if base is None or not base.times_ms:
+        return
+    for outcome in outcomes:
+        if not outcome.times_ms:
+            continue
+        if paired:
+            pairs = zip(base.times_ms, outcome.times_ms, strict=False)  # rounds both took part in
+            outcome.ratio = statistics.median(b / t for b, t in pairs)
+        else:
+            outcome.ratio = statistics.median(base.times_ms) / statistics.median(outcome.times_ms)
+
+
+def measure_ceilings(spec: Spec, settings: Settings, deadline: float) -> Ceilings | None:
+    """What the device does at best; None where it cannot be measured."""
+    order = Order(way=BASE, spec=spec, device=settings.device, threads=settings.threads, warm_up=settings.warm_up)
+    child = Child(order, ceilings=True)
+    try:
+        found: Ceilings = child.wait(min(deadline, time.monotonic() + 120))
+        return found
+    except ChildError:
+        return None
+    finally:
+        child.close()
+
+
+def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """Measure all; the result as plain data.
+
+    Each network may use an equal share of the time that is left.
+    """
+    end = time.monotonic() + settings.limit - min(5.0, settings.limit / 10)  # the rest is for ending processes
+    outcomes: list[Outcome] = []
+    floors: dict[str, Any] = {}
+    with Driver(settings.device) as driver:
+        tell("measuring the device")
+        best = measure_ceilings(specs[0], settings, end)
+        for i, spec in enumerate(specs):
+            cost: Cost = count_all(workload(spec))
+            found = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
+            floor = None if best is None else best.floor_ms(cost)
+            for outcome in found:
+                outcome.floor_ms = floor
+            outcomes += found
+            floors[spec.network] = {**asdict(cost), "bytes": cost.bytes, "ms": floor}
+    return {
+        "stamp": stamp(settings.device, settings.threads),
+        "settings": asdict(settings),
+        "specs": [asdict(spec) for spec in specs],
+        "ceilings": None if best is None else asdict(best),
+        "floors": floors,
+        "results": [outcome.to_dict() for outcome in outcomes],
+    }

@@ -1,0 +1,234 @@
+"""What the benchmark trains: for each network its data, batch size, loss and a learning rate per member.
+
+Every way builds its work from here, so that all train the same networks from the same weights on the same
+rows in the same order: a member's model is built under its seed, and its rows come from
+`torch.randperm(rows, generator)` per epoch with a generator of that seed, as for any job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.evidence.bench import networks, published
+
+if TYPE_CHECKING:
+    from shoal.jobs.job import Job
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+MIXED = ("mlp", "cnn", "gpt", "resnet")
+MIXED_BATCHES = 64
+"""Of networks in one list, all with epochs of one length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Names a workload, small enough to send to another process."""
+
+    network: str
+    members: int = 32
+    precision: str | None = None
+    batch_size: int | None = None
+    """None: the network's own."""
+    side: int | None = None
+    """Image side of the published networks; None: 224."""
+    batches: int | None = None
+    """Batches in the data set; None: as many as an epoch of the network's own kind of data has."""
+
+    def __post_init__(self) -> None:
+        if self.members < 1:
+            raise ValueError(f"members is {self.members}; train at least 1")
+        if self.precision not in (None, "bf16"):
+            raise ValueError(f"precision is {self.precision!r}; the benchmark knows none (float32) and bf16")
+        if self.network not in names():
+            raise ValueError(f"no network {self.network!r}; there are {', '.join(names())}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One network with its data."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    data: Callable[[int], tuple[Tensor, Tensor]]
+    """rows -> inputs and targets on the CPU."""
+    batch_size: int
+    batches: int = 64
+    """In an epoch: 60,000 small grey images, 50,000 small coloured ones, a text of 1.1 million characters."""
+    loss: Loss = F.cross_entropy
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The whole data set."""
+        return self.data(self.batches * self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One member's training: a job, before any way of running it."""
+
+    kind: Kind
+    seed: int
+    lr: float
+
+    def build(self, device: torch.device) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return self.kind.make().to(device).train()
+
+
+class Orders:
+    """The rows of one member, epoch after epoch."""
+
+    def __init__(self, seed: int, *, rows: int, batch_size: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows = rows
+        self.batch_size = batch_size
+
+    def epoch(self) -> Tensor:
+        """[batches, batch size], on the CPU."""
+        return torch.randperm(self.rows, generator=self.generator).view(-1, self.batch_size)
+
+
+@dataclass(kw_only=True)
+class Workload:
+    """All members of one line of the table."""
+
+    name: str
+    tasks: list[Task]
+    precision: str | None
+    tensors: dict[str, tuple[Tensor, Tensor]]
+    """Kind name -> its data, kept once."""
+
+    def data(self, task: Task) -> tuple[Tensor, Tensor]:
+        return self.tensors[task.kind.name]
+
+    def orders(self, task: Task) -> Orders:
+        return Orders(task.seed, rows=len(self.data(task)[0]), batch_size=task.kind.batch_size)
+
+    def to(self, device: torch.device) -> Workload:
+        moved = {name: (x.to(device), y.to(device)) for name, (x, y) in self.tensors.items()}
+        return replace(self, tensors=moved)
+
+    def only(self, tasks: list[Task]) -> Workload:
+        """The same work for some of the members."""
+        kinds = {t.kind.name for t in tasks}
+        return replace(self, tasks=tasks, tensors={k: v for k, v in self.tensors.items() if k in kinds})
+
+    def jobs(self, *, epochs: int = 1000) -> list[Job]:
+        """The same work as Shoal's users write it."""
+        from shoal.jobs.job import Job
+
+        return [
+            Job(
+                model=task.kind.make,
+                data=self.data(task),
+                loss=task.kind.loss,
+                optimizer=torch.optim.Adam,
+                hparams={"lr": task.lr},
+                batch_size=task.kind.batch_size,
+                epochs=epochs,
+                seed=task.seed,
+                precision=cast("Literal['bf16'] | None", self.precision),
+                name=f"{task.kind.name}-{i}",
+            )
+            for i, task in enumerate(self.tasks)
+        ]
+
+
+def token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+    """Mean cross entropy over every token."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
+
+
+def _images(shape: tuple[int, ...], classes: int, rows: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return torch.randn(rows, *shape, generator=g), torch.randint(classes, (rows,), generator=g)
+
+
+def _tokens(length: int, vocabulary: int, rows: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    text = torch.randint(vocabulary, (rows, length + 1), generator=g)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _channels_last(make: Callable[[], nn.Module]) -> nn.Module:
+    """The layout people choose for convolutional networks in reduced precision; here for every way alike."""
+    model: Any = make()
+    done: nn.Module = model.to(memory_format=torch.channels_last)
+    return done
+
+
+def _kinds() -> dict[str, Kind]:
+    kinds = (
+        Kind(name="tiny", make=networks.TinyMLP, data=partial(_images, (64,), 10), batch_size=32),
+        Kind(name="mlp", make=networks.MLP, data=partial(_images, (784,), 10), batch_size=64, batches=937),
+        Kind(name="cnn", make=networks.CNN, data=partial(_images, (1, 28, 28), 10), batch_size=64, batches=937),
+        Kind(
+            name="resnet",
+            make=partial(_channels_last, networks.ResNet18),
+            data=partial(_images, (3, 32, 32), 10),
+            batch_size=128,
+            batches=390,
+        ),
+        Kind(
+            name="gpt",
+            make=networks.GPT,
+            data=partial(_tokens, 128, 256),
+            batch_size=16,
+            batches=540,
+            loss=token_loss,
+        ),
+        Kind(name="lstm", make=networks.LSTMClassifier, data=partial(_images, (32, 32), 10), batch_size=64),
+        Kind(name="encoder", make=networks.Encoder, data=partial(_images, (32, 32), 10), batch_size=64),
+    )
+    return {k.name: k for k in kinds}
+
+
+def _published(side: int) -> dict[str, Kind]:
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "mlp3": partial(published.MLP3, side),
+        "mobilenetv2": published.MobileNetV2,
+        "resnet50": published.ResNet50,
+        "densenet121": published.DenseNet121,
+    }
+    data = partial(_images, (3, side, side), 1000)
+    return {name: Kind(name=name, make=make, data=data, batch_size=32) for name, make in makes.items()}
+
+
+def names() -> tuple[str, ...]:
+    """Every network the benchmark knows."""
+    return (*_kinds(), "mixed", *_published(224))
+
+
+def learning_rates(members: int) -> list[float]:
+    """From 3e-4 to 3e-3 in equal factors, one for each member."""
+    return [3e-4 * 10 ** (i / max(1, members - 1)) for i in range(members)]
+
+
+def workload(spec: Spec) -> Workload:
+    """The work that a Spec names, its data made on the CPU.
+
+    >>> work = workload(Spec(network="tiny", members=3, batches=2))
+    >>> len(work.tasks), work.tensors["tiny"][0].shape
+    (3, torch.Size([64, 64]))
+    """
+    known = _kinds() | _published(spec.side or 224)
+    chosen = MIXED if spec.network == "mixed" else (spec.network,)
+    kinds = [known[name] for name in chosen[: spec.members]]
+    if spec.batch_size is not None:
+        kinds = [replace(kind, batch_size=spec.batch_size) for kind in kinds]
+    batches = spec.batches or (MIXED_BATCHES if spec.network == "mixed" else None)
+    if batches is not None:
+        kinds = [replace(kind, batches=batches) for kind in kinds]
+    rates = learning_rates(spec.members)
+    return Workload(
+        name=spec.network,
+        tasks=[Task(kind=kinds[i % len(kinds)], seed=i, lr=rates[i]) for i in range(spec.members)],
+        precision=spec.precision,
+        tensors={kind.name: kind.rows() for kind in kinds},
+    )

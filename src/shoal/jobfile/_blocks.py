@@ -1,0 +1,279 @@
+"""From the file's tree to one table of fields for each job: shared fields, `[[jobs]]`, grid, seeds, folds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from shoal.jobfile._naming import entry_labels, fill, short_name, varied_label
+from shoal.jobfile._tree import Node, Problems, did_you_mean
+from shoal.jobs.job import Job
+
+MOST_JOBS = 100_000
+FIELDS = tuple(field.name for field in fields(Job))
+REFERENCES = ("model", "data", "val", "collate", "loss", "step", "params", "schedule")
+"""Fields that name something: text, or a table with `use` and its arguments."""
+TABLES = (*REFERENCES, "hparams", "metrics", "stop")
+EITHER = {"epochs": "steps", "loss": "step", "seed": "seeds", "val": "folds"}
+"""Fields of which a job has one: a `[[jobs]]` entry that gives one drops the other of the shared fields."""
+EITHER |= {b: a for a, b in EITHER.items()}
+BLOCK = (*FIELDS, "seeds", "folds", "grid")
+TOP = (*BLOCK, "jobs", "run")
+OPTIMIZER_WORDS = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "eps", "nesterov", "dampening", "alpha")
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One job before it is built, or k of them where it has folds."""
+
+    name: str
+    fields: dict[str, Node]
+    folds: Node | None
+    line: int
+    """Where its block begins."""
+
+
+def cases(root: Node, problems: Problems) -> list[Case]:
+    """All jobs of the file, as far as they can be made out; mistakes in keys, grid, seeds and jobs are noted."""
+    if not root.is_table:
+        raise problems.one(root, f"the file is {root.kind}; write keys and values, such as model and data")
+    _check_keys(root, TOP, problems)
+    shared = {key: as_table(key, node) for key, node in root.value.items() if key in BLOCK}
+    blocks = list(_blocks(root, shared, problems))
+    total = sum(block.count(problems) for block in blocks)
+    if total > MOST_JOBS:
+        guilty = [
+            block.fields[key].line for block in blocks for key in ("grid", "folds", "seeds") if key in block.fields
+        ]
+        line = guilty[0] if guilty else root.line
+        raise problems.one(line, f"the file gives {_many(total)} jobs; the most is {MOST_JOBS:,}: take fewer values")
+    found = [case for block in blocks for case in block.cases(problems)]
+    if not problems:
+        _same_names(found, problems)
+    return found
+
+
+def _many(number: int) -> str:
+    return f"{number:,}" if number < 10**15 else "more than 10^15"
+
+
+def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
+    for key, child in node.value.items():
+        if key in known:
+            continue
+        if key in OPTIMIZER_WORDS:
+            word = "lr" if key == "learning_rate" else key
+            problems.add(
+                child, f"key {key!r} is not known here; settings of the optimizer go into hparams: hparams.{word}"
+            )
+        elif key in TOP:
+            problems.add(child, f"key {key!r} belongs to the top of the file, not into [[jobs]]; move it there")
+        else:
+            problems.add(child, f"key {key!r} is not known{did_you_mean(key, known)}")
+
+
+def as_table(field: str, node: Node) -> Node:
+    """Short forms written out: model = "mlp" is {use = "mlp"}, a list of metrics is a table by name."""
+    if field in REFERENCES and isinstance(node.value, str):
+        return Node({"use": node}, node.line)
+    if field == "metrics" and isinstance(node.value, list) and all(isinstance(n.value, str) for n in node.value):
+        return Node({short_name(n.value): Node({"use": n}, n.line) for n in node.value}, node.line)
+    return node
+
+
+def merge(field: str, old: Node | None, new: Node) -> Node:
+    """A table without `use` adds to the shared one; anything else takes its place."""
+    new = as_table(field, new)
+    if old is None or not old.is_table or not new.is_table or field not in (*TABLES, "grid"):
+        return new
+    if field in REFERENCES and ("use" in new.value or "share" in new.value):
+        return new
+    table = dict(old.value)
+    for key, node in new.value.items():
+        deeper = field == "grid" and key in table and table[key].is_table and node.is_table
+        table[key] = Node({**table[key].value, **node.value}, node.line) if deeper else node
+    return Node(table, new.line)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Jobs that share their fields, up to grid, seeds and folds."""
+
+    fields: dict[str, Node]
+    label: str
+    line: int
+
+    def count(self, problems: Problems) -> int:
+        """How many jobs it gives, without making them."""
+        axes = [len(values) for _, values in self.axes(problems)]
+        folds = self.fields.get("folds")
+        k = folds.value.get("k", folds) if folds is not None and folds.is_table else folds
+        number = k.value if k is not None and isinstance(k.value, int) else 1
+        return math.prod(axes) * max(1, number)
+
+    def axes(self, problems: Problems) -> list[tuple[Keys, list[Node]]]:
+        """What varies: path of a field, and its values. Checked on the way."""
+        grid = self.fields.get("grid")
+        found = list(_paths(grid, (), problems)) if grid is not None else []
+        seeds = self.fields.get("seeds")
+        if seeds is not None:
+            if any(path == ("seed",) for path, _ in found) or "seed" in self.fields:
+                problems.add(seeds, "there are both seeds and seed; keep one of them")
+            found.append((("seed",), _seeds(seeds, problems)))
+        return sorted(found, key=lambda axis: axis[0] == ("seed",))
+
+    def cases(self, problems: Problems) -> Iterator[Case]:
+        """One for each combination."""
+        axes = self.axes(problems)
+        paths = [path for path, _ in axes]
+        fixed = {key: node for key, node in self.fields.items() if key not in ("grid", "seeds", "folds", "name")}
+        name = self.fields.get("name")
+        if name is not None and not isinstance(name.value, str):
+            problems.add(name, f"name is {name.shown()}; use text")
+            return
+        for values in itertools.product(*(values for _, values in axes)):
+            chosen = dict(fixed)
+            for path, value in sorted(zip(paths, values, strict=True), key=lambda pair: len(pair[0])):
+                _set(chosen, path, value)
+            chosen = {key: node for key, node in chosen.items() if node.value is not None}
+            if name is not None and "{" in name.value:
+                called = fill(name, chosen, problems)
+            else:
+                called = " ".join(part for part in (self.label, varied_label(paths, values)) if part)
+            more = {} if name is None else {"name": name}
+            yield Case(called or Path(problems.path).stem, {**chosen, **more}, self.fields.get("folds"), self.line)
+
+
+def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator[Block]:
+    jobs = root.value.get("jobs")
+    if jobs is None:
+        name = shared.get("name")
+        yield Block(_given(shared), name.value if name and isinstance(name.value, str) else "", root.line)
+        return
+    if not isinstance(jobs.value, list) or not jobs.value:
+        problems.add(
+            jobs, f"jobs is {'an empty list' if jobs.value == [] else jobs.kind}; use a list of tables: [[jobs]]"
+        )
+        return
+    for number, entry in enumerate(jobs.value, 1):
+        if not entry.is_table:
+            problems.add(entry, f"jobs has {entry.kind} at place {number}; each must be a table of fields")
+        else:
+            _check_keys(entry, BLOCK, problems)
+    entries = [entry for entry in jobs.value if entry.is_table]
+    for entry, label in zip(entries, entry_labels(entries, shared.get("name")), strict=True):
+        merged = dict(shared)
+        for key, node in ((key, node) for key, node in entry.value.items() if key in BLOCK):
+            if key in EITHER and EITHER[key] not in entry.value:
+                merged.pop(EITHER[key], None)
+            merged[key] = merge(key, shared.get(key), node)
+        yield Block(_given(merged), label, entry.line)
+
+
+def _given(table: dict[str, Node]) -> dict[str, Node]:
+    """Without what is null: as if it had not been written."""
+    return {key: node for key, node in table.items() if node.value is not None}
+
+
+def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, list[Node]]]:
+    """The axes of a grid: nested tables are paths, lists are values."""
+    if not node.is_table:
+        problems.add(node, f"grid is {node.kind}; use a table of lists, such as hparams.lr = [0.1, 0.01]")
+        return
+    if not node.value:
+        problems.add(node, f"{'.'.join(('grid', *path))} is empty; give it lists of values, or remove it")
+    for key, child in node.value.items():
+        here = (*path, *key.split("."))
+        told = ".".join(("grid", *here))
+        if not path and not _known_axis(here, child, problems):
+            continue
+        if child.is_table:
+            yield from _paths(child, here, problems)
+        elif not isinstance(child.value, list):
+            problems.add(child, f"{told} is {child.shown()}; use a list of values")
+        elif not child.value:
+            problems.add(child, f"{told} is an empty list, which gives no jobs; give it values, or remove it")
+        else:
+            _twice(told, child.value, problems)
+            yield here, child.value
+
+
+def _known_axis(path: Keys, node: Node, problems: Problems) -> bool:
+    known = tuple(field for field in FIELDS if field != "name")
+    if path[0] in ("name", "seeds", "folds"):
+        problems.add(node, f"grid has {path[0]!r}, which it cannot vary; set {path[0]} outside of it")
+        return False
+    if path[0] not in known:
+        _check_keys(Node({path[0]: node}, node.line), known, problems)
+        return False
+    if (len(path) > 1 or node.is_table) and path[0] not in TABLES:
+        problems.add(node, f"grid.{path[0]} is a table, but {path[0]} is one value; use a list of values")
+        return False
+    return True
+
+
+def _twice(told: str, values: list[Node], problems: Problems) -> None:
+    seen: set[str] = set()
+    for value in values:
+        text = repr(value.plain())
+        if text in seen:
+            problems.add(value, f"{told} has {value.shown()} twice; give each value once")
+        seen.add(text)
+
+
+def _seeds(node: Node, problems: Problems) -> list[Node]:
+    value = node.value
+    if isinstance(value, list):
+        wrong = [item for item in value if not isinstance(item.value, int) or isinstance(item.value, bool)]
+        for item in wrong:
+            problems.add(item, f"seeds has {item.shown()}; use whole numbers")
+        if not value:
+            problems.add(node, "seeds is an empty list, which gives no jobs; give it numbers, or remove it")
+        _twice("seeds", value, problems)
+        return [item for item in value if item not in wrong]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        problems.add(node, f"seeds is {node.shown()}; use how many (1 or more), or a list of whole numbers")
+        return []
+    if value > MOST_JOBS:
+        problems.add(node, f"seeds is {value}, which gives so many jobs; the most is {MOST_JOBS:,}")
+        return []
+    return [Node(seed, node.line) for seed in range(value)]
+
+
+def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
+    """Set a value at a path, in copies of the tables on the way."""
+    head, rest = path[0], path[1:]
+    if not rest:
+        table[head] = as_table(head, value)
+        return
+    inner = table.get(head)
+    copy = dict(inner.value) if inner is not None and inner.is_table else {}
+    _set_inside(copy, rest, value)
+    table[head] = Node(copy, inner.line if inner is not None else value.line)
+
+
+def _set_inside(table: dict[str, Node], path: Keys, value: Node) -> None:
+    if len(path) == 1:
+        table[path[0]] = value
+        return
+    inner = table.get(path[0])
+    copy = dict(inner.value) if inner is not None and inner.is_table else {}
+    _set_inside(copy, path[1:], value)
+    table[path[0]] = Node(copy, value.line)
+
+
+def _same_names(found: list[Case], problems: Problems) -> None:
+    seen: dict[str, Case] = {}
+    for case in found:
+        first = seen.setdefault(case.name, case)
+        if first is not case:
+            line = case.fields.get("name", case.line)
+            problems.add(
+                line,
+                f"two jobs have the name {case.name!r}; give each [[jobs]] entry a name, or name = with {{fields}}",
+            )

@@ -1,0 +1,95 @@
+"""Names of jobs: what varies, in short; or the file's own pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from shoal.jobfile._tree import Node, Problems, did_you_mean, text_of
+
+LONGEST = 80
+QUIET = ("name", "grid", "seeds", "folds", "owner", "priority")
+"""Keys of an entry that say nothing about which job it is."""
+PATTERN = re.compile(r"\{([^{}]*)\}")
+
+
+def short_name(use: str) -> str:
+    """What is used, without where it comes from: "nets.py:Net" is Net."""
+    return use.rpartition(":")[2].rpartition("/")[2]
+
+
+def value_text(node: Node) -> str:
+    """A value as it stands in a name."""
+    if node.is_table:
+        parts = dict(node.value)
+        use = parts.pop("use", None)
+        inside = ",".join(f"{key}={value_text(child)}" for key, child in parts.items())
+        if use is None:
+            return inside
+        return short_name(text_of(use.value)) + (f"({inside})" if inside else "")
+    if isinstance(node.value, list):
+        return ",".join(value_text(child) for child in node.value)
+    return short_name(node.value) if isinstance(node.value, str) else text_of(node.value)
+
+
+def varied_label(paths: Sequence[tuple[str, ...]], values: Sequence[Node]) -> str:
+    """ "lr=0.01 seed=3": each path by its last word, or whole where two end alike."""
+    last = [path[-1] for path in paths]
+    parts = []
+    for path, value in zip(paths, values, strict=True):
+        if path == ("model",):
+            parts.append(value_text(value))
+        else:
+            word = path[-1] if last.count(path[-1]) == 1 else ".".join(path)
+            parts.append(f"{word}={value_text(value)}")
+    return " ".join(parts)
+
+
+def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
+    """What the entries of [[jobs]] are called: their names, their models where these differ, or what they change."""
+    before = f"{shared.value} " if shared is not None and isinstance(shared.value, str) else ""
+    models = [_model(entry) for entry in entries]
+    labels = []
+    for number, (entry, model) in enumerate(zip(entries, models, strict=True), 1):
+        own = entry.value.get("name")
+        told = [part for key, node in entry.value.items() if key not in QUIET for part in _told((key,), node)]
+        if own is not None and isinstance(own.value, str):
+            labels.append(own.value)
+        elif model and models.count(model) == 1:
+            labels.append(before + model)
+        else:
+            label = before + " ".join(told)
+            labels.append((label if len(label) <= LONGEST else f"{before}job {number}").strip())
+    return labels
+
+
+def _model(entry: Node) -> str:
+    """The model that an entry chooses, in short; empty where it chooses none."""
+    node = entry.value.get("model")
+    use = node.value.get("use") if node is not None and node.is_table else node
+    return short_name(use.value) if use is not None and isinstance(use.value, str) else ""
+
+
+def _told(path: tuple[str, ...], node: Node) -> list[str]:
+    if path == ("model",) and (isinstance(node.value, str) or (node.is_table and "use" in node.value)):
+        return [value_text(node)]
+    if node.is_table and "use" not in node.value:
+        return [part for key, child in node.value.items() for part in _told((*path, key), child)]
+    return [f"{path[-1]}={value_text(node)}"]
+
+
+def fill(pattern: Node, fields: Mapping[str, Node], problems: Problems) -> str:
+    """The file's own name for a job: {seed}, {hparams.lr} ... are its fields."""
+
+    def value(found: re.Match[str]) -> str:
+        node: Node | None = None
+        table: Mapping[str, Node] = fields
+        for part in found[1].split("."):
+            node = table.get(part)
+            if node is None:
+                problems.add(pattern, f"name has {found[0]}, which the job does not have{did_you_mean(part, table)}")
+                return ""
+            table = node.value if node.is_table else {}
+        return value_text(node) if node is not None else ""
+
+    return PATTERN.sub(value, str(pattern.value))

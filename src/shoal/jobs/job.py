@@ -1,0 +1,242 @@
+"""A job: one training, written as its owner would run it alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import JobError
+from shoal.jobs.metric_direction import direction
+from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
+
+Step = Callable[[nn.Module, Any], Any]
+
+RESERVED = ("epoch", "step", "loss", "val_loss", "lr", "seconds")
+"""Names of the history's own columns: no metric may take one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """End a job when a value has stopped improving.
+
+    >>> EarlyStop("accuracy", mode="max", patience=3).better(0.9, 0.8)
+    True
+    """
+
+    metric: str = "val_loss"
+    """What to watch: "loss", "val_loss", a name in `metrics`, or a name in a step's logs."""
+    mode: Literal["min", "max"] | None = None
+    """Whether smaller or larger is better; None: as the metric's name says ("min" for a loss or an error, "max" for an
+    accuracy or a score)."""
+    patience: int = 3
+    """How many measurements in a row may fail to improve before the job is stopped."""
+    min_delta: float = 0.0
+    """An improvement smaller than this does not count."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", plain_int(self.patience))
+        object.__setattr__(self, "min_delta", plain_number(self.min_delta))
+        if self.mode is None and isinstance(self.metric, str):
+            object.__setattr__(self, "mode", direction(self.metric))
+        if self.mode is None:
+            raise JobError(
+                f"EarlyStop: the name {self.metric!r} does not say which way is better; set mode='min' or 'max'"
+            )
+        if self.mode not in ("min", "max"):
+            raise JobError(f"EarlyStop: mode is {self.mode!r}; it says which way is better: use 'min' or 'max'")
+        if not _whole(self.patience) or self.patience < 1:
+            raise JobError(f"EarlyStop: patience is {self.patience!r}; use a whole number, 1 or more")
+        if not self.min_delta >= 0:
+            raise JobError(f"EarlyStop: min_delta is {self.min_delta!r}; use 0 or more")
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether `value` improves on `best`; NaN never does."""
+        if math.isnan(value):
+            return False
+        if best is None:
+            return True
+        return value > best + self.min_delta if self.mode == "max" else value < best - self.min_delta
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """One training: model, data, loss, optimizer, schedule, length, seed.
+
+    What these fields mean together is `shoal.reference.solo`, a plain PyTorch loop.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    """A function that builds the network under the job's seed, or an nn.Module, which is copied first. Weights that the
+    function would give out again, such as those of a shared backbone, are copied too: each job trains its own."""
+    data: Any = field(repr=False)
+    """Tensors or arrays in any tuple, dict or nesting with one first dimension, or a map-style Dataset."""
+    val: Any = field(default=None, repr=False)
+    """Validation data, in the same form; None: no validation."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """How items of a Dataset become a batch; None: torch's default_collate. For Datasets only."""
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """The step is loss(model(*batch[:-1]), batch[-1]). Either this or `step`."""
+    step: Step | None = None
+    """The job's own step: (model, batch) -> loss, or (loss, logs) with a dict of numbers that go into the history."""
+    optimizer: Callable[..., Optimizer] = torch.optim.AdamW
+    """Any torch.optim.Optimizer class."""
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the optimizer, such as lr."""
+    params: Callable[[nn.Module], Any] | None = None
+    """From the model to what the optimizer takes as params, such as parameter groups; None: model.parameters()."""
+    schedule: Callable[[Any], Any] | None = None
+    """step -> factor on the learning rate (0 comes first), or optimizer -> torch lr_scheduler."""
+    schedule_every: Literal["step", "epoch"] = "step"
+    """How often the schedule moves on: after each optimizer step, or after each whole epoch."""
+    batch_size: int = 64
+    """Rows in a batch."""
+    epochs: int | None = None
+    """How many times to go through the data. Either this or `steps`."""
+    steps: int | None = None
+    """How many optimizer steps to take. Either this or `epochs`."""
+    seed: int = 0
+    """Seeds the network's weights and the randomness inside it."""
+    data_seed: int | None = None
+    """Seeds the order of the rows (and random Datasets); None: the same as `seed`."""
+    shuffle: bool = True
+    """A new random order of the rows each epoch; False: as they come."""
+    drop_last: bool = False
+    """Leave out the short last batch of each epoch instead of training on it."""
+    accumulate: int = 1
+    """Batches in one optimizer step, which follows the mean of their losses. An epoch may end in a smaller group."""
+    clip_norm: float | None = None
+    """Scale gradients down to at most this norm over all of the model's parameters; None: leave them."""
+    precision: Literal["bf16", "fp16"] | None = None
+    """None: the model's own dtype. "bf16", "fp16": autocast, fp16 with a gradient scaler."""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Name -> (outputs, targets) -> number, over the whole validation set."""
+    val_every: int = 1
+    """Validate after every so many epochs, and after the last."""
+    stop: EarlyStop | None = None
+    """When to end early; None: never."""
+    keep: Literal["last", "best"] = "last"
+    """Which weights to hand back: the last, or the best by what `stop` watches (without it: the smallest val_loss)."""
+    name: str = ""
+    """Unique in its list; empty: named by its place."""
+    owner: str = ""
+    """Whose job it is."""
+    priority: int = 0
+    """Larger goes first where jobs wait for a device. It never changes a result."""
+
+    def __post_init__(self) -> None:
+        for name in _WHOLE:
+            setattr(self, name, plain_int(getattr(self, name)))
+        for name in ("clip_norm", "shuffle", "drop_last"):
+            setattr(self, name, plain_number(getattr(self, name)))
+        if isinstance(self.hparams, Mapping):
+            self.hparams = plain_numbers(self.hparams)
+        lines = self.problems()
+        if lines:
+            label = f"job {self.name!r}" if self.name else "job"
+            raise JobError(*(f"{label}: {line}" for line in lines))
+
+    def problems(self) -> list[str]:
+        """What is wrong with single fields, one line each: the value, the rule, the fix. Empty when all is well."""
+        return [*_shape_problems(self), *_length_problems(self), *_training_problems(self)]
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the row order: `data_seed`, or `seed` where that is None."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+
+_WHOLE = ("batch_size", "epochs", "steps", "seed", "data_seed", "accumulate", "val_every", "priority")
+"""Fields that are whole numbers, of Python or of any library."""
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shape_problems(job: Job) -> list[str]:
+    lines = []
+    if not callable(job.model) or (isinstance(job.model, type) and not issubclass(job.model, nn.Module)):
+        lines.append(f"model is {_short(job.model)}; pass an nn.Module, or a function that builds one")
+    if job.data is None:
+        lines.append("data is None; pass tensors or a map-style Dataset")
+    if job.loss is None and job.step is None:
+        lines.append(
+            "it has neither loss nor step; set loss=F.cross_entropy or the like, or step=(model, batch) -> loss"
+        )
+    if job.loss is not None and job.step is not None:
+        lines.append("it has both loss and step, and step would hide loss; remove one of them")
+    for name in ("loss", "step", "collate", "params", "schedule", "optimizer"):
+        value = getattr(job, name)
+        if isinstance(value, Optimizer):
+            kind = type(value).__name__
+            lines.append(f"{name} is an instance of {kind}; pass the class {kind}, and its settings as hparams={{...}}")
+        elif not callable(value) and (value is not None or name == "optimizer"):
+            wanted = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
+            lines.append(f"{name} is {_short(value)}; pass {wanted}")
+    for name in ("hparams", "metrics"):
+        if not isinstance(getattr(job, name), Mapping):
+            lines.append(f"{name} is {_short(getattr(job, name))}; pass a dict")
+    if isinstance(job.metrics, Mapping):
+        lines += [f"metric {n!r} is {_short(f)}; pass a function" for n, f in job.metrics.items() if not callable(f)]
+        lines += [
+            f"metric {n!r} has the name of a history column; call it something else"
+            for n in job.metrics
+            if n in RESERVED
+        ]
+    return lines
+
+
+def _length_problems(job: Job) -> list[str]:
+    lines = []
+    if (job.epochs is None) == (job.steps is None):
+        both = "both epochs and steps" if job.epochs is not None else "neither epochs nor steps"
+        lines.append(f"it has {both}; set one of the two")
+    for name in ("epochs", "steps"):
+        value = getattr(job, name)
+        if value is not None and (not _whole(value) or value < 0):
+            lines.append(f"{name} is {value!r}; use a whole number, 0 or more")
+    for name in ("batch_size", "accumulate", "val_every"):
+        value = getattr(job, name)
+        if not _whole(value) or value < 1:
+            lines.append(f"{name} is {value!r}; use a whole number, 1 or more")
+    for name in ("seed", "data_seed"):
+        value = getattr(job, name)
+        if not (value is None and name == "data_seed") and not (_whole(value) and -(2**63) <= value < 2**64):
+            lines.append(f"{name} is {value!r}; use a whole number of 64 bits")
+    return lines
+
+
+def _training_problems(job: Job) -> list[str]:
+    lines = []
+    for name, allowed in (
+        ("schedule_every", ("step", "epoch")),
+        ("keep", ("last", "best")),
+        ("precision", (None, "bf16", "fp16")),
+    ):
+        value = getattr(job, name)
+        if not any(value is a or value == a for a in allowed):
+            lines.append(f"{name} is {value!r}; use one of {', '.join(repr(a) for a in allowed)}")
+    for name in ("shuffle", "drop_last"):
+        if not isinstance(getattr(job, name), bool):
+            lines.append(f"{name} is {getattr(job, name)!r}; use True or False")
+    if job.clip_norm is not None and not (isinstance(job.clip_norm, (int, float)) and job.clip_norm > 0):
+        lines.append(f"clip_norm is {job.clip_norm!r}; use a number above 0, or None for no clipping")
+    if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # its type is only a promise
+        lines.append(f"stop is {_short(job.stop)}; use shoal.EarlyStop(...)")
+    for name in ("name", "owner"):
+        if not isinstance(getattr(job, name), str):
+            lines.append(f"{name} is {_short(getattr(job, name))}; use a string")
+    if not _whole(job.priority):
+        lines.append(f"priority is {job.priority!r}; use a whole number")
+    return lines
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,209 @@
+"""Mistakes that can be seen before the first step: one JobError for the whole list, a line each, and nothing runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shoal.data import Pool, View
+from shoal.data.source import TensorSource
+from shoal.engine.members.building import build_member, give_own_networks
+from shoal.engine.members.member import (
+    Member,
+    draws,
+    make_optimizer,
+    make_schedule,
+    names,
+    needs_closure,
+    number,
+    trying,
+)
+from shoal.errors import JobError, ShoalWarning, describe
+from shoal.jobs.early_stopping import watched
+from shoal.jobs.job import Job
+from shoal.preparation.dry_run import dry_run, likeness, stop_problems
+
+
+def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
+    """Build and check all jobs. JobError, with a line for each mistake, unless every one of them can be trained."""
+    lines = list_problems(jobs)
+    if lines:
+        raise JobError(*lines)
+    pool = Pool(device)
+    called = names(jobs)
+    members: list[Member] = []
+    for index, job in enumerate(jobs):
+        found = [*job.problems(), *field_problems(job)]
+        if not found:
+            try:
+                members.append(build_member(job, index, called[index], pool))
+            except JobError as error:
+                found = list(error.lines)
+        lines += [f"job {called[index]!r}: {line}" for line in found]
+    lines += give_own_networks(members) or member_problems(members)
+    if lines:
+        raise JobError(*dict.fromkeys(lines))
+    warn_of_data(members)
+    return members
+
+
+def list_problems(jobs: Any) -> list[str]:
+    """What is wrong with the list itself."""
+    if isinstance(jobs, Job):
+        return ["jobs is a single Job; pass a list: shoal.train([job])"]
+    if not isinstance(jobs, Sequence):
+        return [f"jobs is a {type(jobs).__name__}; pass a list of shoal.Job"]
+    if not jobs:
+        return ["jobs is empty; pass at least one shoal.Job"]
+    lines = [
+        f"jobs[{i}] is a {type(job).__name__}; pass a shoal.Job"
+        for i, job in enumerate(jobs)
+        if not isinstance(job, Job)
+    ]
+    if lines:
+        return lines
+    places: dict[str, list[int]] = {}
+    for index, name in enumerate(names(jobs)):
+        places.setdefault(name, []).append(index)
+    return [
+        f"job {name!r}: {len(where)} jobs have this name (at {', '.join(map(str, where))}); give each its own name"
+        for name, where in places.items()
+        if len(where) > 1
+    ]
+
+
+def field_problems(job: Job) -> list[str]:
+    """Fields that do not go together, or that would do nothing."""
+    lines = []
+    if job.val is None:
+        if job.metrics:
+            lines.append(f"metrics are set ({', '.join(job.metrics)}) but val is not; set val=, or remove them")
+        if job.val_every != 1:
+            lines.append(f"val_every is {job.val_every} but there is no val; set val=, or leave val_every at 1")
+        if job.keep == "best" and job.stop is None:
+            lines.append(
+                "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
+            )
+    if job.stop is not None and job.step is None:
+        known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
+        if job.stop.metric not in known:
+            lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}")
+    if job.schedule is None and job.schedule_every != "step":
+        lines.append(
+            f"schedule_every is {job.schedule_every!r} but there is no schedule; set schedule=, or leave it at 'step'"
+        )
+    rate = job.hparams.get("lr")
+    if rate is not None and not _good_rate(rate):
+        lines.append(f"lr is {rate!r}; a learning rate must be 0 or more and finite: change hparams['lr']")
+    return lines
+
+
+def _good_rate(rate: Any) -> bool:
+    try:
+        return not isinstance(rate, str) and 0 <= number(rate) < math.inf
+    except (TypeError, ValueError):
+        return False
+
+
+def member_problems(members: list[Member]) -> list[str]:
+    """What building and one dry step on a copy show. Jobs that are obviously alike share the dry step."""
+    lines: list[str] = []
+    dry: dict[Any, tuple[list[str], set[str]]] = {}
+    for member in members:
+        with trying(member.job):
+            found = [*batch_problems(member), *optimizer_problems(member)]
+            key = likeness(member)
+            if key not in dry:
+                dry[key] = dry_run(member) if not found else ([], set())
+        mistakes, columns = dry[key]
+        found += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
+        lines += [f"job {member.name!r}: {line}" for line in found]
+    return lines
+
+
+def batch_problems(member: Member) -> list[str]:
+    """Whether there is anything to train on."""
+    job, n = member.job, len(member.data)
+    if member.num_batches == 0:
+        return [f"batch_size is {job.batch_size} and data has {n} rows: drop_last leaves no batch; use at most {n}"]
+    if job.loss is not None:
+        return [line for which in ("data", "val") for line in _pair_problems(which, getattr(member, which))]
+    if job.metrics and member.val is not None:
+        return _pair_problems("val", member.val, "metrics take (outputs, targets)")
+    return []
+
+
+def _pair_problems(
+    which: str, view: View | None, why: str = "the loss takes model(*batch[:-1]) and batch[-1]"
+) -> list[str]:
+    if view is None or not isinstance(view.source, TensorSource):
+        return []
+    whole = view.source.whole()
+    if isinstance(whole, (tuple, list)) and len(whole) >= 2:
+        return []
+    return [
+        f"{which} is a {type(whole).__name__}, but {why}; pass (inputs, targets), or set step=(model, batch) -> loss"
+    ]
+
+
+def optimizer_problems(member: Member) -> list[str]:
+    """Build the job's optimizer and schedule, to see that they can be."""
+    job = member.job
+    with draws(member, keep=False):
+        try:
+            optimizer = make_optimizer(job, member.model)
+        except Exception as error:
+            what = describe(error) if not isinstance(error, JobError) else error.lines[0]
+            return [f"building the optimizer with {_settings(job)} raised {what}; change hparams or params"]
+        lines = [
+            f"parameter group {i} has lr {group['lr']!r}; a learning rate must be 0 or more and finite: change params"
+            for i, group in enumerate(optimizer.param_groups)
+            if "lr" in group and not _good_rate(group["lr"])
+        ]
+        if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
+            lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
+        own = {id(p) for p in member.model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            lines.append(
+                "its optimizer has parameters that are not the model's; take them from the model that params= is given"
+            )
+        try:
+            schedule = make_schedule(job, optimizer)
+        except Exception as error:
+            return [*lines, error.lines[0] if isinstance(error, JobError) else f"schedule raised {describe(error)}"]
+    if isinstance(schedule, ReduceLROnPlateau):
+        if job.schedule_every != "epoch":
+            lines.append("its schedule is ReduceLROnPlateau, which goes by epochs; set schedule_every='epoch'")
+        if watched(job).metric == "val_loss" and job.val is None:
+            lines.append("its schedule is ReduceLROnPlateau, which needs a watched value; set val= or stop=")
+    return lines
+
+
+def _settings(job: Job) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in job.hparams.items()) or "its defaults"
+
+
+def warn_of_data(members: list[Member]) -> None:
+    """What can be meant, and so is a warning: one for each data set, naming the first job that has it."""
+    seen: set[int] = set()
+    for member in members:
+        for which, view in (("data", member.data), ("val", member.val)):
+            if view is None or id(view.source) in seen:
+                continue
+            seen.add(id(view.source))
+            count = view.source.num_nan()
+            if count:
+                warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
+            if not view.source.steady:
+                warnings.warn(
+                    f"job {member.name!r}: {which} gives another item when the same row is read again, by something of "
+                    "its own, so that results depend on what else is read; draw from torch's, numpy's or python's "
+                    "random functions, or from a generator that is an attribute of the Dataset",
+                    ShoalWarning,
+                    stacklevel=4,
+                )

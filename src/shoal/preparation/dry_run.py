@@ -1,0 +1,298 @@
+"""One step on a copy, before any training: what would go wrong there is said before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.data.source import TensorSource
+from shoal.engine.members.member import Member, autocast, draws, evaluating, run_step, seeded
+from shoal.engine.members.ownership import build_model
+from shoal.engine.python_state.preserve import preserved
+from shoal.engine.tiers.evaluate import Sheet
+from shoal.errors import describe
+from shoal.jobs.job import RESERVED, Job
+from shoal.utils.numpy_values import plain_number
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What batch norm says about a batch of one."""
+
+
+def likeness(member: Member) -> tuple[Any, ...]:
+    """Members with the same key would see the same dry step: same network, data, loss, batch size."""
+    job, model = member.job, member.model
+    tensors = tuple(
+        (name, tuple(t.shape) if not nn.parameter.is_lazy(t) else None, t.dtype) for name, t in model.named_parameters()
+    )
+    plain = tuple(
+        (
+            name,
+            *sorted(
+                (k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not k.startswith("_")
+            ),
+        )
+        for name, module in model.named_modules()
+    )
+    data = (
+        id(member.data.source),
+        len(member.data),
+        id(member.val.source) if member.val else None,
+        len(member.val) if member.val else 0,
+    )
+    code = (_code(job.loss), _code(job.step), tuple((name, _code(f)) for name, f in job.metrics.items()))
+    return type(model), repr(model), tensors, plain, data, code, job.batch_size, job.drop_last, job.precision
+
+
+def _code(function: Any) -> Any:
+    """Functions are alike when they are the same, or the same code over the same values."""
+    if function is None or not hasattr(function, "__code__"):
+        return id(function)
+    try:
+        cells = tuple(id(cell.cell_contents) for cell in function.__closure__ or ())
+    except ValueError:  # an empty cell
+        return id(function)
+    defaults = tuple(id(value) for value in function.__defaults__ or ())
+    return function.__code__, cells, defaults, id(getattr(function, "__self__", None))
+
+
+def dry_run(member: Member) -> tuple[list[str], set[str]]:
+    """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
+    The member is left as it was; where it cannot be, nothing is tried."""
+    job, n = member.job, member.num_rows
+    sizes = [min(job.batch_size, n)]
+    reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
+    if n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
+        sizes.append(1)
+    roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
+    with draws(member, keep=False), preserved(roots, skip=member.model) as state:
+        if state.unrestorable:  # a dry step would take from it what the first real step should have
+            return [], set()
+        columns: set[str] = set()
+        for size in sizes:
+            lines = step_problems(member, size, size != sizes[0], columns)
+            if lines and step_problems(member, size, size != sizes[0], built=True):
+                return lines, set()
+        if member.val is None:
+            return [], columns
+        lines = _metric_problems(member, columns)
+        return (lines if lines and _metric_problems(member, built=True) else []), columns
+
+
+def stop_problems(member: Member, columns: set[str]) -> list[str]:
+    """Whether a job that may stop early watches something that its history will not have."""
+    stop = member.job.stop
+    if stop is None or not columns or stop.metric in columns:
+        return []
+    known = ", ".join(sorted(columns))
+    return [
+        f"stop watches {stop.metric!r}, which its first step does not give; it gives {known}: use one of these, or "
+        "log it from the first step on, as NaN where it is not known yet"
+    ]
+
+
+def step_problems(
+    member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
+) -> list[str]:
+    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    it logs go to `columns`."""
+    job = member.job
+    model = _twin(member, built)
+    try:
+        batch = member.data.take(0, size)
+    except Exception as error:
+        return read_problems(member, size, error)
+    if member.device.type == "cuda":
+        lines = _index_problems(member)
+        if lines:
+            return lines
+    with torch.enable_grad(), autocast(job, member.device):
+        if job.step is not None:
+            try:
+                loss, logs = run_step(job, model, batch)
+            except Exception as error:
+                return [_raised(member, "step", error, size, short)]
+        else:
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                return [
+                    f"a batch is a {type(batch).__name__}, but the loss takes (*inputs, targets); set step= or collate="
+                ]
+            try:
+                outputs = model(*batch[:-1])
+            except Exception as error:
+                return [_raised(member, "forward", error, size, short)]
+            lines = label_problems(job, outputs, member)
+            if lines:
+                return lines
+            assert job.loss is not None
+            try:
+                loss, logs = job.loss(outputs, batch[-1]), {}
+            except Exception as error:
+                shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
+                return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
+    if columns is not None:
+        columns |= {"loss", *logs}
+    return loss_problems(job, loss, logs)
+
+
+def read_problems(member: Member, size: int, error: Exception) -> list[str]:
+    """Of a first batch that cannot be read. Where only some of its rows cannot be, they end the job when their turn
+    comes; where each can be read and all together cannot, or none can be, it is a mistake."""
+    readable = 0
+    for row in range(size):
+        try:
+            member.data.take(row, row + 1)
+            readable += 1
+        except Exception:
+            continue
+    if 0 < readable < size:
+        return []
+    return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
+
+
+def _twin(member: Member, built: bool = False) -> nn.Module:
+    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again.
+
+    `built`: build it, because a copy did not work: the hooks of a copy may still be closures over the original.
+    """
+    if not built:
+        try:
+            return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
+        except Exception:
+            pass
+    with seeded(member.job.seed, member.device):
+        return build_model(member.job).to(member.device)
+
+
+def _index_problems(member: Member) -> list[str]:
+    """On a GPU an index out of range costs the whole context, so two rows go through a copy on the CPU first."""
+    job = member.job
+    batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, min(2, len(member.data))))
+    try:
+        twin = _twin(member).cpu()
+        if job.step is None:
+            twin(*batch[:-1])
+        else:
+            run_step(job, twin, batch)
+    except IndexError as error:
+        return [f"forward raised {describe(error)} on the first rows; check indices and labels in data"]
+    except Exception:
+        return []  # it may be made for the GPU: the dry step there decides
+    return []
+
+
+def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:
+    job = member.job
+    if ONE_VALUE in str(error):
+        n = len(member.data)
+        if short:
+            return (
+                f"the last batch of an epoch has 1 row (data has {n}, batch_size is {job.batch_size}), and batch norm "
+                "cannot train on one value per channel; set drop_last=True or another batch_size"
+            )
+        return (
+            f"batch_size is {job.batch_size} and data has {n} rows: a batch norm would see a batch of {size}, "
+            "one value per channel; use a larger batch_size"
+        )
+    what = f"a batch of {size} rows" if not short else f"the short last batch of {size} row"
+    return f"{where} raised {describe(error)} on {what}; run it on one batch by itself to see where"
+
+
+def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
+    """What a step must give: a loss of one number that depends on the parameters, and logs of one number each."""
+    what = "loss" if job.step is None else "step"
+    if not isinstance(loss, Tensor):
+        return [
+            f"{what} gave a {type(loss).__name__}; it must give a tensor of one number"
+            + (", or (loss, logs)" if job.step else "")
+        ]
+    if loss.ndim != 0:
+        return [f"{what} gave a tensor of shape {list(loss.shape)}; it must be one number: take its mean"]
+    if not loss.requires_grad:
+        return [
+            f"{what} gave a loss that depends on no trainable parameter; check requires_grad, detach() and no_grad()"
+        ]
+    lines = []
+    for name, value in logs.items():
+        if name in RESERVED:
+            lines.append(f"step logs {name!r}, which is the name of a history column; call it something else")
+        if not isinstance(plain_number(value), (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+            lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
+    return lines
+
+
+def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
+    """For losses that take class numbers: all targets, of data and val, must be below the number of classes."""
+    ignore = _ignored_label(job.loss)
+    if ignore is None or not isinstance(outputs, Tensor) or outputs.ndim == 0:
+        return []
+    classes = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
+    lines = []
+    for which, view in (("data", member.data), ("val", member.val)):
+        if view is None or not isinstance(view.source, TensorSource):
+            continue
+        whole = view.source.whole()
+        targets = whole[-1] if isinstance(whole, (tuple, list)) else None
+        if (
+            not isinstance(targets, Tensor)
+            or targets.is_floating_point()
+            or targets.is_complex()
+            or targets.numel() == 0
+        ):
+            continue
+        if view.index is not None:
+            targets = targets[view.index.to(targets.device)]
+        targets = targets[targets != ignore]
+        if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
+            lines.append(
+                f"{which} has labels from {int(targets.min())} to {int(targets.max())}, but the model gives "
+                f"{classes} classes; use labels 0 to {classes - 1}, or a wider last layer"
+            )
+    return lines
+
+
+def _ignored_label(loss: Any) -> int | None:
+    """The label that the loss leaves out; None where it is not a loss over class numbers."""
+    if loss is F.cross_entropy or loss is F.nll_loss:
+        return -100
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return loss.ignore_index
+    function = getattr(loss, "func", None)  # functools.partial
+    if function is F.cross_entropy or function is F.nll_loss:
+        return int(loss.keywords.get("ignore_index", -100))
+    return None
+
+
+def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
+    """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
+    job = member.job
+    assert member.val is not None
+    size = min(job.batch_size, len(member.val))
+    model, sheet = _twin(member, built), Sheet(job)
+    try:
+        batch = member.val.take(0, size)
+        with evaluating(model), autocast(job, member.device):
+            sheet.add(model, batch)
+    except Exception as error:
+        return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
+    if columns:
+        columns |= {*sheet.sums, *job.metrics}
+    lines = []
+    for name, metric in job.metrics.items():
+        try:
+            value = metric(sheet.outputs[0], batch[-1])
+            if isinstance(value, Tensor) and value.numel() != 1:
+                lines.append(f"metric {name!r} gave a tensor of shape {list(value.shape)}; it must be one number")
+        except (TypeError, AttributeError, NameError) as error:
+            lines.append(f"metric {name!r} raised {describe(error)}; it is called as (outputs, targets)")
+        except Exception:
+            continue
+    return lines
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,245 @@
+"""Callbacks: the user's functions, called with the view of one member after each of its epochs and at its end."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shoal.engine.members.member import Member, seeded
+from shoal.engine.members.ownership import build_model
+from shoal.errors import ShoalError, ShoalWarning, describe
+from shoal.reporting.events import Event, Listener, title
+
+WriteBack = Callable[[], None]
+"""Brings a member's weights from its unit into its model."""
+
+
+class ViewError(ShoalError, RuntimeError):
+    """A view was used after its callback had returned."""
+
+
+class MemberView:
+    """One member as its callback sees it. What it gives are copies: nothing done to them reaches the training."""
+
+    __slots__ = ("_member", "_model", "_open", "_reason", "_write_back")
+
+    def __init__(self, member: Member, write_back: WriteBack | None = None) -> None:
+        self._member = member
+        self._write_back = write_back
+        self._model: nn.Module | None = None
+        self._reason: str | None = None
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"MemberView({self.name!r}, {self.status}, epoch {self.epoch}, step {self.step})"
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self._member.name
+
+    @property
+    def index(self) -> int:
+        """The job's place in the list."""
+        return self._member.index
+
+    @property
+    def owner(self) -> str:
+        """Whose job it is."""
+        return self._member.job.owner
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The optimizer's hyper-parameters, as the job has them."""
+        return dict(self._member.job.hparams)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The job's other settings in short: optimizer, batch_size, seed."""
+        job = self._member.job
+        return {"optimizer": title(job.optimizer), "batch_size": job.batch_size, "seed": job.seed}
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._member.epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._member.step
+
+    @property
+    def status(self) -> str:
+        """running; at its end done, stopped, diverged, failed or cancelled."""
+        return self._member.status
+
+    @property
+    def error(self) -> str | None:
+        """Why it ended, in one line, where there is something to say."""
+        return self._member.error
+
+    @property
+    def tier(self) -> str:
+        """How it is run: stacked, streams or serial."""
+        return self._member.tier
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """A row for every epoch so far."""
+        return [dict(row) for row in self._member.history]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last row of the history; empty before the first."""
+        return dict(self._member.history[-1]) if self._member.history else {}
+
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the network as it is now: the job's own class, on the CPU. Made when it is first asked for."""
+        if self._model is None:
+            self._check("model")
+            if self._write_back is not None:
+                self._write_back()
+            self._model = own_copy(self._member)
+        return self._model
+
+    def stop(self, reason: str = "") -> None:
+        """End this member here, as "stopped"; the reason becomes its `error`. At its end this does nothing more."""
+        self._check("stop()")
+        if self._reason is None:
+            self._reason = str(reason)
+
+    def _check(self, what: str) -> None:
+        if not self._open:
+            raise ViewError(f"{what} of {self.name!r} was asked for after its callback had returned; use it inside")
+
+    def _close(self) -> None:
+        self._open = False
+        self._write_back = None
+
+
+def own_copy(member: Member) -> nn.Module:
+    """A copy of a member's network on the CPU; built anew where it cannot be copied as it is."""
+    try:
+        model = copy.deepcopy(member.model)
+    except Exception:
+        with seeded(member.job.seed, member.device):
+            model = build_model(member.job)
+        model.load_state_dict(member.model.state_dict())
+    return model.to("cpu")
+
+
+Callback = Callable[[MemberView], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a callback ended its member."""
+
+    status: str
+    """stopped or failed."""
+    error: str | None
+    """Why."""
+
+
+class Callbacks:
+    """The callbacks of a run.
+
+    Those with a true attribute `only_watches`, such as `shoal.TensorBoard`, neither ask for the model nor stop anybody:
+    they listen, wherever a member trains, and one that raises is dropped. All others are called by `after` where the
+    member trains, which must be the calling process: their Python has effects that somebody is waiting for.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] | None = None) -> None:
+        given = _checked(callbacks)
+        self._callbacks = [f for f in given if not getattr(f, "only_watches", False)]
+        self._watchers = [f for f in given if getattr(f, "only_watches", False)]
+        self._raised: set[tuple[int, int]] = set()
+        """Callback and member, where the one has raised for the other: it is not called for it again."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any that `after` calls."""
+        return bool(self._callbacks)
+
+    def listeners(self) -> list[Listener]:
+        """Those that only watch."""
+        return [_Watching(callback) for callback in self._watchers]
+
+    def after(self, member: Member, write_back: WriteBack | None = None) -> Ending | None:
+        """Call all of them: after an epoch, while the member's status is "running", and at its end with its last one.
+
+        Returns how it must end, if one of them says so. Once it has had its length only an exception can still say
+        something, and only of a member that ended well.
+        """
+        ending: Ending | None = None
+        for place, callback in enumerate(self._callbacks):
+            if (place, member.index) in self._raised:
+                continue
+            said = _call(callback, member, write_back)
+            if said is not None and said.status == "failed":
+                self._raised.add((place, member.index))
+            if ending is None or (said is not None and said.status == "failed" != ending.status):
+                ending = said
+        if ending is None:
+            return None
+        if ending.status == "stopped":
+            return ending if member.status == "running" and not member.finished() else None
+        if member.status in ("failed", "diverged", "cancelled"):
+            warnings.warn(f"{member.name} ({member.status}): {ending.error}", ShoalWarning, stacklevel=2)
+            return None
+        return ending
+
+
+def _call(callback: Callback, member: Member, write_back: WriteBack | None) -> Ending | None:
+    view = MemberView(member, write_back)
+    try:
+        callback(view)
+    except Exception as error:
+        return Ending("failed", f"the callback {title(callback)} raised {describe(error)}")
+    finally:
+        view._close()
+    return None if view._reason is None else Ending("stopped", view._reason or None)
+
+
+def _checked(callbacks: Any) -> list[Callback]:
+    if callbacks is None:
+        return []
+    if callable(callbacks) or isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+        raise ValueError(f"callbacks is {callbacks!r}; pass a list of functions of a member's view")
+    for callback in callbacks:
+        if not callable(callback):
+            raise ValueError(f"a callback is {callback!r}; pass a function of a member's view")
+        if isinstance(callback, type):
+            raise ValueError(f"a callback is the class {callback.__qualname__}; pass an object of it")
+        if inspect.iscoroutinefunction(callback):
+            raise ValueError(f"the callback {title(callback)} is async, and nobody would wait for it; use a plain def")
+    return list(callbacks)
+
+
+class _Watching:
+    """A callback that only watches, as a listener."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self.__qualname__ = title(callback)
+
+    def __call__(self, event: Event) -> None:
+        if event.member is None or event.kind not in ("epoch", "leave"):
+            return
+        view = MemberView(event.member, None if event.kind == "leave" else self._refuse)
+        try:
+            self._callback(view)
+            if view._reason is not None:
+                self._refuse()
+        finally:
+            view._close()
+
+    def _refuse(self) -> None:
+        raise ViewError(f"{self.__qualname__} has only_watches set: it may not stop a member, nor ask for its model")

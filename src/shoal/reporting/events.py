@@ -1,0 +1,176 @@
+"""What happens in a run, as plain data: the loop tells, listeners listen.
+
+| kind | member | data |
+|---|---|---|
+| start | | jobs, device, plan (as from Plan.to_json()) |
+| join | yes | tier, unit, size; alone_seconds and predicted_bytes where known |
+| turn | | unit, tier, members, batches, seconds, bytes (None where unknown) |
+| epoch | yes | the row of its history |
+| leave | yes | status, error, steps, seconds |
+| preempt | yes | by |
+| split | | unit, reason, sizes |
+| checkpoint | | members, seconds |
+| note | maybe | text |
+| end | | statuses, seconds, riding (members riding on average) |
+
+A turn is told before the epochs and ends that it brought about. A member that has been preempted, or whose unit was
+split, joins again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from shoal.errors import ShoalWarning, describe
+
+if TYPE_CHECKING:
+    from shoal.engine.members.member import Member
+
+KINDS = ("start", "join", "turn", "epoch", "leave", "preempt", "split", "checkpoint", "note", "end")
+_KINDS = frozenset(KINDS)
+
+Wire = tuple[str, float, int | None, dict[str, Any]]
+"""An event on its way between processes: a member is told by its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened."""
+
+    kind: str
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    member: Member | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    """Numbers, strings, lists and dicts."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"an event's kind is {self.kind!r}; use one of {', '.join(KINDS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as plain data; `member` is the job's place in the list, `name` its name."""
+        who = {} if self.member is None else {"member": self.member.index, "name": self.member.name}
+        return {"kind": self.kind, "time": self.time, **who, "data": plain(self.data)}
+
+    def to_json(self) -> str:
+        """`to_dict()` as one line."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def to_wire(self) -> Wire:
+        """What to send to another process."""
+        return self.kind, self.time, None if self.member is None else self.member.index, self.data
+
+    @classmethod
+    def from_wire(cls, wire: Wire, members: Mapping[int, Member]) -> Event:
+        """What another process sent; `members` are this process's own, by their places."""
+        kind, when, index, data = wire
+        return cls(kind, when, None if index is None else members[index], data)
+
+
+def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
+    """An event of this moment.
+
+    >>> happened("checkpoint", members=3, seconds=0.2).data
+    {'members': 3, 'seconds': 0.2}
+    """
+    return Event(kind, time.time(), member, data)
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: NaN and infinities as strings, numbers of one element as numbers, the rest in words."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+        return plain(value.item())
+    return str(value)
+
+
+Listener = Callable[[Event], None]
+"""Given every event of a run, in the calling process."""
+
+
+class Listeners:
+    """Several listeners as one. One that raises is told of once, and hears no more; the training goes on."""
+
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self._listeners = list(listeners)
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def add(self, listener: Listener) -> None:
+        """One more, from now on."""
+        self._listeners.append(listener)
+
+    def __call__(self, event: Event) -> None:
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception as error:
+                self._drop(listener, event, error)
+
+    def _drop(self, listener: Listener, event: Event, error: Exception) -> None:
+        self._listeners = [other for other in self._listeners if other is not listener]
+        text = (
+            f"{title(listener)} raised {describe(error)} at the event {event.kind!r}; "
+            "it hears no more of this run, which goes on"
+        )
+        warnings.warn(text, ShoalWarning, stacklevel=3)
+
+
+def title(thing: object) -> str:
+    """What a function or an object that can be called is named in a message."""
+    return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
+
+
+class JsonLines:
+    """Writes every event to a stream, one JSON object a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __call__(self, event: Event) -> None:
+        self._stream.write(event.to_json() + "\n")
+        self._stream.flush()
+
+
+class Riding:
+    """Counts how many members ride on average: the sum of all rides over the time from the first to the last event.
+
+    Events of several processes may come in any order.
+    """
+
+    def __init__(self) -> None:
+        self._rides = 0.0
+        self._since: dict[int, float] = {}
+        self._first, self._last = math.inf, -math.inf
+
+    def __call__(self, event: Event) -> None:
+        self._first, self._last = min(self._first, event.time), max(self._last, event.time)
+        if event.member is None:
+            return
+        index = event.member.index
+        if event.kind in ("leave", "preempt", "join") and index in self._since:
+            self._rides += event.time - self._since.pop(index)
+        if event.kind == "join":
+            self._since[index] = event.time
+
+    def average(self, now: float | None = None) -> float:
+        """Members riding, on average, until `now` (by default the last event)."""
+        last = self._last if now is None else now
+        if not last > self._first:
+            return 0.0
+        return (self._rides + sum(last - since for since in self._since.values())) / (last - self._first)

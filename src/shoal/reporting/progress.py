@@ -1,0 +1,323 @@
+"""Progress of a run: a live table in a terminal or notebook, plain lines elsewhere, nothing when it is off."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from shoal.engine.members.member import Member
+from shoal.reporting._tally import Pack, Tally
+from shoal.reporting.events import Event
+from shoal.utils.tables import duration, size
+
+LINE_EVERY = 5.0
+"""Seconds between plain lines, so that a log stays short."""
+LIVE_EVERY = 0.1
+"""Seconds between two pictures of a live display, at least."""
+MOST_OF_TIME = 0.02
+"""The part of the time that drawing may take: after a slow picture the next one waits longer."""
+MOST_ROWS = 10
+"""Packs shown one by one; the others are told in one row."""
+
+
+class Progress:
+    """Follows a run: given its events, or each member after an epoch and at its end. This one says nothing."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def __call__(self, told: Member | Event) -> None:
+        """An event; or a member that has ended an epoch or left."""
+
+
+class _Counting(Progress):
+    """Keeps a tally, and shows it now and then."""
+
+    every: float
+
+    def __init__(self, members: list[Member]) -> None:
+        self.tally = Tally(members)
+        self._due = self.tally.clock() + self.every
+
+    def __call__(self, told: Member | Event) -> None:
+        tally = self.tally
+        if isinstance(told, Event):
+            tally(told)
+        else:
+            tally.tell(told)
+        now = tally.clock()
+        if now >= self._due or (len(tally.ended) == len(tally.members) and self._last(told)):
+            self._show(now)
+
+    def _last(self, told: Member | Event) -> bool:
+        """Whether this was the last member's end; after it no more may come."""
+        return told.kind == "leave" if isinstance(told, Event) else told.status != "running"
+
+    def _show(self, now: float) -> None:
+        self.show()
+        self._due = now + max(self.every, (self.tally.clock() - now) / MOST_OF_TIME)
+
+    def show(self) -> None:
+        raise NotImplementedError
+
+
+class Lines(_Counting):
+    """Plain lines on stderr, some seconds apart."""
+
+    every = LINE_EVERY
+
+    def show(self) -> None:
+        print(f"shoal: {line(self.tally)}", file=sys.stderr, flush=True)
+
+
+class Live(_Counting):
+    """A table that is drawn again and again on a terminal."""
+
+    every = LIVE_EVERY
+
+    def __init__(self, members: list[Member], console: Any = None) -> None:
+        from rich.console import Console
+        from rich.live import Live as RichLive
+
+        super().__init__(members)
+        console = console or Console(stderr=sys.stderr.isatty())
+        self.live = RichLive(console=console, auto_refresh=False, vertical_overflow="ellipsis")
+
+    def __enter__(self) -> Progress:
+        self.live.start()
+        self.show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.show()
+        self.live.stop()
+
+    def show(self) -> None:
+        self.live.update(picture(self.tally), refresh=True)
+
+
+class Notebook(_Counting):
+    """The same table in a notebook's cell."""
+
+    every = 0.5
+
+    def __init__(self, members: list[Member]) -> None:
+        import rich  # noqa: F401  # without it there are plain lines
+        from IPython.display import display
+
+        super().__init__(members)
+        self._display: Any = display
+        self._handle: Any = None
+
+    def __enter__(self) -> Progress:
+        self._handle = self._display(self._bundle(), raw=True, display_id=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.show()
+
+    def show(self) -> None:
+        if self._handle is not None:
+            self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        import io
+
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+        console.print(picture(self.tally))
+        page = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>", clear=False)
+        return {"text/html": page, "text/plain": console.export_text()}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is told of one pack, or of several together."""
+
+    pack: str
+    tier: str
+    members: int
+    speed: float | None
+    """Optimizer steps a second, of all members together, while it has its turn."""
+    gain: float | None
+    """Times faster than the members one after another."""
+    bytes: float | None
+    predicted: float | None
+    left: float
+    """Seconds; NaN where nothing can be said."""
+
+    def cells(self) -> list[str]:
+        """The row in words."""
+        return [
+            self.pack,
+            self.tier,
+            str(self.members),
+            "-" if self.speed is None else number(self.speed),
+            "-" if self.gain is None else f"{self.gain:.1f}x",
+            memory(self.bytes, self.predicted) or "-",
+            "-" if math.isnan(self.left) else duration(self.left),
+        ]
+
+
+HEAD = ("pack", "tier", "members", "steps/s", "gain", "memory", "left")
+
+
+def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
+    """The packs, largest first. Members that ride alone share a row, and so do packs past `most`."""
+    now = tally.clock()
+    several = [pack for pack in tally.packs.values() if pack.tier != "serial"]
+    alone = [pack for pack in tally.packs.values() if pack.tier == "serial"]
+    several.sort(key=len, reverse=True)
+    out = [together([pack], str(pack.label), now) for pack in several[:most]]
+    if len(several) > most:
+        out.append(together(several[most:], f"{len(several) - most} more", now))
+    if alone:
+        out.append(together(alone, str(alone[0].label) if len(alone) == 1 else f"{len(alone)} alone", now))
+    return out
+
+
+def together(packs: list[Pack], name: str, now: float) -> Row:
+    """Packs as one row: they take turns, so speed and gain are over the sum of their turns."""
+    turns = [pack for pack in packs if pack.seconds > 0]
+    seconds = sum(pack.seconds for pack in turns)
+    steps = sum(pack.work / pack.accumulate for pack in turns)
+    gains = [(pack.gain, pack.seconds) for pack in turns]
+    known = [gain * spent for gain, spent in gains if gain is not None]
+    return Row(
+        pack=name,
+        tier=packs[0].tier if len({pack.tier for pack in packs}) == 1 else "mixed",
+        members=sum(map(len, packs)),
+        speed=steps / seconds if seconds else None,
+        gain=sum(known) / seconds if known and len(known) == len(turns) else None,
+        bytes=_sum([pack.bytes for pack in packs]),
+        predicted=_sum([pack.predicted for pack in packs]),
+        left=max((x for pack in packs if not math.isnan(x := pack.seconds_left(now))), default=math.nan),
+    )
+
+
+def _sum(values: list[Any]) -> float | None:
+    return None if any(value is None for value in values) else float(sum(values))
+
+
+def line(tally: Tally) -> str:
+    """All of it in one line."""
+    return ", ".join([percent(tally.share), *counts(tally), *speeds(tally), *rest(tally)])
+
+
+def percent(share: float) -> str:
+    """Whole percents that are done.
+
+    >>> percent(0.996)
+    ' 99%'
+    """
+    return f"{math.floor(share * 100 + 1e-9):3d}%"
+
+
+def counts(tally: Tally) -> Iterator[str]:
+    """How many members have ended, ride and wait, bit by bit."""
+    yield f"{len(tally.ended)}/{len(tally.members)} ended"
+    if (losses := tally.loss_range()) is not None:
+        yield f"loss {losses[0]:.4g} to {losses[1]:.4g}"
+    for status in ("diverged", "failed", "cancelled"):
+        if count := tally.counts.get(status):
+            yield f"{count} {status}"
+    if tally.packs:
+        yield f"{tally.riding} riding in {len(tally.packs)} pack{'s' * (len(tally.packs) != 1)}"
+    if tally.waiting and tally.joins:
+        yield f"{len(tally.waiting)} waiting"
+
+
+def speeds(tally: Tally) -> Iterator[str]:
+    """How fast all packs are together, and what they hold."""
+    if not tally.packs:
+        return
+    whole = together(list(tally.packs.values()), "", tally.clock())
+    if whole.speed is not None:
+        yield f"{number(whole.speed)} steps/s"
+    if whole.gain is not None:
+        yield f"{whole.gain:.1f}x alone"
+    if told := memory(whole.bytes, whole.predicted):
+        yield told
+
+
+def rest(tally: Tally) -> Iterator[str]:
+    """The time that is left, where something can be said."""
+    if tally.left and not math.isnan(seconds := tally.seconds_left()):
+        yield f"{duration(seconds)} left"
+
+
+BAR = 40
+
+
+def picture(tally: Tally) -> Any:
+    """All of it for a terminal: a bar with the time, a table of packs, and the counts.
+
+    One text rather than rich's own table and bar, which take ten times as long to draw.
+    """
+    from rich.text import Text
+
+    full = round(BAR * tally.share)
+    text = Text("training ", no_wrap=True, overflow="ellipsis")
+    text.append("━" * full, style="green").append("━" * (BAR - full), style="dim")
+    spent = f"after {duration(tally.clock() - tally.began)}"
+    text.append(f" {', '.join([f'{percent(tally.share)} {spent}', *rest(tally)])}\n")
+    if tally.packs:
+        head, *lines = columns([list(HEAD), *(row.cells() for row in rows(tally))])
+        text.append(head + "\n", style="bold").append("".join(f"{line}\n" for line in lines))
+    text.append(", ".join(counts(tally)))
+    if tally.note:
+        text.append(f"\n{tally.note}", style="dim")
+    return text
+
+
+def columns(cells: list[list[str]]) -> list[str]:
+    """Rows of a table, names flush left and numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    ]
+
+
+def memory(measured: float | None, predicted: float | None) -> str:
+    """Bytes measured, and what had been predicted."""
+    if measured is None:
+        return "" if predicted is None else f"{size(predicted)} predicted"
+    return size(measured) + ("" if predicted is None else f" ({size(predicted)} predicted)")
+
+
+def number(value: float) -> str:
+    """A speed as people read it.
+
+    >>> number(0.213), number(31.4), number(12345.6)
+    ('0.21', '31.4', '12,346')
+    """
+    return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def progress_for(members: list[Member], wanted: bool) -> Progress:
+    """The progress that suits where we are."""
+    if not wanted:
+        return Progress()
+    try:
+        if "ipykernel" in sys.modules:
+            return Notebook(members)
+        if sys.stderr.isatty() or sys.stdout.isatty():
+            return Live(members)
+    except ImportError:
+        pass
+    return Lines(members)

@@ -1,0 +1,52 @@
+"""The whole network between rounds: evaluated, and where parts send gradients, stepped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data import View
+from shoal.engine.members.member import autocast, evaluating, make_optimizer, seeded
+from shoal.engine.tiers.evaluate import Sheet
+from shoal.jobs.job import Job
+from shoal.split.core.moments import load_moments, moments_of
+from shoal.split.core.parts import Tensors
+from shoal.split.core.state import State
+from shoal.split.executors.local import set_rates
+from shoal.split.methods.renorm import device_of
+
+
+def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dict[str, float]:
+    """val_loss and metrics of a network, over all validation rows; it is left where it was."""
+    sheet, home = Sheet(job), device_of(model)
+    model.to(device)
+    with seeded(job.seed, device), evaluating(model), autocast(job, device):
+        for batch in val.feed(job.batch_size):
+            sheet.add(model, batch)
+        found = sheet.values()
+    model.to(home)
+    return found
+
+
+class Follower:
+    """The job's optimizer on the whole network: it follows the mean of the gradients that parts send."""
+
+    def __init__(self, job: Job, model: nn.Module, state: State) -> None:
+        self.job, self.model, self.state = job, model, state
+        for name, parameter in model.named_parameters():
+            parameter.data = state.tensors[name]
+        self.optimizer = make_optimizer(job, model)
+        self.base = [group.get("lr") for group in self.optimizer.param_groups]
+        load_moments(self.optimizer, model, state.moments)
+        self.trained = {name for name, _ in model.named_parameters()}
+
+    def step(self, gradients: Tensors, step: int, steps_per_epoch: int) -> None:
+        """One step of the job's optimizer, clipped as the job says."""
+        set_rates(self.job, self.optimizer, self.base, step, steps_per_epoch)
+        for name, parameter in self.model.named_parameters():
+            gradient: Tensor | None = gradients.get(name)
+            parameter.grad = gradient
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        self.state.moments = moments_of(self.optimizer, self.model)

@@ -1,0 +1,62 @@
+"""Mistakes that can be seen before the first round: a JobError with a line for each, and nothing runs."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.engine.members.member import Member, draws, make_optimizer, names, needs_closure
+from shoal.engine.python_state.preserve import preserved
+from shoal.errors import JobError
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
+from shoal.preparation.dry_run import step_problems
+
+
+def checked(job: Job) -> Member:
+    """The job, built on the CPU. JobError unless it can be trained, and trained in parts."""
+    (member,) = prepare([job], torch.device("cpu"))
+    lines = split_problems(job, member)
+    if lines:
+        raise JobError(*(f"job {names([job])[0]!r}: {line}" for line in lines))
+    return member
+
+
+def split_problems(job: Job, member: Member) -> list[str]:
+    """What a job may ask for, but not under a split."""
+    lines = []
+    if job.schedule is not None and not _is_factor(job):
+        lines.append("its schedule is a torch scheduler, which counts its own steps; under a split use step -> factor")
+    if job.precision == "fp16":
+        lines.append("precision is 'fp16', whose loss scale has no place to travel with; under a split use 'bf16'")
+    with draws(member, keep=False):
+        optimizer = make_optimizer(job, member.model)
+    if needs_closure(optimizer):
+        kind = type(optimizer).__name__
+        lines.append(f"{kind} evaluates the loss itself and cannot be split; use SGD, Adam or another optimizer")
+    return lines
+
+
+def shard_problems(member: Member, workers: int) -> None:
+    """JobError where a shard's epoch ends in a batch of one row that the network cannot train on."""
+    job, rows = member.job, len(member.data)
+    ends = [len(range(shard, rows, workers)) % job.batch_size for shard in range(workers)]
+    if 1 not in ends or job.drop_last or job.batch_size == 1:
+        return
+    roots = {"step": job.step, "loss": job.loss, "model": member.model}
+    with draws(member, keep=False), preserved(roots, skip=member.model):
+        if not step_problems(member, 1, short=True):
+            return
+    raise JobError(
+        f"job {member.name!r}: the last batch of an epoch has 1 row (a shard of {workers} has "
+        f"{len(range(ends.index(1), rows, workers))}, batch_size is {job.batch_size}), and the network cannot train "
+        "on one row; set drop_last=True, another batch_size, or another number of workers"
+    )
+
+
+def _is_factor(job: Job) -> bool:
+    assert job.schedule is not None
+    try:
+        float(job.schedule(0))
+    except Exception:  # a maker of schedulers fails on a number in any way it likes
+        return False
+    return True

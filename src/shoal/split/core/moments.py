@@ -1,0 +1,85 @@
+"""Optimizer state as named tensors, so that it is cut, sent and merged like the weights that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.split.core.parts import Slice, Tensors
+
+
+def moments_of(optimizer: Optimizer, network: nn.Module) -> Tensors:
+    """What the optimizer keeps for each parameter: "<parameter>/<name>" -> tensor, numbers as tensors too."""
+    places = {id(parameter): place for place, parameter in enumerate(_parameters(optimizer))}
+    state = {places[id(parameter)]: kept for parameter, kept in optimizer.state.items() if id(parameter) in places}
+    return moments_in(state, order_of(optimizer, network))
+
+
+def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str, Tensor]) -> None:
+    """Let the optimizer go on from these, which must be of its parameters' shapes."""
+    if not moments:
+        return
+    state = state_of(moments, order_of(optimizer, network))
+    state = {place: {name: value.clone() for name, value in kept.items()} for place, kept in state.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def order_of(optimizer: Optimizer, network: nn.Module) -> list[str]:
+    """The names of the optimizer's parameters, in its order; one that is not the network's: ""."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return [names.get(id(parameter), "") for parameter in _parameters(optimizer)]
+
+
+def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+    """Moments as an optimizer's state_dict has them, by the places of its parameters."""
+    kept: dict[str, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        parameter, _, name = key.rpartition("/")
+        kept.setdefault(parameter, {})[name] = value
+    return {place: kept[name] for place, name in enumerate(order) if name in kept}
+
+
+def moments_in(state: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> Tensors:
+    """The reverse of `state_of`: "<parameter>/<name>" -> tensor."""
+    found: Tensors = {}
+    for place, kept in state.items():
+        for name, value in kept.items():
+            if isinstance(value, (Tensor, float, int)) and order[place]:
+                found[f"{order[place]}/{name}"] = torch.as_tensor(value).detach()
+    return found
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def moment_slice(piece: Slice, weight: torch.Size, moment: torch.Size) -> Slice | None:
+    """Where a part's moment lies in the whole network's: as its weight does, along the dimensions they share.
+
+    None where it cannot be cut like its weight: then it does not travel.
+    """
+    if piece.whole or not moment:
+        return Slice(piece.name)
+    if len(moment) != len(weight) or any(m not in (1, w) for m, w in zip(moment, weight, strict=True)):
+        return None
+    kept = zip(piece.index, moment, weight, strict=False)
+    return Slice(piece.name, tuple(rows if m == w else None for rows, m, w in kept))
+
+
+def whole_shape(piece: Slice, weight: torch.Size, cut: tuple[int, ...], moment: torch.Size) -> torch.Size | None:
+    """The shape of the whole network's moment, from a part's; None where it is not cut like its weight.
+
+    >>> rows = Slice("w", (torch.tensor([0, 2]),))
+    >>> whole_shape(rows, torch.Size([4, 3]), (2, 3), torch.Size([2, 1]))
+    torch.Size([4, 1])
+    """
+    if piece.whole or not moment:
+        return moment
+    if len(moment) != len(weight) or any(m not in (1, c) for m, c in zip(moment, cut, strict=True)):
+        return None
+    return torch.Size(w if m == c else m for m, c, w in zip(moment, cut, weight, strict=True))

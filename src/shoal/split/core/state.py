@@ -1,0 +1,282 @@
+"""The whole network while it is trained in parts: pieces are taken from it, and what came of them is put back.
+
+A commit is the same bit for bit wherever the parts were trained: sums are taken in the order of the parts, and a block
+with one owner is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal.errors import SplitError
+from shoal.split.core.moments import moment_slice, whole_shape
+from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
+
+_CPU = torch.device("cpu")
+Slices = Mapping[str, Slice]
+Piece = tuple[Slice, Tensor, float]
+"""Where it lies, what came back, and how much it counts."""
+
+
+class State:
+    """The whole network's parameters, buffers and optimizer moments, where the parts are trained, or on the CPU.
+
+    >>> state = State.of(nn.Linear(2, 1, bias=False))
+    >>> piece = {"weight": Slice("weight", (None, torch.tensor([1])))}
+    >>> task = state.task(0, Part(number=0), piece)
+    >>> state.commit([task.part], [piece], [Outcome(round=0, number=0, tensors={"weight": torch.full((1, 1), 7.0)})])
+    >>> state.tensors["weight"][0, 1]
+    tensor(7.)
+    """
+
+    def __init__(
+        self, tensors: Tensors, moments: Tensors | None = None, fill: Mapping[str, float] | None = None
+    ) -> None:
+        self.tensors = tensors
+        self.moments: Tensors = dict(moments or {})
+        """ "<parameter>/<name>" -> tensor. What no part has touched yet is zero, or `fill` by name."""
+        self._fill = dict(fill or {})
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """Rows of slices and the same on the device, by id: of one round, since parts share them."""
+
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module,
+        companions: Tensors | None = None,
+        fill: Mapping[str, float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> State:
+        """Copies of all that a network has, tied weights once, under their first name; and of what trains beside it."""
+        held = {**tensors_of(network), **(companions or {})}
+        return cls({name: tensor.detach().to(device, copy=True) for name, tensor in held.items()}, fill=fill)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.moments.values()))
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def task(
+        self, number: int, part: Part, slices: Slices, *, moments: bool = True, extras: Tensors | None = None
+    ) -> Task:
+        """A part with what it starts from: copies, which nothing that happens here changes."""
+        tensors = {name: self._near(piece).take(self._whole(piece)) for name, piece in slices.items()}
+        kept: Tensors = {}
+        known = self._moments_by_owner() if moments else {}
+        for name, piece in slices.items():
+            for key, moment in known.get(piece.name, {}).items():
+                place = moment_slice(piece, self._whole(piece).shape, moment.shape)
+                if place is not None:
+                    kept[f"{name}/{key}"] = self._near(place).take(moment)
+        return Task(round=number, part=part, tensors=tensors, moments=kept, extras=extras or {})
+
+    def load_into(self, network: nn.Module) -> None:
+        """Give a network of the same names the whole's weights and buffers."""
+        load_tensors(network, {name: self.tensors[name] for name in tensors_of(network)})
+
+    def _whole(self, piece: Slice) -> Tensor:
+        try:
+            return self.tensors[piece.name]
+        except KeyError:
+            raise SplitError(f"a part has a slice of {piece.name!r}; the network has no tensor of that name") from None
+
+    def _moments_by_owner(self) -> dict[str, Tensors]:
+        found: dict[str, Tensors] = {}
+        for key, moment in self.moments.items():
+            owner, _, name = key.rpartition("/")
+            found.setdefault(owner, {})[name] = moment
+        return found
+
+    def _near(self, piece: Slice) -> Slice:
+        """A slice whose rows are where the state is: they are sent there once in a round."""
+        device = next((tensor.device for tensor in self.tensors.values()), _CPU)
+        if device.type == "cpu" or not piece.index:
+            return piece
+        return Slice(piece.name, tuple(None if rows is None else self._sent(rows, device) for rows in piece.index))
+
+    def _near_all(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+        return [(self._near(place), value.to(device), weight) for place, value, weight in pieces]
+
+    def _sent(self, rows: Tensor, device: torch.device) -> Tensor:
+        if id(rows) not in self._rows:
+            self._rows[id(rows)] = (rows, rows.to(device, non_blocking=True))
+        return self._rows[id(rows)][1]
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def commit(self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None]) -> None:
+        """Take in what came back: for each element the mean over the parts that own it, in their order.
+
+        One owner: an exact copy. None, or only parts that were lost or had no steps: it keeps its value. Whole numbers
+        (counters) and an optimizer's step counts: the largest.
+        """
+        pieces: dict[str, list[Piece]] = {}
+        moments: dict[str, list[Piece]] = {}
+        for part, own, outcome in zip(parts, slices, outcomes, strict=True):
+            if outcome is None or not part.steps:
+                continue
+            for name, value in outcome.tensors.items():
+                pieces.setdefault(own[name].name, []).append((own[name], value, 1.0))
+            for key, value in outcome.moments.items():
+                self._place_moment(own, key, value, moments)
+        self._merge(self.tensors, pieces)
+        self._merge(self.moments, moments)
+        self._rows = {}
+
+    def _merge(self, into: Tensors, pieces: Mapping[str, list[Piece]]) -> None:
+        """Write pieces into the tensors that they belong to; those that nobody shares are copied."""
+        known: dict[tuple[int, ...], bool] = {}
+        for name, found in pieces.items():
+            near = self._near_all(found, into[name].device)
+            if disjoint([place for place, _, _ in found], known):
+                for place, value, _ in near:
+                    place.put(into[name], value)
+            else:
+                merge_(into[name], near, largest=into is self.moments and name.endswith("/step"))
+
+    def _place_moment(self, own: Slices, key: str, value: Tensor, found: dict[str, list[Piece]]) -> None:
+        parameter, _, name = key.rpartition("/")
+        piece = own[parameter]
+        weight, whole = self._whole(piece), f"{piece.name}/{name}"
+        shape = whole_shape(piece, weight.shape, piece.shape(weight.shape), value.shape)
+        if shape is None:
+            return
+        if whole not in self.moments:
+            begun = torch.full(shape, self._fill.get(name, 0.0), dtype=value.dtype, device=value.device)
+            self.moments[whole] = begun
+        place = moment_slice(piece, weight.shape, self.moments[whole].shape)
+        if place is not None:
+            found.setdefault(whole, []).append((place, value, 1.0))
+
+    def gradients(
+        self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None], trained: set[str]
+    ) -> Tensors:
+        """The mean of the gradients that came back, each counted by its rows: the gradient of all rows at once.
+
+        What is not in `trained` (buffers) is committed as it is.
+        """
+        pieces: dict[str, list[Piece]] = {}
+        for part, own, outcome in zip(parts, slices, outcomes, strict=True):
+            if outcome is None or not part.steps:
+                continue
+            for name, value in outcome.tensors.items():
+                pieces.setdefault(own[name].name, []).append((own[name], value, float(outcome.rows)))
+        found: Tensors = {}
+        for name, own_pieces in pieces.items():
+            near = self._near_all(own_pieces, self.tensors[name].device)
+            if name in trained:
+                found[name] = torch.zeros_like(self.tensors[name])
+                merge_(found[name], near)
+            else:
+                merge_(self.tensors[name], near)
+        self._rows = {}
+        return found
+
+    # --- for a checkpoint -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain data and tensors on the CPU."""
+        return {
+            "tensors": {name: tensor.cpu() for name, tensor in self.tensors.items()},
+            "moments": {name: tensor.cpu() for name, tensor in self.moments.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Be where `state()` was taken."""
+        if set(state["tensors"]) != set(self.tensors):
+            odd = sorted(set(state["tensors"]) ^ set(self.tensors))[0]
+            raise SplitError(f"the checkpoint and the network do not agree about {odd!r}; put the code back as it was")
+        where = {name: tensor.device for name, tensor in self.tensors.items()}
+        self.tensors = {name: tensor.to(where[name]) for name, tensor in state["tensors"].items()}
+        self.moments = {
+            name: tensor.to(where[name.rpartition("/")[0]] if tensor.dim() else _CPU)
+            for name, tensor in state["moments"].items()
+        }
+
+
+def tensors_of(network: nn.Module) -> Tensors:
+    """A network's parameters and buffers by name; tied ones once."""
+    found = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    lazy = next((name for name, tensor in found.items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise SplitError(f"{lazy!r} has no shape yet; run one batch through the network before it is split")
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+@torch.no_grad()
+def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put these values into a network that has these names and shapes."""
+    own = tensors_of(network)
+    if own.keys() != tensors.keys():
+        odd = sorted(own.keys() ^ tensors.keys())[0]
+        where = "the network but not among the slices" if odd in own else "the slices but not in the network"
+        raise SplitError(f"{odd!r} is in {where}; a part's network and its slices must have the same names")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            shapes = f"{list(tensor.shape)} in the part's network and {list(tensors[name].shape)} in its slice"
+            raise SplitError(f"{name!r} has shape {shapes}; they must agree")
+        tensor.copy_(tensors[name])
+
+
+def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> bool:
+    """Whether no two of these share an element, because no two share a row of some dimension.
+
+    `known` remembers what was found about rows, which many tensors have in common.
+    """
+    for rows in zip(*(place.index for place in places), strict=False):
+        if any(own is None for own in rows):
+            continue
+        key = tuple(map(id, rows))
+        if key not in known:
+            every = torch.cat(rows)
+            known[key] = int(every.bincount().max()) == 1 if len(every) else True
+        if known[key]:
+            return True
+    return False
+
+
+@torch.no_grad()
+def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> None:
+    """Write pieces into the whole, in place: the mean where several own an element, weighted by how much each counts.
+
+    Whole numbers, or with `largest`: the largest instead. What all owners agree on keeps its bits: a sum of equal
+    numbers, divided, may be another one.
+    """
+    if len(pieces) == 1:
+        pieces[0][0].put(whole, pieces[0][1])
+        return
+    if largest or not (whole.is_floating_point() or whole.is_complex()):
+        _largest_(whole, pieces)
+        return
+    wide = whole.dtype if whole.dtype not in (torch.float16, torch.bfloat16) else torch.float32
+    total = torch.zeros_like(whole, dtype=wide)
+    owners = torch.zeros_like(whole, dtype=wide if not wide.is_complex else torch.float64)
+    equal = len({weight for _, _, weight in pieces}) == 1
+    first, agreed = torch.zeros_like(whole, dtype=wide), torch.ones_like(whole, dtype=torch.bool)
+    for place, value, _ in reversed(pieces):
+        place.put(first, value.to(wide))
+    for place, value, weight in pieces:
+        weight = 1.0 if equal else weight
+        place.put(agreed, place.take(agreed) & (place.take(first) == value.to(wide)))
+        place.put(total, place.take(total) + (value.to(wide) if weight == 1.0 else value.to(wide) * weight))
+        place.put(owners, place.take(owners) + weight)
+    owned = owners > 0
+    mean = torch.where(agreed, first, total / owners.masked_fill(~owned, 1.0))
+    whole.copy_(torch.where(owned, mean, whole.to(wide)))
+
+
+def _largest_(whole: Tensor, pieces: Sequence[Piece]) -> None:
+    first, *others = pieces
+    first[0].put(whole, first[1])
+    seen = torch.zeros_like(whole, dtype=torch.bool)
+    first[0].put(seen, torch.ones_like(first[1], dtype=torch.bool))
+    for place, value, _ in others:
+        now = place.take(whole)
+        place.put(whole, torch.where(place.take(seen), torch.maximum(now, value), value))
+        place.put(seen, torch.ones_like(value, dtype=torch.bool))

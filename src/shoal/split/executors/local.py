@@ -1,0 +1,191 @@
+"""A task carried out: the plain loop, on the part's own network and the part's own rows.
+
+What comes of it depends on the task and the job alone: the network is built anew, its weights and optimizer state are
+the task's, its rows are a pure function of (shard, start), its random draws follow the part's seed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.data import View
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import autocast, counted, make_optimizer, number, seeded
+from shoal.jobs.job import Job
+from shoal.split.core.masks import Masks
+from shoal.split.core.memory import Meter, step_of
+from shoal.split.core.method import Method
+from shoal.split.core.moments import load_moments, moments_of
+from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.core.reading import Reading
+from shoal.split.core.state import load_tensors, tensors_of
+
+CPU = torch.device("cpu")
+
+
+def carry_out(
+    job: Job,
+    method: Method,
+    task: Task,
+    device: torch.device,
+    data: View,
+    *,
+    private: bool = False,
+    home: torch.device = CPU,
+) -> Outcome:
+    """Train a part as its task says, on this device; `data` is the job's, opened there; `home`: where its weights go.
+
+    With `private` the data is the part's own shard and nothing else. A loss or a weight that is not finite ends it:
+    the outcome then has no tensors, and its last loss says why.
+    """
+    part, job = task.part, method.job(job, task.part)
+    if not part.steps:
+        return Outcome(round=task.round, number=part.number, tensors={})
+    meter = Meter(method, task, device)
+    with seeded(part.seed, device):
+        network = method.network(part).to(device)
+        load_tensors(network, task.tensors)
+        torch.manual_seed(part.seed)
+        hand = _Hand(job, method, part, network, device)
+        load_moments(hand.optimizer, network, task.moments)
+        started = time.perf_counter()
+        reading = Reading(job, len(data), part.shard, private)
+        hand.train(reading, method.batches(task, _read(reading, data, part)), meter)
+        losses = torch.stack(hand.losses).double().tolist()
+        seconds = time.perf_counter() - started
+    fine = all(math.isfinite(loss) for loss in losses)
+    tensors = {name: value.to(home) for name, value in hand.found().items()} if fine else {}
+    if not all_finite(tensors):
+        tensors, losses = {}, [*losses[:-1], math.nan]
+    extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in hand.logs.items()}
+    if tensors:
+        extras |= method.yields(task, network, lambda: method.batches(task, _read(reading, data, part)))
+    return Outcome(
+        round=task.round,
+        number=part.number,
+        tensors=tensors,
+        moments=at_home(hand.moments(), home)
+        if tensors and method.merge == "weights" and method.moments == "travel"
+        else {},
+        extras={name: value.cpu() for name, value in extras.items()},
+        losses=tuple(losses),
+        rows=hand.rows,
+        seconds=seconds,
+        peak_bytes=meter.peak(network),
+    )
+
+
+def diverged(outcome: Outcome | None) -> bool:
+    """Whether a part was trained and came to nothing."""
+    return outcome is not None and bool(outcome.losses) and not math.isfinite(sum(outcome.losses))
+
+
+class _Hand:
+    """A part's network with what trains it."""
+
+    def __init__(self, job: Job, method: Method, part: Part, network: nn.Module, device: torch.device) -> None:
+        self.job, self.method, self.part, self.network, self.device = job, method, part, network, device
+        self.optimizer = make_optimizer(job, network)
+        self.base = [group.get("lr") for group in self.optimizer.param_groups]
+        self.step_of = step_of(job, method, part)
+        self.masks = Masks(network, method.returns(part)) if part.learn is not None else None
+        self.losses: list[Tensor] = []
+        self.logs: dict[str, list[float]] = {}
+        self.rows = 0
+
+    def train(self, reading: Reading, read: Iterator[Any], meter: Meter) -> None:
+        first, batches = reading.step_at(self.part.start), 0
+        for index, (_, group) in enumerate(reading.groups(self.part.start, self.part.steps)):
+            set_rates(self.job, self.optimizer, self.base, first + index, reading.steps)
+            with meter.at(index, self.part.steps, self.network, self.optimizer):
+                self._step(list(islice(read, len(group))), batches)
+            batches += len(group)
+
+    def _step(self, group: list[Any], batches: int) -> None:
+        """One optimizer step over a group of batches; where gradients are what is wanted, without the step itself."""
+        self.optimizer.zero_grad()
+        self.network.zero_grad()  # parameters that the optimizer does not have
+        found = []
+        for place, batch in enumerate(group):
+            with _drawing(self.part.seed, self.device, batches + place):
+                with autocast(self.job, self.device):
+                    loss, logs = self.step_of(self.network, batch)
+                (loss / len(group) if len(group) > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            found.append(loss.detach())
+            self.rows += batch_rows(batch)
+            for name, value in logs.items():
+                self.logs.setdefault(name, []).append(number(value))
+        self.losses.append(torch.stack(found).mean() if len(found) > 1 else found[0])
+        if self.method.merge == "gradients":
+            return
+        if self.masks is not None:
+            self.masks.gradients()
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.network.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        if self.masks is not None:
+            self.masks.weights()
+
+    def found(self) -> Tensors:
+        """What goes back: weights or gradients, and buffers."""
+        own = tensors_of(self.network)
+        if self.method.merge == "gradients":
+            grads = {name: p.grad for name, p in self.network.named_parameters()}
+            own = {name: grads.get(name, value) for name, value in own.items()}  # type: ignore[misc]
+        if self.part.learn is not None:
+            own = {name: piece.take(own[name]) for name, piece in self.method.returns(self.part).items()}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def moments(self) -> Tensors:
+        """The optimizer's state of what goes back."""
+        found = moments_of(self.optimizer, self.network)
+        if self.masks is not None:
+            found = self.masks.moments(found)
+        return found
+
+
+def at_home(moments: Tensors, home: torch.device) -> Tensors:
+    """Moments where the state is; numbers (an optimizer's step count) on the CPU, where optimizers want them."""
+    return {name: value.to(home) if value.dim() else value.cpu() for name, value in moments.items()}
+
+
+def all_finite(tensors: Tensors) -> bool:
+    """Whether all numbers are; a device is asked once."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point()]
+    return not found or bool(torch.stack(found).all())
+
+
+def _read(reading: Reading, data: View, part: Part) -> Iterator[Any]:
+    """A part's batches. Their order is found now, before a step is watched: it is not what training holds."""
+    found = [(epoch, rows) for epoch, group in reading.groups(part.start, part.steps) for rows in group]
+    return (data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch) for epoch, rows in found)
+
+
+def set_rates(job: Job, optimizer: Optimizer, base: list[Any], step: int, steps_per_epoch: int) -> None:
+    """The learning rates of a local step, counted from the run's first."""
+    if job.schedule is None:
+        return
+    factor = float(job.schedule(step if job.schedule_every == "step" else step // steps_per_epoch))
+    for group, rate in zip(optimizer.param_groups, base, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(float(rate) * factor)
+        else:
+            group["lr"] = rate * factor
+
+
+@contextmanager
+def _drawing(seed: int, device: torch.device, batches: int) -> Iterator[None]:
+    """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
+    with counted(seed, device) if device.type == "cuda" else nullcontext() as mode:
+        if mode is not None:
+            mode.begin(batches)
+        yield

@@ -1,0 +1,279 @@
+"""Parts of equal shapes as one pack: many narrow networks in one step.
+
+A pack is kept from round to round: the units are other ones each time, their number is not, so new weights are loaded
+into the seats and nothing is traced again. What a pack cannot do goes part after part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.data.source import TensorSource
+from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.planning.liveness import Ledger
+from shoal.errors import SplitError
+from shoal.split.core.memory import step_of
+from shoal.split.core.method import Method
+from shoal.split.core.moments import moments_in, order_of, state_of
+from shoal.split.core.parts import Outcome, Task, Tensors
+from shoal.split.core.reading import Reading
+from shoal.split.core.state import tensors_of
+from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import all_finite, at_home
+from shoal.user_loop.pack import Pack
+
+
+class Packed(Serial):
+    """This process and one device: parts of equal shapes ride together."""
+
+    tier = "packed"
+    MOST = 4
+    """Packs that are kept: of the usual rounds, of the last ones, and where widths do not divide."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packs: dict[Hashable, _Ride] = {}
+        self._refusal = _refusal(self)
+
+    def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
+        found: list[Outcome | None] = [None] * len(tasks)
+        for key, places in self._alike(tasks).items():
+            own = [tasks[place] for place in places]
+            outcomes = super().run(own) if key is None or len(own) == 1 else self._together(key[1:], own)
+            for place, outcome in zip(places, outcomes, strict=True):
+                found[place] = outcome
+        return found
+
+    def _alike(self, tasks: Sequence[Task]) -> dict[tuple[Hashable, ...] | None, list[int]]:
+        """Places of tasks that can ride together; under None those that ride alone."""
+        groups: dict[tuple[Hashable, ...] | None, list[int]] = {}
+        for place, task in enumerate(tasks):
+            groups.setdefault(None if self._refusal else _key(task), []).append(place)
+        return groups
+
+    def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
+        seats = (shapes, len(tasks))
+        ride = self._packs.pop(seats, None)
+        if ride is None:
+            ride = _Ride(self, tasks)
+        found = ride.go(tasks)
+        self._packs[seats] = ride
+        while len(self._packs) > self.MOST:
+            self._packs.pop(next(iter(self._packs)))
+        return found
+
+
+def _key(task: Task) -> tuple[Hashable, ...] | None:
+    """Parts with equal keys are one computation of so many steps; None: it has to ride alone."""
+    clocks = {float(value) for name, value in task.moments.items() if name.endswith("/step")}
+    if task.part.learn is not None or not task.part.steps or len(clocks) > 1:
+        return None
+    shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in task.tensors.items())
+    return task.part.steps, task.part.role, shapes
+
+
+def _refusal(crew: Serial) -> str:
+    """Why nothing of this job can ride as a pack; empty: it can."""
+    method, job = crew.method, crew.job
+    if method.merge == "gradients":
+        return "its parts give gradients back"
+    if any(getattr(type(method), name) is not getattr(Method, name) for name in ("job", "batches", "yields")):
+        return "its parts are trained in ways of their own"
+    if job.accumulate > 1:
+        return "it accumulates gradients over batches"
+    return ""
+
+
+class _Ride:
+    """A pack and what its members were made of."""
+
+    def __init__(self, crew: Serial, tasks: list[Task]) -> None:
+        self.crew = crew
+        job, method = crew.job, crew.method
+        self.networks = [method.network(task.part) for task in tasks]
+        self.names = [_state_names(network) for network in self.networks]
+        optimizers = [make_optimizer(job, network) for network in self.networks]
+        self.orders = [order_of(optimizer, n) for optimizer, n in zip(optimizers, self.networks, strict=True)]
+        self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+        self.held = 0
+        """Bytes that the pack itself keeps on a GPU between rounds."""
+        self.working: int | None = None
+        """What a step holds besides state, for one member: on a CPU counted once."""
+        self.logs = bool(job.step) and self._has_logs(tasks[0])
+        self.steps_per_epoch = [reading.steps for reading in self._readings(tasks)]
+        steps = [self._own_step(task) for task in tasks]
+        own = job.step is not None or type(method).step is not Method.step
+        self.pack = Pack(
+            self.networks,
+            optimizer=job.optimizer,
+            hparams=job.hparams,
+            loss=None if own else job.loss,
+            step=steps if own else None,
+            params=job.params,
+            clip_norm=job.clip_norm,
+            precision=job.precision,
+            schedule=None if job.schedule is None else [self._schedule(i) for i in range(len(tasks))],
+            device=crew.device,
+            seeds=[task.part.seed for task in tasks],
+        )
+
+    def _own_step(self, task: Task) -> Any:
+        step = step_of(self.crew.job, self.crew.method, task.part)
+        return lambda network, batch: step(network, batch)[0]
+
+    def _has_logs(self, task: Task) -> bool:
+        """Whether the job's own step logs numbers, which a pack does not hand out."""
+        data = self.crew.data
+        network = self.crew.method.network(task.part).to(self.crew.device)
+        with torch.no_grad(), seeded(0, self.crew.device):
+            batch = data.take(0, min(2, len(data)))
+            return bool(step_of(self.crew.job, self.crew.method, task.part)(network, batch)[1])
+
+    def _schedule(self, place: int) -> Any:
+        job = self.crew.job
+        assert job.schedule is not None
+        factor = job.schedule
+        if job.schedule_every == "step":
+            return factor
+        return lambda step: factor(step // self.steps_per_epoch[place])
+
+    def _readings(self, tasks: Sequence[Task]) -> list[Reading]:
+        return [Reading(self.crew.job, len(self.crew.data), task.part.shard) for task in tasks]
+
+    # --- one round ------------------------------------------------------------------------------------------------
+
+    def go(self, tasks: list[Task]) -> Sequence[Outcome | None]:
+        """Load the tasks into the seats, train, and read what came of them."""
+        if self.logs:
+            return Serial.run(self.crew, tasks)
+        readings = self._readings(tasks)
+        self._seat(tasks, readings)
+        started = time.perf_counter()
+        with self._metered() as peak:
+            losses, rows = self._train(tasks, readings)
+            values = torch.stack(losses, 1).double().tolist()
+        seconds = time.perf_counter() - started
+        failed = [self.pack.errors[id] for id, status in self.pack.status.items() if status == "failed"]
+        if failed:
+            raise SplitError(f"a part's step raised {failed[0]}; run it with tier='serial' to see where")
+        return [
+            self._outcome(place, task, values[place], rows[place], seconds / len(tasks), sum(peak) // len(tasks))
+            for place, task in enumerate(tasks)
+        ]
+
+    @contextmanager
+    def _metered(self) -> Iterator[list[int]]:
+        """Inside: a list that will have the most bytes that the pack held on a GPU, other things there left out."""
+        device, peak = self.crew.device, list[int]()
+        if device.type != "cuda":
+            yield peak
+            return
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.append(torch.cuda.max_memory_allocated(device) - before + self.held)
+        self.held += torch.cuda.memory_allocated(device) - before
+
+    def _seat(self, tasks: list[Task], readings: list[Reading]) -> None:
+        job = self.crew.job
+        for place, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
+            weights = {name: task.tensors[own] for name, own in self.names[place].items()}
+            state: dict[str, Any] | None = None
+            if task.moments:
+                state = {
+                    "state": state_of(task.moments, self.orders[place]),
+                    "param_groups": [dict(group) for group in self.settings[place]],
+                }
+            first = reading.step_at(task.part.start)
+            self.pack.load(id, weights, state, step=first if job.schedule else None, seed=task.part.seed)
+
+    def _train(self, tasks: list[Task], readings: list[Reading]) -> tuple[list[Tensor], list[int]]:
+        """Step after step of all; members at a short batch of another size than the others' step after them."""
+        ids, losses = self.pack.ids, list[Tensor]()
+        streams = [reading.groups(t.part.start, t.part.steps) for t, reading in zip(tasks, readings, strict=True)]
+        turns = [[(epoch, group[0]) for epoch, group in turn] for turn in zip(*streams, strict=True)]
+        feed = self._full(turns)
+        for turn in turns:
+            sizes: dict[int, list[int]] = {}
+            for place, (_, rows) in enumerate(turn):
+                sizes.setdefault(len(rows), []).append(place)
+            if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.crew.job.batch_size:
+                losses.append(
+                    self._watched(next(feed)) if len(losses) == 1 else self.pack.step(next(feed), per_member=True)
+                )
+                continue
+            found: dict[int, Tensor] = {}
+            for places in sizes.values():
+                batch = self._batch([turn[place] for place in places])
+                several = self.pack.step(batch, per_member=True, members=[ids[place] for place in places])
+                found |= dict(zip(places, several, strict=True))
+            losses.append(torch.stack([found[place] for place in range(len(tasks))]))
+        return losses, [sum(len(turn[place][1]) for turn in turns) for place in range(len(tasks))]
+
+    def _watched(self, batch: Any) -> Tensor:
+        """A step, in which what it holds is counted where nobody else does."""
+        if self.crew.device.type == "cuda" or self.working is not None:
+            return self.pack.step(batch, per_member=True)
+        with Ledger() as ledger:
+            losses = self.pack.step(batch, per_member=True)
+        self.working = ledger.held(0).working // len(self.networks)
+        return losses
+
+    def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
+        """The turns in which everybody has a full batch, their rows brought to the device at once."""
+        source, size = self.crew.data.source, self.crew.job.batch_size
+        full = [turn for turn in turns if all(len(rows) == size for _, rows in turn)]
+        if not full or not isinstance(source, TensorSource):
+            return None
+        order = torch.stack([torch.stack([rows for _, rows in turn]) for turn in full])
+        return map(source.take, self.crew.data.rows(order).to(self.crew.device))
+
+    def _batch(self, wanted: list[tuple[int, Tensor]]) -> Any:
+        """Members' batches of equal size, members first."""
+        data, job = self.crew.data, self.crew.job
+        if isinstance(data.source, TensorSource):
+            return data.source.take(data.rows(torch.stack([rows for _, rows in wanted])))
+        taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in wanted]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *taken)
+
+    def _outcome(self, place: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
+        tensors, moments = self._result(place) if all(map(math.isfinite, losses)) else ({}, {})
+        if not all_finite(tensors):
+            tensors, moments, losses = {}, {}, [*losses[:-1], math.nan]
+        if not peak and self.working is not None:
+            peak = self.working + sum(t.nbytes for t in (*task.tensors.values(), *moments.values()))
+        return Outcome(
+            round=task.round,
+            number=task.part.number,
+            tensors=tensors,
+            moments=moments if self.crew.method.moments == "travel" else {},
+            losses=tuple(losses),
+            rows=rows,
+            seconds=seconds,
+            peak_bytes=peak,
+        )
+
+    def _result(self, place: int) -> tuple[Tensors, Tensors]:
+        """A member's weights and moments, where it is trained; without moments where nobody wants them."""
+        id = self.pack.ids[place]
+        tensors = {name: tensor.to(self.crew.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
+        if self.crew.method.moments == "fresh" and self.crew.device.type == "cuda":
+            return tensors, {}
+        moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[place])
+        return tensors, at_home(moments, self.crew.home)
+
+
+def _state_names(network: nn.Module) -> dict[str, str]:
+    """For each entry of a network's state_dict, the name under which its parts have it: tied tensors have one."""
+    first = {id(tensor): name for name, tensor in (*network.named_parameters(), *network.named_buffers())}
+    return {
+        name: first[id(tensor)] for name, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in first
+    }

@@ -1,0 +1,129 @@
+"""Where to cut a network so that no part is much larger than the others: by measured bytes and operations."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.errors import SplitError, describe
+from shoal.jobs.job import Job
+from shoal.split.methods._cuts import candidates, weights_before
+from shoal.split.methods._tracing import Recorded
+from shoal.split.methods.costs import faked, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """For each place between two calls: how much of the network comes before it."""
+
+    memory: list[float]
+    """Bytes of weights, gradients, optimizer state and activations."""
+    operations: list[float]
+
+    def share(self, low: int, high: int) -> float:
+        """The larger of a part's share of memory and its share of operations."""
+        return max((what[high] - what[low]) / what[-1] if what[-1] else 0.0 for what in (self.memory, self.operations))
+
+
+class _Costing(fx.Interpreter):
+    """Runs the calls one by one, and notes what each one makes and does."""
+
+    def __init__(self, module: fx.GraphModule, state_factor: float) -> None:
+        super().__init__(module)
+        self.state_factor = state_factor
+        self.bytes: list[float] = []
+        self.operations: list[float] = []
+        self._weighed: set[int] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            out = super().run_node(n)
+        weights = 0
+        if n.op in ("call_module", "get_attr"):
+            found = self.fetch_attr(str(n.target))
+            own = list(found.parameters()) if isinstance(found, nn.Module) else [found]
+            fresh = [p for p in own if isinstance(p, Tensor) and id(p) not in self._weighed]
+            self._weighed |= {id(p) for p in fresh}
+            weights = nbytes(fresh)
+        made = 0 if n.op in ("get_attr", "output") else nbytes([x for x in pytree.tree_leaves(out) if not _view(x)])
+        self.bytes.append(weights * self.state_factor + made)
+        self.operations.append(float(counter.get_total_flops()))
+        return out
+
+
+def _view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._base is not None
+
+
+def profile(recorded: Recorded, job: Job, inputs: Sequence[Any]) -> Profile:
+    """Measure the recorded network on a batch like this one."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = faked(copy.deepcopy(recorded.model), fake)
+    runner = _Costing(fx.GraphModule(model, recorded.nodes[0].graph), _state_factor(job))
+    try:
+        with warnings.catch_warnings(), fake, torch.no_grad():
+            warnings.simplefilter("ignore")
+            runner.run(*pytree.tree_map_only(Tensor, fake.from_tensor, tuple(inputs)))
+    except Exception as error:
+        raise SplitError(
+            f"the network's calls cannot be measured ({describe(error)}); name the cuts yourself"
+        ) from error
+    return Profile([0.0, *accumulate(runner.bytes)], [0.0, *accumulate(runner.operations)])
+
+
+def _state_factor(job: Job) -> float:
+    """Bytes that training holds for each byte of a weight: itself, its gradient, and what the optimizer keeps."""
+    probe = nn.Linear(16, 16, bias=False)
+    try:
+        optimizer = job.optimizer(probe.parameters(), **dict(job.hparams))
+        probe.weight.grad = torch.ones_like(probe.weight)
+        optimizer.step()
+        state = nbytes(list(optimizer.state[probe.weight].values()))
+    except Exception:
+        return 4.0
+    return 2.0 + state // probe.weight.nbytes
+
+
+def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> tuple[list[str], list[float]]:
+    """The cuts whose largest part is smallest, and each part's share: of memory or of operations, the larger of both.
+
+    Raises:
+        SplitError: when the network has too few places to cut.
+    """
+    places = candidates(recorded)
+    weights = weights_before(recorded)
+    if len({weights[border] for _, border in places}) < parts - 1:
+        found = ", ".join(repr(name) for name, _ in places) or "none"
+        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {found}")
+    measured = profile(recorded, job, inputs)
+    ends = [0, *(border for _, border in places), len(recorded.nodes)]
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
+    for number in range(1, parts + 1):
+        row: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(1, len(ends)):
+            if (end == len(ends) - 1) != (number == parts):
+                continue
+            options = [
+                (max(worst, measured.share(ends[start], ends[end])), (*taken, end))
+                for start, (worst, taken) in best[-1].items()
+                if start < end and weights[ends[start]] < weights[ends[end]]
+            ]
+            if options:
+                row[end] = min(options, key=lambda option: (option[0], option[1]))
+        best.append(row)
+    worst, taken = best[-1][len(ends) - 1]
+    assert math.isfinite(worst)
+    borders = [0, *(ends[i] for i in taken)]
+    shares = [measured.share(low, high) for low, high in pairwise(borders)]
+    return [places[i - 1][0] for i in taken[:-1]], shares

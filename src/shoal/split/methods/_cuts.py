@@ -1,0 +1,231 @@
+"""A network cut into parts that are ordinary modules, with the names of the user's own parameters.
+
+A cut is named by a module: "fc3" cuts right before fc3 is called, "after:fc3" right after it. What was computed before
+is the one part's, what comes after is the next one's, and exactly one tensor may cross.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shoal.engine.members.member import evaluating
+from shoal.errors import SplitError, describe
+from shoal.split.methods._tracing import Recorded, copy_node, record
+
+AFTER = "after:"
+MOST_NAMES = 8
+"""Names told in an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where one part ends and the next begins."""
+
+    name: str
+    """As the user wrote it: a module's name, or "after:" and a module's name."""
+    shape: tuple[int, ...]
+    """Of one row of what crosses."""
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of one row."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def row_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """A network in parts, in the order they are computed in."""
+
+    networks: list[nn.Module]
+    """Each has the parameters and buffers of its own calls, under the names they have in the whole network. The first
+    takes the network's inputs, every other one what its predecessor gives."""
+    cuts: list[Cut]
+    output: tuple[int, ...]
+    """The shape of one row of the network's output; empty where it is no single tensor with rows."""
+    names: list[dict[str, str]]
+    """For each part: its tensors' names -> their names in the whole network, where tied weights have one name."""
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
+    """Cut a network into parts at these modules; `inputs` are those of a few rows, for the shapes.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> pieces = cut(net, (torch.zeros(2, 4),), ["2"])
+    >>> [[name for name, _ in part.named_parameters()] for part in pieces.networks], pieces.cuts[0].shape
+    ([['0.weight', '0.bias'], ['2.weight', '2.bias']], (3,))
+
+    Raises:
+        SplitError: when a cut does not exist, when more than one tensor crosses it, or when a part has no weights.
+    """
+    recorded = recorded if recorded is not None else record(model, inputs)
+    places = sorted((border_of(recorded, name), i, name) for i, name in enumerate(cuts))
+    for (a, _, first), (b, _, second) in pairwise(places):
+        if a == b:
+            raise SplitError(f"cuts {first!r} and {second!r} are the same place; leave one of them out")
+    borders = [0, *(place for place, _, _ in places), len(recorded.nodes)]
+    crossing = [crossing_of(recorded, border, name) for border, _, name in places]
+    networks = [
+        _piece(recorded, low, high, into, out)
+        for low, high, into, out in zip(borders, borders[1:], [None, *crossing], [*crossing, None], strict=False)
+    ]
+    names = [name for _, _, name in places]
+    _check_weights(networks, names)
+    shapes, output = _try_out(recorded.model, networks, inputs)
+    whole = {id(x): name for name, x in tensors(recorded.model)}
+    return Pieces(
+        networks,
+        [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
+        output,
+        [{name: whole[id(x)] for name, x in tensors(network)} for network in networks],
+    )
+
+
+def border_of(recorded: Recorded, cut: str) -> int:
+    """How many calls come before this cut."""
+    if not isinstance(cut, str):
+        raise SplitError(f"cut {cut!r} is a {type(cut).__name__}; name a module, such as {recorded.names()[-1]!r}")
+    name = cut.removeprefix(AFTER)
+    if name not in dict(recorded.model.named_modules()) or not name:
+        raise SplitError(f"cut {cut!r}: the network has no module {name!r}; there are {_near(name, recorded.names())}")
+    calls = (recorded.after if cut.startswith(AFTER) else recorded.before).get(name, [])
+    if not calls:
+        raise SplitError(
+            f"cut {cut!r}: the network's forward does not call {name!r} by itself; cut at one of "
+            f"{_near(name, recorded.names())}"
+        )
+    if len(calls) > 1:
+        raise SplitError(f"cut {cut!r}: {name!r} is called {len(calls)} times; cut at a module that is called once")
+    return calls[0]
+
+
+def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
+    """The one tensor that crosses a border; SplitError where there is more than one."""
+    found = recorded.crossing(border)
+    if len(found) == 1 and found[0].op not in ("placeholder", "get_attr"):
+        return found[0]
+    whole = [name for name, where in candidates(recorded) if where != border]
+    advice = f"; cut at one of {_near(cut.removeprefix(AFTER), whole)}" if whole else ""
+    if any(node.op == "get_attr" for node in found):
+        shared = next(str(node.target) for node in found if node.op == "get_attr")
+        raise SplitError(f"cut {cut!r}: {shared!r} is used on both sides, so neither part could own it{advice}")
+    if all(node.op == "placeholder" for node in found):
+        raise SplitError(f"cut {cut!r}: no weights come before it, so there is nothing to train apart{advice}")
+    told = ", ".join(str(node) for node in found[:4])
+    raise SplitError(f"cut {cut!r} splits a skip or a residual: {len(found)} tensors cross it ({told}){advice}")
+
+
+def candidates(recorded: Recorded) -> list[tuple[str, int]]:
+    """Modules before which the network can be cut, with their places; one for each place, the outermost."""
+    weights = weights_before(recorded)
+    found: dict[int, str] = {}
+    for name in recorded.names():
+        calls = recorded.before[name]
+        if len(calls) != 1 or calls[0] in found or not name:
+            continue
+        border = calls[0]
+        if weights[border] == 0 or weights[border] == weights[-1]:
+            continue
+        crossing = recorded.crossing(border)
+        if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
+            found[border] = name
+    return [(name, border) for border, name in sorted(found.items())]
+
+
+def weights_before(recorded: Recorded) -> list[int]:
+    """For each place, how many calls before it have weights to train."""
+    modules = dict(recorded.model.named_modules())
+    counts = [0]
+    for node in recorded.nodes:
+        has = node.op == "get_attr"
+        if node.op == "call_module":
+            has = any(p.requires_grad for p in modules[str(node.target)].parameters())
+        counts.append(counts[-1] + has)
+    return counts
+
+
+def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: fx.Node | None) -> nn.Module:
+    """The calls from `low` to `high` as a module."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    if into is not None:
+        known[into] = graph.placeholder("activation")
+    for node in recorded.nodes[low:high]:
+        if node not in known:
+            copy_node(graph, node, recorded, known)
+    if out is not None:
+        graph.output(known.get(out))
+    return fx.GraphModule(recorded.model, graph, type(recorded.model).__name__)
+
+
+def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
+    """Every part has something to train, and nothing is in two parts."""
+    owner: dict[int, tuple[int, str]] = {}
+    for number, network in enumerate(networks):
+        if not any(p.requires_grad for p in network.parameters()):
+            where = f"after {cuts[-1]!r}" if number == len(cuts) else f"before {cuts[number]!r}"
+            raise SplitError(f"the part {where} has no weights, so there is nothing to train; move or leave out a cut")
+        for name, x in tensors(network):
+            first, other = owner.setdefault(id(x), (number, name))
+            if first != number:
+                raise SplitError(
+                    f"cut {cuts[first]!r}: {other!r} and {name!r} are one tensor in two parts, so neither could own "
+                    "it; cut so that both are in one part"
+                )
+
+
+def _try_out(
+    model: nn.Module, networks: list[nn.Module], inputs: Sequence[Any]
+) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], tuple[int, ...]]:
+    """Run the parts, one after another, and the whole network: shapes at the cuts, and whether both say the same."""
+    shapes = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for network in (model, *networks):
+            stack.enter_context(evaluating(network))
+        try:
+            value: Any = networks[0](*inputs)
+            for network in networks[1:]:
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    raise SplitError(f"a {type(value).__name__} crosses a cut; it must be a tensor with rows")
+                shapes.append((tuple(value.shape[1:]), value.dtype))
+                value = network(value.clone())
+            whole = model(*inputs)
+        except SplitError:
+            raise
+        except Exception as error:
+            raise SplitError(f"the network's parts do not run on the job's data ({describe(error)})") from error
+    one, other = (x if isinstance(x, Tensor) else None for x in (value, whole))
+    if (one is None) != (other is None) or (one is not None and other is not None and not _alike(one, other)):
+        raise SplitError("the network's parts do not compute what the network does; its forward cannot be cut")
+    return shapes, tuple(one.shape[1:]) if one is not None and one.dim() else ()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True))
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """Names to choose from, those like the wanted one first."""
+    names = [n for n in names if n]
+    like = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    shown = [*like, *(n for n in names if n not in like)]
+    return ", ".join(shown[:MOST_NAMES]) + (", ..." if len(shown) > MOST_NAMES else "")

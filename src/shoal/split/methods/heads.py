@@ -1,0 +1,88 @@
+"""Local heads: a small network at a cut that turns what crosses into the shape of the whole network's output, so that
+the part before the cut has a loss of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.errors import SplitError
+from shoal.split.methods._cuts import Cut
+
+MOST_FEATURES = 4096
+"""Features of a row that a head reads as they are; of more, it reads means."""
+
+
+class Head(nn.Module):
+    """Reads activations of a cut, whichever side of a non-linearity it is on."""
+
+    def __init__(self, shape: tuple[int, ...], output: tuple[int, ...], width: int | None = None) -> None:
+        super().__init__()
+        self.output = output
+        self.by_place = len(shape) > 1 and len(shape) == len(output) and shape[:-1] == output[:-1]
+        self.pool = nn.Identity() if self.by_place else _pool(shape)
+        features = shape[-1] if self.by_place else _features(shape)
+        classes = output[-1] if self.by_place else math.prod(output)
+        self.active = nn.ReLU()
+        self.hidden = nn.Linear(features, width) if width is not None else None
+        self.out = nn.Linear(width if width is not None else features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.active(x)
+        if not self.by_place:
+            found = self.pool(found).flatten(1)
+        if self.hidden is not None:
+            found = self.active(self.hidden(found))
+        found = self.out(found)
+        return found if self.by_place else found.view(len(found), *self.output)
+
+
+class WithHead(nn.Module):
+    """A part with its head: calling it gives the head's output."""
+
+    def __init__(self, body: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, *inputs: Any) -> Tensor:
+        found: Tensor = self.head(self.body(*inputs))
+        return found
+
+
+def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
+    """The head of a cut; SplitError where the network's output is no tensor with rows, or the width no number."""
+    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+        raise SplitError(f"head_width is {width!r}; use a whole number, 1 or more, or None for one layer")
+    if not output:
+        raise SplitError("a head needs to know the shape of the output; the network must give one tensor with rows")
+    if not cut.dtype.is_floating_point:
+        raise SplitError(f"cut {cut.name!r}: {cut.dtype} crosses it; a head reads floating-point numbers")
+    return Head(cut.shape, output, width).to(cut.dtype)
+
+
+def _side(shape: tuple[int, ...]) -> int:
+    """Places along each pooled dimension: the most for which all features fit."""
+    places = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
+    return max(1, min(places, 2 if len(shape) > 2 else 8))
+
+
+def _pooled(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(size, _side(shape)) for size in shape[1:])
+
+
+def _pool(shape: tuple[int, ...]) -> nn.Module:
+    """Means over places: [C, ...] becomes [C, at most 2 a side]."""
+    if len(shape) < 2:
+        return nn.Identity()
+    kinds: dict[int, Any] = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d, 4: nn.AdaptiveAvgPool3d}
+    if len(shape) not in kinds:
+        raise SplitError(f"what crosses the cut has rows of {len(shape)} dimensions; a head reads 1 to 4")
+    pool: nn.Module = kinds[len(shape)](_pooled(shape))
+    return pool
+
+
+def _features(shape: tuple[int, ...]) -> int:
+    return math.prod(shape) if len(shape) < 2 else shape[0] * math.prod(_pooled(shape))

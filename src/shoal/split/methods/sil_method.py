@@ -1,0 +1,318 @@
+"""SIL as a method: the parts between a network's cuts, trained apart, by labels or by local heads.
+
+A round is a window of steps. Where parts read one another's activations (labels B, heads), part k works on the window
+that part k - 1 had in the round before, on what part k - 1 gave for it once it was trained: all parts are at work at
+once, each one round behind the one before it, gradients never cross, and each activation crosses once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data import Pool, View
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import autocast, evaluating, open_data, run_step, seeded
+from shoal.engine.members.ownership import build_model
+from shoal.errors import SplitError
+from shoal.jobs.job import Job
+from shoal.split.core.method import Method, Worker
+from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
+from shoal.split.core.reading import Reading, mixed
+from shoal.split.core.state import tensors_of
+from shoal.split.methods._balance import choose
+from shoal.split.methods._cuts import cut
+from shoal.split.methods._sil_checks import (
+    check_batch,
+    check_counts,
+    check_labels,
+    check_per_part,
+    check_variant,
+    cut_names,
+    num_parts,
+    one_of,
+)
+from shoal.split.methods._tracing import record
+from shoal.split.methods.heads import Head, WithHead, make_head
+from shoal.split.methods.labels import Labels
+
+WHOLE = "whole"
+"""The role of the one part of a recovery round."""
+ACROSS = "activations"
+FEW = 3
+"""Rows that the cut network is tried on."""
+
+
+class Sil(Method):
+    """A network cut into parts that are trained apart."""
+
+    name = "sil"
+
+    def __init__(
+        self,
+        job: Job,
+        cuts: Sequence[str] | int | None = None,
+        method: Literal["labels", "heads"] = "heads",
+        variant: Literal["A", "B"] | None = None,
+        *,
+        labels: Labels | None = None,
+        head_width: int | None = None,
+        recovery: int = 0,
+        local_steps: int | None = None,
+        per_part: Mapping[int, Mapping[str, Any]] | None = None,
+        moments: Literal["travel", "fresh"] = "travel",
+    ) -> None:
+        self.way = one_of("method", method, ("labels", "heads"))
+        self.variant = check_variant(self.way, variant)
+        self.moments = one_of("moments", moments, ("travel", "fresh"))
+        check_counts(recovery, local_steps)
+        self.source, self.recovery = job, recovery
+        self.labels = check_labels(self.way, self.variant, labels, head_width)
+        cpu = torch.device("cpu")
+        self.data = open_data(Pool(cpu), job, "data")
+        with seeded(job.seed, cpu):
+            self.model = build_model(job)
+        batch = self.data.take(0, min(job.batch_size, len(self.data)))
+        few = check_batch(job, batch, self.data.take(0, min(FEW, len(self.data))))
+        recorded = record(self.model, few)
+        self.shares: list[float] | None = None
+        if cuts is None or isinstance(cuts, int):
+            cuts, self.shares = choose(recorded, job, batch[:-1], num_parts(cuts))
+        self.pieces = cut(self.model, few, cut_names(cuts), recorded)
+        self.count = len(self.pieces.networks)
+        self.lag = self.way == "heads" or self.variant == "B"
+        self.tables = self._draw(batch[-1]) if self.way == "labels" else []
+        self.heads: list[Head] = self._make_heads(head_width) if self.way == "heads" else []
+        self.per_part = check_per_part(per_part, self.count)
+        self._plan(local_steps)
+        self._known: dict[int, tuple[int, Tensor]] = {}
+        """Part -> a window and the activations that it gave for it."""
+        self._missing: set[tuple[int, int]] = set()
+        """(part, window) whose activations were lost."""
+        self.crossed = 0
+        """Bytes of activations that crossed cuts."""
+        self.peaks: dict[str, int] = {}
+        """Role -> the most bytes that a part's training held."""
+        self.settings = MappingProxyType(
+            {
+                "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
+                "cuts": [c.name for c in self.pieces.cuts],
+                "local_steps": self.local_steps,
+                "recovery": recovery,
+                "head_width": head_width,
+                "moments": moments,
+                "per_part": {str(part): repr(sorted(own.items())) for part, own in sorted(self.per_part.items())},
+                **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
+            }
+        )
+
+    # --- what it is made of -----------------------------------------------------------------------------------------
+
+    def _plan(self, local_steps: int | None) -> None:
+        """Windows of the job's steps; parts that read activations end one round after the part before them."""
+        self.reading = Reading(self.source, len(self.data))
+        epoch = self.reading.steps
+        self.steps = self.source.steps if self.source.steps is not None else (self.source.epochs or 0) * epoch
+        self.local_steps = local_steps if local_steps is not None else epoch
+        self.windows = -(-self.steps // self.local_steps)
+        self.apart = self.windows + (self.count - 1 if self.lag and self.windows else 0)
+        """Rounds before recovery."""
+        self.rounds = self.apart + self.recovery
+
+    def _draw(self, target: Any) -> list[Tensor]:
+        output = self.pieces.output
+        whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+        if not whole or len(output) != 1:
+            told = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
+            raise SplitError(
+                f"labels need classes: targets are {told} and the output has rows of shape {list(output)}; use whole "
+                "numbers and one output for each class, or method='heads'"
+            )
+        assert self.labels is not None
+        for where in self.pieces.cuts:
+            if not where.dtype.is_floating_point:
+                raise SplitError(f"cut {where.name!r}: {where.dtype} crosses it; labels are floating-point numbers")
+        return [
+            self.labels.draw(output[0], where.shape, self.source.seed, place).to(where.dtype)
+            for place, where in enumerate(self.pieces.cuts)
+        ]
+
+    def _make_heads(self, width: int | None) -> list[Head]:
+        with seeded(mixed(self.source.seed, self.count), torch.device("cpu")):
+            return [make_head(where, self.pieces.output, width) for where in self.pieces.cuts]
+
+    def companions(self) -> Tensors:
+        return {
+            f"{_head(place)}{name}": tensor
+            for place, head in enumerate(self.heads)
+            for name, tensor in tensors_of(head).items()
+        }
+
+    def job(self, job: Job, part: Part) -> Job:
+        own = self.per_part.get(int(part.role), {}) if part.role != WHOLE else {}
+        return dataclasses.replace(job, **own) if own else job
+
+    # --- rounds -----------------------------------------------------------------------------------------------------
+
+    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
+        if any(worker.shard is not None for worker in crew):
+            raise SplitError("the parts of a cut network read the same rows; give all workers all the data")
+        if number >= self.apart:
+            step = (number - self.apart) * self.reading.steps
+            return [self._part(0, WHOLE, number, step, self.reading.steps)]
+        if len(crew) < self.count and number == 0:
+            raise SplitError(
+                f"{self.count} parts need {self.count} workers, and {len(crew)} are there; cut less, or add workers"
+            )
+        turn = sorted((number + place) % self.count for place in range(min(self.count, len(crew))))
+        busy = [part for part in (self._part_of(number, role) for role in turn) if part.steps]
+        return [dataclasses.replace(part, number=place) for place, part in enumerate(busy)]
+
+    def _part_of(self, number: int, place: int) -> Part:
+        """What part `place` does in a round; nothing before its first window, after its last, or without input."""
+        window = number - place if self.lag else number
+        step = window * self.local_steps
+        steps = max(0, min(self.local_steps, self.steps - step)) if window >= 0 else 0
+        if self.lag and place and (place - 1, window) in self._missing:
+            steps = 0
+        return self._part(place, str(place), number, max(0, step), steps)
+
+    def _part(self, place: int, role: str, number: int, step: int, steps: int) -> Part:
+        seed = mixed(self.source.seed, number, place)
+        return Part(number=place, role=role, start=self.reading.first_batch(step), steps=steps, seed=seed)
+
+    def network(self, part: Part) -> nn.Module:
+        if part.role == WHOLE:
+            return copy.deepcopy(self.model)
+        place = int(part.role)
+        network = copy.deepcopy(self.pieces.networks[place])
+        return WithHead(network, copy.deepcopy(self.heads[place])) if place < len(self.heads) else network
+
+    def slices(self, part: Part) -> Mapping[str, Slice]:
+        if part.role == WHOLE:
+            return {name: Slice(name) for name in tensors_of(self.model)}
+        place = int(part.role)
+        names = self.pieces.names[place]
+        if place >= len(self.heads):
+            return {name: Slice(whole) for name, whole in names.items()}
+        own = {f"body.{name}": Slice(whole) for name, whole in names.items()}
+        return own | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
+
+    # --- a part's training ------------------------------------------------------------------------------------------
+
+    def step(self, part: Part) -> Callable[[nn.Module, Any], Any]:
+        job = self.job(self.source, part)
+        if part.role == WHOLE:
+            return lambda network, batch: run_step(job, network, batch)[0]
+        place = int(part.role)
+        into = self.tables[place - 1] if self.way == "labels" and self.variant == "A" and place else None
+        wanted = self.tables[place] if self.way == "labels" and place < self.count - 1 else None
+        labels = self.labels
+
+        def step(network: nn.Module, batch: Any) -> Tensor:
+            target = batch[-1]
+            if into is not None and labels is not None:
+                given = network(labels.read(into.to(target.device), target))
+            else:
+                given = network(*batch[:-1])
+            if wanted is not None and labels is not None:
+                return labels.loss(given, wanted.to(given.device), target)
+            assert job.loss is not None
+            return job.loss(given, target)
+
+        return step
+
+    def batches(self, task: Task, read: Iterator[Any]) -> Iterator[Any]:
+        """The first part reads the job's batches; the others (activations, targets), or targets alone."""
+        if task.part.role in (WHOLE, "0"):
+            yield from read
+            return
+        at = 0
+        for batch in read:
+            rows = batch_rows(batch)
+            if self.lag:
+                yield task.extras[ACROSS][at : at + rows].to(batch[-1].device), batch[-1]
+            else:
+                yield (batch[-1],)
+            at += rows
+
+    def yields(self, task: Task, network: nn.Module, read: Callable[[], Iterator[Any]]) -> Tensors:
+        if not self.lag or task.part.role in (WHOLE, str(self.count - 1)):
+            return {}
+        body = network.body if isinstance(network, WithHead) else network
+        device = next(body.parameters()).device
+        with evaluating(body), autocast(self.job(self.source, task.part), device):
+            found = torch.cat([body(*batch[:-1]).cpu() for batch in read()])
+        return {ACROSS: found.to(self.pieces.cuts[int(task.part.role)].dtype)}
+
+    # --- between parts ----------------------------------------------------------------------------------------------
+
+    def extras(self, number: int, part: Part) -> Tensors:
+        if not self.lag or part.role in (WHOLE, "0") or not part.steps:
+            return {}
+        window, found = self._known[int(part.role) - 1]
+        assert window == number - int(part.role), "activations of another window"
+        return {ACROSS: found}
+
+    def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
+        came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
+        for role, outcome in came.items():
+            self.peaks[role] = max(self.peaks.get(role, 0), outcome.peak_bytes)
+            if role != WHOLE and int(role) < len(self.heads):
+                self._keep_head(int(role), outcome.tensors)
+        for place in range(self.count - 1 if self.lag else 0):
+            window = number - place
+            if not 0 <= window < self.windows:
+                continue
+            found = came[str(place)].extras.get(ACROSS) if str(place) in came else None
+            if found is None:  # lost with its worker, or nobody was there to train it
+                self._missing.add((place, window))
+            else:
+                self._known[place] = (window, found)
+                self.crossed += found.nbytes
+
+    def _keep_head(self, place: int, tensors: Tensors) -> None:
+        own = {name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")}
+        if own:
+            self.heads[place].load_state_dict(own)
+
+    def stored(self) -> Tensors:
+        found = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
+        found |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
+        found |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
+        return found | {
+            "missing": torch.tensor(sorted(self._missing), dtype=torch.int64).view(-1, 2),
+            "crossed": torch.tensor(self.crossed),
+            **self.companions(),
+        }
+
+    def restore(self, tensors: Tensors) -> None:
+        places = [int(name.partition("/")[2]) for name in tensors if name.startswith("window/")]
+        self._known = {p: (int(tensors[f"window/{p}"]), tensors[f"{ACROSS}/{p}"]) for p in places}
+        self.peaks = {name[5:]: int(value) for name, value in tensors.items() if name.startswith("peak/")}
+        self._missing = {(int(a), int(b)) for a, b in tensors["missing"].tolist()}
+        self.crossed = int(tensors["crossed"])
+        for place, head in enumerate(self.heads):
+            head.load_state_dict({name: tensors[f"{_head(place)}{name}"] for name in tensors_of(head)})
+
+    def crossing_bytes(self) -> int:
+        """What will cross all cuts: C x D numbers once (labels A), or N x D an epoch."""
+        if not self.lag:
+            return sum(table.nbytes for table in self.tables)
+        rows = sum(len(batch) for _, group in self.reading.groups(0, self.steps) for batch in group)
+        return rows * sum(where.row_bytes for where in self.pieces.cuts)
+
+
+def _head(place: int) -> str:
+    return f"shoal_head_{place}."
+
+
+def view_of(job: Job) -> View:
+    """What a trained network is judged on: the validation rows, or without them those it was trained on."""
+    return open_data(Pool(torch.device("cpu")), job, "val" if job.val is not None else "data")

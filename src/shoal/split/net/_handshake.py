@@ -1,0 +1,118 @@
+"""Whether two processes mean the same job: what is compared before a worker may join."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.member import seeded
+from shoal.engine.members.ownership import build_model
+from shoal.jobs.job import Job
+from shoal.split.core.method import Method
+from shoal.split.core.state import tensors_of
+from shoal.split.net._wire import VERSION
+from shoal.storage.jobtable import NAMED, PLAIN
+
+Plan = dict[str, Any]
+PRIVATE = "its own"
+"""Instead of a number of rows: they are the worker's own and stay with it."""
+
+
+def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
+    """What both sides must agree on, as plain data. `private`: the rows here are this worker's own, so their number may
+    differ."""
+    with seeded(job.seed, torch.device("cpu")):
+        network = build_model(job)
+    described = {
+        "shoal": _version(),
+        "wire format": VERSION,
+        "model": type(network).__qualname__,
+        "layers": _digest(_ADDRESS.sub("", repr(network))),
+        "shapes": {name: [list(t.shape), str(t.dtype)] for name, t in tensors_of(network).items()},
+        "data": _rows(job.data, private),
+        "optimizer": _name(job.optimizer),
+        "hparams": _plain(job.hparams),
+        **{name: _name(getattr(job, name)) for name in NAMED},
+        **{name: getattr(job, name) for name in PLAIN},
+        "method": method.name,
+        "settings": _plain(method.settings),
+        "rounds": method.rounds,  # which follow from all of the above
+    }
+    plain: Plan = json.loads(json.dumps(described))
+    return plain
+
+
+def difference(ours: Plan, theirs: Plan) -> str | None:
+    """The first thing that differs, in words; None where nothing does."""
+    if isinstance(theirs.get("data"), dict) and theirs["data"].get("rows") == PRIVATE:
+        ours = {**ours, "data": {**ours["data"], "rows": PRIVATE}}
+        theirs = {**theirs, "rounds": ours["rounds"]}  # which follow from the number of rows
+    for name, own in ours.items():
+        other = theirs.get(name)
+        if json.dumps(own) == json.dumps(other):  # as text: NaN is not itself otherwise
+            continue
+        if isinstance(own, Mapping) and isinstance(other, Mapping):
+            key = next(k for k in [*own, *other] if json.dumps(own.get(k)) != json.dumps(other.get(k)))
+            return f"{name} ({key}) is {_told(other.get(key))} there and {_told(own.get(key))} here"
+        return f"{name} is {_told(other)} there and {_told(own)} here"
+    return None
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _told(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _version() -> str:
+    try:
+        return version("shoal")
+    except PackageNotFoundError:
+        return "?"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rows(data: Any, private: bool) -> dict[str, Any]:
+    """How many rows there are, and what one looks like."""
+    row: list[Any]
+    leaves = pytree.tree_leaves(data)
+    if all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves) and leaves:
+        rows, row = len(leaves[0]), [[list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
+    else:
+        rows, row = len(data) if hasattr(data, "__len__") else -1, [type(data).__qualname__]
+    return {"rows": PRIVATE if private else rows, "row": row}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in sorted(value.items())}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return type(value).__qualname__
+
+
+def _name(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, nn.Module):
+        return _digest(_ADDRESS.sub("", repr(value)))
+    named = getattr(value, "func", value)
+    return str(getattr(named, "__qualname__", type(value).__qualname__))

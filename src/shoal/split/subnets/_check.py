@@ -1,0 +1,179 @@
+"""Groups verified by numbers before they are offered: tracing proposes, arithmetic decides.
+
+A narrow network must compute what the whole one does when the weights that read the missing units are zero. Where a
+layer norm is taken over the units that is so but for the norm: there both are compared with norms that only apply their
+weights. And the narrow network has to run, forward and backward. A group that fails is left whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shoal.errors import describe
+from shoal.split.subnets._record import named_state, shell
+from shoal.split.subnets.deal import shuffled
+from shoal.split.subnets.narrow import narrow
+from shoal.split.subnets.units import Units
+
+MANY = 20_000_000
+"""Parameters from which the check is made in float32, to spare memory."""
+
+
+def verified(model: nn.Module, units: Units, inputs: Sequence[Any]) -> Units:
+    """The groups that pass; the others are named in `whole`."""
+    if not units.groups:
+        return units
+    with quiet():
+        probe = Probe(model, inputs)
+        first = _failing(probe, units)
+        if not first:
+            return units
+        resizing = replace(units, resize=True)
+        second = _failing(probe, resizing)
+        best, failing = (resizing, second) if len(second) < len(first) else (units, first)
+        while failing:
+            best = best.only([name for name in best.groups if name not in failing], failing)
+            together = probe.fault(best) if best.groups else ""
+            failing = dict.fromkeys(best.groups, together) if together else {}
+        return best
+
+
+def _failing(probe: Probe, units: Units) -> dict[str, str]:
+    """Group -> why it fails; all at once first, each alone only where that fails."""
+    if not probe.fault(units):
+        return {}
+    found = {}
+    for name in units.groups:
+        if fault := probe.fault(units.only([name], {})):
+            found[name] = fault
+    return found or dict.fromkeys(units.groups, "groups that hold alone do not hold together")
+
+
+class Probe:
+    """A network of the same shapes with weights that are nowhere zero, and what comes of cutting it."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        total = sum(t.numel() for t in named_state(model).values())
+        self.dtype = torch.float64 if total < MANY else torch.float32
+        self._noise = torch.Generator().manual_seed(0)
+        self.inputs = pytree.tree_map_only(Tensor, self._stirred, tuple(inputs))
+        self.whole = shell(model, lambda _, tensor: self._stirred(tensor))
+
+    def _stirred(self, tensor: Tensor) -> Tensor:
+        """A copy moved by noise. Biases move up, so that few units are silent: of those a check would see nothing."""
+        made = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True)
+        if made.is_floating_point():
+            drawn = torch.rand(made.shape, generator=self._noise, dtype=made.dtype)
+            made += drawn * 0.2 - 0.1 if isinstance(tensor, nn.Parameter) and made.dim() > 1 else drawn * 0.5
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    def run(self, model: nn.Module) -> Any:
+        """The network's outputs; what it draws at random is the same every time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model(*self.inputs)
+
+    def fault(self, units: Units) -> str:
+        """What is wrong with these groups, all cut at once; nothing: ""."""
+        for deal, share in ((0, 2), (1, 3), (2, 1_000_000)):  # a half of the units, a third, and one
+            keep = {
+                name: torch.from_numpy(shuffled(name, group.size, 0, deal)[: 1 + (group.size - 1) // share]).sort()[0]
+                for name, group in units.groups.items()
+            }
+            try:
+                exact = {name: kept for name, kept in keep.items() if units.groups[name].exact}
+                wrong = self._differs(units, exact) if exact else ""
+                if not wrong and len(exact) < len(keep):
+                    with _PlainNorms():
+                        wrong = self._differs(units, keep)
+                wrong = wrong or self._trains(narrow(self.whole, units, keep, scale=True))
+            except Exception as error:
+                return f"the narrow network does not run ({describe(error)})"
+            if wrong:
+                return wrong
+        return ""
+
+    def _differs(self, units: Units, keep: dict[str, Tensor]) -> str:
+        small = narrow(self.whole, units, keep, scale=False).eval()
+        silenced = self._without(units, keep).eval()
+        with torch.no_grad():
+            expected, got = _leaves(self.run(silenced)), _leaves(self.run(small))
+        for a, b in zip(expected, got, strict=True):
+            if a.shape != b.shape:
+                return f"the narrow network's output has shape {tuple(b.shape)}, not {tuple(a.shape)}"
+            if a.is_floating_point() and not bool(a.isfinite().any()):
+                return "its outputs are not finite, so that nothing can be compared"
+            bound = 1e-9 if a.dtype == torch.float64 else 1e-3
+            if a.is_floating_point() and not _close(a, b, bound):
+                return "the narrow network does not compute what the whole one does without the other units"
+        return ""
+
+    def _without(self, units: Units, keep: dict[str, Tensor]) -> nn.Module:
+        """The whole network with the weights that read units that are not kept set to zero."""
+        readers = {(r.tensor, r.dim): r.span for r in units.readers}
+
+        def silent(name: str, tensor: Tensor) -> Tensor:
+            kepts = {dim: readers[name, dim].kept(keep) for dim in range(tensor.dim()) if (name, dim) in readers}
+            if all(kept is None for kept in kepts.values()):
+                return tensor
+            made = tensor.detach().clone()
+            for dim, kept in kepts.items():
+                if kept is not None:
+                    gone = torch.ones(made.shape[dim], dtype=torch.bool)
+                    gone[kept] = False
+                    made[(slice(None),) * dim + (gone,)] = 0
+            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+        return shell(self.whole, silent)
+
+    def _trains(self, small: nn.Module) -> str:
+        small.train()
+        outs = [t for t in _leaves(self.run(small)) if t.requires_grad]
+        if not outs:
+            return "" if not any(p.requires_grad for p in small.parameters()) else "nothing of it can be trained"
+        torch.autograd.backward([t.sum() for t in outs])
+        small.zero_grad()
+        self.run(small.eval())
+        return ""
+
+
+class _PlainNorms(TorchFunctionMode):
+    """Norms over units do nothing but apply their weights, so that what they read does not depend on who is there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in ("layer_norm", "rms_norm", "group_norm"):
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "over", "weight", "bias"), args, strict=False)) | (kwargs or {})
+        x = given["input"]
+        for key, apply in (("weight", torch.mul), ("bias", torch.add)):
+            if isinstance(own := given.get(key), Tensor):
+                x = apply(x, own.view([-1, *(1 for _ in x.shape[2:])]) if name == "group_norm" else own)
+        return x
+
+
+def _close(a: Tensor, b: Tensor, bound: float) -> bool:
+    scale = a.abs().nan_to_num(0, 0, 0).max() if a.numel() else torch.zeros(())
+    return bool(torch.isclose(a, b, rtol=bound, atol=float(scale) * bound + 1e-30, equal_nan=True).all())
+
+
+def _leaves(outputs: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

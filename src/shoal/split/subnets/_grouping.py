@@ -1,0 +1,108 @@
+"""From axes to units: the leaves that nobody fixed become groups, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.split.subnets._axes import Axis, find, fix, leaves, rows_of_units, twice
+from shoal.split.subnets._coupling import Coupling
+from shoal.split.subnets._record import Call, Record
+from shoal.split.subnets._walk import couple
+from shoal.split.subnets.units import Group, Reader, Sized, Span, Units, Use
+
+STREAM = "a residual stream that layer norms read stays whole (streams=True cuts it)"
+
+
+def units_of(record: Record, *, streams: bool = False) -> Units:
+    """The groups that follow from a recorded forward pass, not verified yet."""
+    return _Builder(couple(record), streams).units()
+
+
+class _Builder:
+    def __init__(self, coupling: Coupling, streams: bool) -> None:
+        self.coupling = coupling
+        self.streams = streams
+        self.names: dict[Axis, str] = {}
+        self.rows: dict[tuple[Axis, Axis], Tensor] = {}
+        self.summed = {(s.tensor, s.dim) for s in coupling.sums}
+
+    def units(self) -> Units:
+        state = self.coupling.record.state
+        order = [(name, dim) for name in state for dim in range(state[name].dim())]
+        for axes in [self.axes(name) for name in state]:
+            for axis in axes:
+                for leaf in twice(axis):
+                    fix(leaf, "its units meet one another in one dimension")
+        for name, dim in sorted(
+            order, key=lambda place: place in self.summed
+        ):  # names come from the layers that make it
+            for leaf in leaves(self.axes(name)[dim]):
+                if leaf not in self.names and not self.reason(leaf):
+                    self.names[leaf] = self.fresh_name(name)
+        spans = {name: tuple(self.span(axis, name, dim) for dim, axis in enumerate(self.axes(name))) for name in state}
+        calls = {id(call): place for place, call in enumerate(self.coupling.record.calls)}
+        readers = tuple(
+            Reader(s.tensor, s.dim, self.span(s.axis, s.tensor, s.dim), s.op.modules[-1],
+                   calls.get(id(s.op.call)), s.normalised)
+            for s in self.coupling.sums
+        )  # fmt: skip
+        groups = {name: self.group(leaf, name, spans) for leaf, name in self.names.items()}
+        whole = {
+            name: why
+            for name in state
+            if spans[name] and not any(s.uses for s in spans[name]) and (why := self.why(name))
+        }
+        sized = tuple(self.sized(call) for call in self.coupling.record.calls)
+        return Units(groups=groups, whole=whole, spans=spans, readers=readers, calls=sized)
+
+    def axes(self, name: str) -> list[Axis]:
+        return self.coupling.of(self.coupling.record.state[name])
+
+    def reason(self, leaf: Axis) -> str:
+        """Why a leaf is not cut."""
+        if leaf.size < 2:
+            return "it has one unit only"
+        if leaf.fixed:
+            return leaf.fixed
+        return STREAM if {"normalised", "residual"} <= leaf.notes and not self.streams else ""
+
+    def why(self, name: str) -> str:
+        found = [self.reason(leaf) for axis in self.axes(name) for leaf in leaves(axis)]
+        return next((r for r in found if r), "") or "nothing of it is used"
+
+    def fresh_name(self, tensor: str) -> str:
+        name = tensor.rpartition(".")[0] or tensor
+        taken = set(self.names.values())
+        return name if name not in taken else next(n for i in range(2, 99) if (n := f"{name}:{i}") not in taken)
+
+    def span(self, axis: Axis, tensor: str = "", dim: int = 0) -> Span:
+        axis = find(axis)
+        uses = []
+        for leaf in dict.fromkeys(leaves(axis)):
+            if leaf in self.names:
+                if (axis, leaf) not in self.rows:
+                    self.rows[axis, leaf] = torch.from_numpy(rows_of_units(axis, leaf))
+                uses.append(Use(self.names[leaf], tensor, dim, self.rows[axis, leaf]))
+        return Span(axis.size, tuple(uses))
+
+    def group(self, leaf: Axis, name: str, spans: dict[str, tuple[Span, ...]]) -> Group:
+        uses = tuple(use for dims in spans.values() for span in dims for use in span.uses if use.group == name)
+        kind = "head" if "batched" in leaf.notes else "channel" if "channel" in leaf.notes else "neuron"
+        return Group(name, leaf.size, kind, uses, exact="normalised" not in leaf.notes, stream="residual" in leaf.notes)
+
+    def sized(self, call: Call) -> Sized:
+        outs = tuple(self.dims(out) for out in call.outs) if call.sized else ()
+        return Sized(call.name, call.modules, call.runs, call.dim, outs)
+
+    def dims(self, out: Tensor) -> tuple[Span | None, ...]:
+        axes: Sequence[Axis] = self.coupling.axes.get(id(out), [Axis(n) for n in out.shape])
+        found: list[Span | None] = []
+        for axis in axes:
+            rows = any("input" in leaf.notes for leaf in leaves(axis))
+            cut = any(leaf in self.names for leaf in leaves(axis))
+            found.append(replace(self.span(axis), rows=rows) if cut or not rows else None)
+        return tuple(found)

@@ -1,0 +1,349 @@
+"""The one loop of every split: parts of the round -> tasks -> outcomes -> the whole network."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.data import Pool, View
+from shoal.engine.members.member import Member, make_optimizer, open_data
+from shoal.engine.planning.memory import free_bytes
+from shoal.engine.runtime.unit_runner import exact_sum
+from shoal.environment import environment
+from shoal.errors import SplitError
+from shoal.jobs.early_stopping import Monitor
+from shoal.jobs.job import Job
+from shoal.results import Result, Results
+from shoal.split._evaluation import Follower, evaluate
+from shoal.split.core.checks import checked, shard_problems
+from shoal.split.core.memory import predicted_peaks
+from shoal.split.core.method import Crew, Method
+from shoal.split.core.moments import load_moments
+from shoal.split.core.parts import Outcome, Part, Task
+from shoal.split.core.reading import Reading
+from shoal.split.core.report import Forecast, SplitReport, moved
+from shoal.split.core.state import State, tensors_of
+from shoal.split.executors.local import diverged
+from shoal.split.methods.averaging import check_count
+from shoal.storage.run_folder import RunFolder
+from shoal.training import parse_seconds
+
+Tell = Callable[[str], None]
+
+
+def train_split(
+    job: Job,
+    method: Method,
+    crew: Crew,
+    *,
+    device: str | torch.device = "cpu",
+    out: str | os.PathLike[str] | None = None,
+    tell: Tell | None = None,
+    val_every: int | None = None,
+    checkpoint_every: float | str = "60s",
+    member: Member | None = None,
+) -> Result:
+    """Train a job in parts, round by round, and give back the whole network.
+
+    Args:
+        job: What to train.
+        method: What the parts are.
+        crew: Who carries them out. Where it has `moved`, that is the bytes it has sent and received so far.
+        device: Where the whole network is evaluated.
+        out: A run folder: the same split in it goes on where it was, whatever ended it before.
+        tell: Is given each line of progress.
+        val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
+        checkpoint_every: Seconds between checkpoints, where there is `out`.
+        member: The job, where it has been checked already.
+    """
+    member = checked(job) if member is None else member
+    plan = getattr(method, "plan", None)
+    if plan is not None:
+        shard_problems(member, plan.workers)
+    if val_every is not None:
+        check_count("val_every", val_every)
+    run = _Run(job, method, crew, torch.device(device), tell or (lambda line: None), val_every, member)
+    run.save_every = parse_seconds(checkpoint_every)
+    with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
+        if folder is not None and folder.claim([member], {"split": dict(method.settings) or {"method": method.name}}):
+            folder.restore(run)
+        run.go(folder)
+        result = run.result()
+        if folder is not None:
+            folder.finish(Results([result]))
+    return result
+
+
+class _Run:
+    """One split on its way; what `state()` gives is all it needs to go on."""
+
+    def __init__(
+        self,
+        job: Job,
+        method: Method,
+        crew: Crew,
+        device: torch.device,
+        tell: Tell,
+        val_every: int | None,
+        member: Member,
+    ) -> None:
+        self.job, self.method, self.crew, self.device, self.tell = job, method, crew, device, tell
+        self.index, self.name = 0, member.name
+        self.member, self.model = member, member.model
+        self.home = _home(crew, self.model)
+        self.tensors = State.of(self.model, method.companions(), _fill(job), self.home)
+        self.whole = self.model if self.home.type == "cpu" else copy.deepcopy(self.model).to(self.home)
+        self.forecast = Forecast(job, method, self.model)
+        self.val: View | None = open_data(Pool(device), job, "val") if job.val is not None else None
+        self.monitor = Monitor.of(job)
+        self.round = self.step = 0
+        self.status, self.error = "running", ""
+        self.history: list[dict[str, float]] = []
+        self.losses: list[float] = []
+        """Since the last row of the history."""
+        self.logs: dict[str, list[float]] = {}
+        self.best: dict[str, Any] | None = None
+        self.report = SplitReport(method=method.name, workers=0, tier=_tier(crew), rounds=method.rounds)
+        self.follower: Follower | None = None
+        self.save_every = 60.0
+        self._moved = 0
+        self.val_every = val_every or self._rounds_per_row()
+
+    def _rounds_per_row(self) -> int:
+        return max(1, round(self.job.val_every * self._steps_per_epoch() / self.method.local_steps))
+
+    def _steps_per_epoch(self) -> int:
+        return Reading(self.job, len(self.member.data), (0, self.method.shards)).steps
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def go(self, folder: RunFolder | None) -> None:
+        """Round after round; what is interrupted is saved first."""
+        if self.method.merge == "gradients":
+            self.follower = Follower(self.job, copy.deepcopy(self.whole), self.tensors)
+        saved = time.monotonic()
+        try:
+            while self.status == "running" and self.round < self.method.rounds:
+                self._round()
+                if folder is not None and time.monotonic() - saved >= self.save_every:
+                    folder.save_many([self])
+                    saved = time.monotonic()
+            if self.status == "running":
+                self.status = "done"
+        except KeyboardInterrupt:
+            if folder is not None:
+                folder.save(self)
+                self.tell(f"round {self.round} of {self.method.rounds}: saved; the same command goes on from here")
+            raise
+        if folder is not None:
+            folder.save(self)
+
+    def _round(self) -> None:
+        crew = self.crew.roll(self.round)
+        if not crew:
+            raise SplitError("the crew is empty; a round needs at least one worker")
+        parts = self.method.parts(self.round, crew)
+        slices = [self.method.slices(part) for part in parts]
+        returns = [self.method.returns(part) for part in parts]
+        if not self.report.workers:
+            self._predict(crew, parts)
+        started = time.perf_counter()
+        carried = self.method.moments == "travel" and self.method.merge == "weights"
+        tasks = [
+            self.tensors.task(self.round, part, own, moments=carried, extras=self.method.extras(self.round, part))
+            for part, own in zip(parts, slices, strict=True)
+        ]
+        outcomes = list(self.crew.run(tasks))
+        good = self._sorted_out(parts, outcomes)
+        step = self.step
+        self.step += max((part.steps for part in parts), default=0)
+        if self.status == "running":
+            if self.follower is None:
+                self.tensors.commit(parts, returns, good)
+            elif any(outcome is not None for outcome in good):
+                found = self.tensors.gradients(parts, returns, good, self.follower.trained)
+                self.follower.step(found, step, self._steps_per_epoch())
+        self.method.see(self.round, parts, good)
+        self._account(tasks, outcomes, time.perf_counter() - started)
+        self.round += 1
+        if self.status != "running" or self.round % self.val_every == 0 or self.round == self.method.rounds:
+            self._row()
+
+    def _sorted_out(self, parts: Sequence[Part], outcomes: list[Outcome | None]) -> list[Outcome | None]:
+        """The outcomes without those that came to nothing, which are told."""
+        good: list[Outcome | None] = []
+        wrong = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            if outcome is None:
+                self.tell(f"round {self.round + 1}: part {part.number} was lost; its weights stay as they were")
+            elif diverged(outcome):
+                wrong.append(part.number)
+                self.tell(
+                    f"round {self.round + 1}: part {part.number} was not finite at its step {len(outcome.losses)} or "
+                    "before; it is left out, and its weights stay as they were"
+                )
+            fine = outcome is not None and not diverged(outcome)
+            good.append(outcome if fine else None)
+            self.report.lost += not fine
+            if outcome is not None and fine:
+                self._heard(outcome)
+        if wrong and not any(outcome is not None and outcome.losses for outcome in good):
+            self.status = "diverged"
+            self.error = f"no part of round {self.round + 1} had a finite loss; use a smaller learning rate"
+        return good
+
+    def _heard(self, outcome: Outcome) -> None:
+        self.losses += outcome.losses
+        for name, values in outcome.extras.items():
+            if name.startswith("log/"):
+                self.logs.setdefault(name.removeprefix("log/"), []).extend(values.tolist())
+
+    # --- what is noted --------------------------------------------------------------------------------------------
+
+    def _predict(self, crew: Sequence[Any], parts: Sequence[Part]) -> None:
+        report = self.report
+        report.workers, report.rounds = len(crew), self.method.rounds
+        report.bytes_predicted = self.forecast.all_rounds(crew)
+        report.peak_predicted = predicted_peaks(self.job, self.method, parts, self.model, self.member.data)
+
+    def _account(self, tasks: Sequence[Task], outcomes: Sequence[Outcome | None], seconds: float) -> None:
+        report = self.report
+        now = getattr(self.crew, "moved", None)
+        if now is None:
+            report.bytes_measured += moved(tasks, outcomes)
+        else:
+            report.bytes_measured, self._moved = report.bytes_measured + int(now) - self._moved, int(now)
+        report.seconds_measured += seconds
+        report.rounds_done = self.round + 1
+        if not report.seconds_predicted:
+            report.seconds_predicted = seconds * self.method.rounds
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if outcome is not None and outcome.peak_bytes:
+                key = "recovery" if self._recovers(task) else str(outcome.number)
+                report.peak_measured[key] = max(report.peak_measured.get(key, 0), outcome.peak_bytes)
+
+    def _recovers(self, task: Task) -> bool:
+        """Whether a part is the whole network, in a split whose other rounds have less."""
+        whole = sum(tensor.nbytes for tensor in self.tensors.tensors.values())
+        held = sum(tensor.nbytes for tensor in task.tensors.values())
+        if task.round == 0:
+            self.report.cuts = self.report.cuts or held < whole
+        return self.report.cuts and held == whole
+
+    def _row(self) -> None:
+        """A row of the history: the losses since the last one, and what the whole network is worth now."""
+        row: dict[str, float] = {
+            "epoch": self.step / self._steps_per_epoch(),
+            "round": self.round,
+            "step": self.step,
+            "loss": exact_sum(self.losses) / len(self.losses) if self.losses else math.nan,
+        }
+        row |= {name: exact_sum(values) / len(values) for name, values in self.logs.items()}
+        self.losses, self.logs = [], {}
+        if self.val is not None:
+            row |= evaluate(self.job, self.settled(), self.val, self.device)
+        row |= {"bytes": self.report.bytes_measured, "seconds": self.report.seconds_measured}
+        self.history.append(row)
+        self.tell(f"round {self.round} of {self.method.rounds}: " + _told(row))
+        best, stop = self.monitor.see(row)
+        if best and self.job.keep == "best":
+            self.best = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.tensors.items()}
+        if stop and self.status == "running" and self.round < self.method.rounds:
+            self.status = "stopped"
+
+    def settled(self) -> nn.Module:
+        """The whole network as it would be handed out now, where the state is."""
+        self.tensors.load_into(self.whole)
+        self.method.settled(self.round, self.whole)
+        return self.whole
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def result(self) -> Result:
+        """What came of it."""
+        if self.best is not None:
+            self.tensors.tensors = self.best
+        self.report.history = [dict(row) for row in self.history]
+        model = self.settled().to("cpu")
+        optimizer = make_optimizer(self.job, model)
+        load_moments(optimizer, model, self.tensors.moments)
+        return Result(
+            name=self.name,
+            job=self.job,
+            model=model,
+            history=self.history,
+            status=self.status,
+            tier=self.report.tier,
+            error=self.error or None,
+            optimizer_state=optimizer.state_dict(),
+            seconds=self.report.seconds_measured,
+            environment=environment(self.device),
+            steps=self.step,
+            split=self.report,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that is needed to go on from here."""
+        return {
+            **self.tensors.state(),
+            **{name: getattr(self, name) for name in _PLAIN},
+            "history": [dict(row) for row in self.history],
+            "logs": {name: list(values) for name, values in self.logs.items()},
+            "best": self.best,
+            "method": self.method.stored(),
+            "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
+            "report": self.report.to_dict() | {"history": []},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Be where `state()` was taken."""
+        self.tensors.load_state(state)
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.history, self.logs, self.best = state["history"], state["logs"], state["best"]
+        self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
+        self.report = SplitReport(**state["report"])
+        self.method.restore(state["method"])
+        if self.status == "running":
+            self.tell(f"round {self.round} of {self.method.rounds}: going on from there")
+
+
+_PLAIN = ("round", "step", "status", "error", "losses")
+
+
+def _fill(job: Job) -> dict[str, float]:
+    """What an optimizer's state begins as, where that is not zero."""
+    found = {"step_size": float(job.hparams.get("lr", 0.01))}  # of Rprop
+    if "initial_accumulator_value" in job.hparams:
+        found["sum"] = float(job.hparams["initial_accumulator_value"])
+    return found
+
+
+def _home(crew: Crew, model: nn.Module) -> torch.device:
+    """Where the state is: with workers that are here, on their device, if it has room for weights and moments twice."""
+    home: torch.device = getattr(crew, "home", torch.device("cpu"))
+    if home.type != "cuda":
+        return home
+    weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    if 8 * weights >= free_bytes(home):
+        home = torch.device("cpu")
+        crew.home = home  # type: ignore[attr-defined]
+    return home
+
+
+def _tier(crew: Crew) -> str:
+    return str(getattr(crew, "tier", type(crew).__name__.lower()))
+
+
+def _told(row: dict[str, float]) -> str:
+    shown = [name for name in row if name not in ("epoch", "round", "bytes", "seconds")]
+    return ", ".join(f"{name} {row[name]:.4g}" for name in shown)

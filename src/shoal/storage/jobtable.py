@@ -1,0 +1,173 @@
+"""What makes jobs the same jobs, as plain data, so that a run folder knows its own.
+
+A job's entry holds its settings as they are. What its functions and its network are made of, and the weights it begins
+with, are long and mostly the same for all jobs: they are in `parts`, each once, by the hash of its contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shoal.data.dataset import DatasetSource
+from shoal.engine.members.member import Member
+from shoal.storage._codehash import MAGIC
+from shoal.storage._describer import Describer
+from shoal.storage._initial_weights import describe_weights
+from shoal.storage._origin import PYTHON, version_of
+
+PLAIN = (
+    "batch_size",
+    "epochs",
+    "steps",
+    "seed",
+    "data_seed",
+    "shuffle",
+    "drop_last",
+    "accumulate",
+    "clip_norm",
+    "precision",
+    "schedule_every",
+    "val_every",
+    "keep",
+)
+NAMED = ("loss", "step", "collate", "params", "schedule")
+CODE, WEIGHTS = "code", "weights"
+"""Fields of a job's entry that name a part."""
+
+
+@dataclass(slots=True)
+class JobTable:
+    """The jobs of a folder."""
+
+    jobs: list[dict[str, Any]]
+    parts: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, str] = field(default_factory=dict)
+    """The versions that wrote it: of Shoal, Python, its bytecode, and the libraries that the jobs use."""
+
+    @classmethod
+    def of(cls, members: Sequence[Member], also: Mapping[str, Any] | None = None, *, names_only: bool = False) -> Self:
+        """The table of these members. `also`: what else makes them the same jobs. `names_only`: without code and
+        weights, for a folder that nobody comes back to."""
+        table = cls([describe_settings(member) | dict(also or {}) for member in members])
+        libraries = {"shoal", "torch"}
+        for member, job in zip(members, table.jobs, strict=True):
+            if not names_only:
+                describer = _described(member)
+                job[CODE] = table._put({name: table._put(texts) for name, texts in describer.finish().items()})
+                job[WEIGHTS] = table._put(describe_weights(member.model))
+                libraries |= describer.libraries
+        table.made_by = {name: version_of(name) for name in sorted(libraries)}
+        table.made_by |= {PYTHON: platform.python_version(), "bytecode": MAGIC}
+        return table
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        """From what `to_json` gave; tables from before there were parts have none."""
+        return cls(content["jobs"], content.get("parts", {}), content.get("made_by", {}))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}
+
+    def keys(self) -> list[str]:
+        """A short name for what each job is."""
+        return [_hash(job) for job in self.jobs]
+
+    def code(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """The parts that a job's functions and network are made of, by their names, as keys of `parts`."""
+        names: dict[str, str] = self.parts[job[CODE]]
+        return names
+
+    def functions(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """What a job's functions and classes are made of, without its network, which is built anew each time."""
+        return {part: self.parts[key] for part, key in self.code(job).items() if not _is_network(part)}
+
+    def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
+        """Have a job's functions described as another table does; `known` is that one's entry of the same job."""
+        mine = {part: key for part, key in self.code(job).items() if _is_network(part)}
+        theirs = {part: key for part, key in held.code(known).items() if not _is_network(part)}
+        self.parts |= {key: held.parts[key] for key in theirs.values()}
+        job[CODE] = self._put(mine | theirs)
+
+    def _put(self, content: dict[str, Any]) -> str:
+        key = _hash(content)
+        self.parts.setdefault(key, content)
+        return key
+
+
+def describe_settings(member: Member) -> dict[str, Any]:
+    """A job's settings, and the names of its functions."""
+    job = member.job
+    shapes = {name: [list(t.shape), str(t.dtype)] for name, t in _tensors(member.model).items()}
+    described = {
+        "name": member.name,
+        "model": type(member.model).__qualname__,
+        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "data": member.data.fingerprint(),
+        "val": member.val.fingerprint() if member.val is not None else None,
+        "optimizer": _name(job.optimizer),
+        "hparams": {name: _plain(value) for name, value in sorted(job.hparams.items())},
+        **{name: _name(getattr(job, name)) for name in NAMED},
+        **{name: getattr(job, name) for name in PLAIN},
+        "metrics": sorted(job.metrics),
+        "stop": repr(job.stop) if job.stop is not None else None,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(described))
+    return plain
+
+
+def describe_functions(member: Member) -> dict[str, Any]:
+    """What a member's functions and classes are made of now, as `JobTable.functions` gives it."""
+    return {part: texts for part, texts in _described(member).finish().items() if not _is_network(part)}
+
+
+def _described(member: Member) -> Describer:
+    """What a member's functions and network are made of."""
+    job, describer = member.job, Describer()
+    describer.add_model(member.model)
+    for name in (*NAMED, "optimizer", "stop"):
+        if getattr(job, name) is not None:
+            describer.add(name, getattr(job, name))
+    for name, metric in job.metrics.items():
+        describer.add(f"metric {name!r}", metric)
+    for name, view in (("data", member.data), ("val", member.val)):
+        if view is not None and isinstance(view.source, DatasetSource):
+            describer.add(name, type(view.source.dataset))
+    return describer
+
+
+def _is_network(part: str) -> bool:
+    return part == "model" or part.startswith("module ")
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    lazy = torch.nn.parameter.is_lazy
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor) and not lazy(t)}
+
+
+def _name(value: Any) -> str | None:
+    if value is None:
+        return None
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address is another one in the next process

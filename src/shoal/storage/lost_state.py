@@ -1,0 +1,94 @@
+"""State that a run folder, or a clone, cannot hold: noticed before a run starts, and said once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from shoal.engine.members.member import Member, draws, scratch_copy
+from shoal.engine.python_state.preserve import preserved
+from shoal.engine.python_state.saved_state import MODULES, share, state_roots
+from shoal.engine.python_state.state_keeper import SHARED
+from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.tiers.serial import SerialUnit
+
+STEPS = 2
+"""Of a trial: what the first leaves behind may only be seen at the second."""
+
+
+def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> None:
+    """Find the Python state of those members that may change some, before any of them trains.
+
+    `recipes`: of steps that could be traced, which change none; of such a member only an optimizer or a schedule that
+    runs as it is may.
+    """
+    for member in members:
+        member.own.wanted = True
+        if member.index not in recipes or recipes[member.index].optimizer.flags is None:
+            member.own.begin(member.job, member.model)
+    share([member.own for member in members])
+
+
+def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
+    """By jobs' names, what their training changes that cannot be saved, and why. Each kind of job is tried."""
+    lost: dict[str, dict[str, str]] = {}
+    tried: dict[Hashable, dict[str, str]] = {}
+    drawing: list[Member] = []
+    for member in members:
+        if member.own.job is None or member.status != "running":
+            continue
+        kind = _kind(member)
+        if kind not in tried:
+            tried[kind] = _try(member)
+        if MODULES in tried[kind]:
+            drawing.append(member)
+        lost[member.name] = {where: why for where, why in tried[kind].items() if where != MODULES}
+    if len(drawing) > 1:
+        for member in drawing:
+            assert member.own.job is not None
+            member.own.job.draws = None
+            lost[member.name] |= {MODULES: "other jobs draw from them too"}
+    return {name: problems for name, problems in lost.items() if problems}
+
+
+def in_words(lost: dict[str, dict[str, str]], what: str) -> str:
+    """What is lost, in a line."""
+    name, problems = next(iter(lost.items()))
+    where, why = next(iter(problems.items()))
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    others = f", and {len(lost) - 1} more jobs" if len(lost) > 1 else ""
+    fix = "give each job objects of its own" if why == SHARED else "keep it in numbers, tensors, lists or dicts"
+    return f"job {name!r}{others}: its training changes {where}{more}, which cannot be saved ({why}); {what}; {fix}"
+
+
+def _kind(member: Member) -> Hashable:
+    """Jobs of one kind change the same things: the same code."""
+    job = member.job
+    functions = (job.step, job.loss, job.schedule, job.optimizer)
+    shared = frozenset(member.own.job.shared) if member.own.job is not None else frozenset()
+    return type(member.model), shared, *(getattr(own, "__code__", None) or type(own) for own in functions)
+
+
+def _try(member: Member) -> dict[str, str]:
+    """What cannot be saved after two steps of a copy; everything is then as it was."""
+    job, keeper = member.job, member.own.job
+    assert keeper is not None
+    with preserved(state_roots(job, member.model), skip=member.model) as state:
+        if state.unrestorable:  # a step could not be undone
+            keeper.capture()
+            return dict(keeper.problems)
+        try:
+            scratch = scratch_copy(member)
+            scratch.own.wanted, scratch.own.watched = True, member.own.watched
+            unit = SerialUnit(scratch)
+            assert scratch.own.job is not None
+            scratch.own.job.shared, scratch.place = keeper.shared, 0
+            batches = min(STEPS * job.accumulate, member.num_batches)
+            feed = iter([member.data.take(0, min(job.batch_size, member.num_rows))] * batches)
+            with draws(scratch) as begin, scratch.own.noticing():
+                for _ in range(batches):
+                    begin()
+                    unit._batch(feed)
+            scratch.own.capture()
+        except Exception:  # it will say so itself when it trains
+            return {}
+    return scratch.own.problems | ({MODULES: ""} if any(scratch.own.job.draws or ()) else {})

@@ -1,0 +1,378 @@
+"""The run folder, `out=`: what was trained, how far it came, and what came of it.
+
+    jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
+    plan.json                   how they ride, so that a resume replays the same arithmetic
+    members/0003/a.safetensors  a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
+    history/0003.jsonl          one row an epoch
+    results.json                how each ended, and the environment
+    weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
+    lock                        who is at work in it
+
+Every file is written beside its place and moved there, so that a reader never sees half of one, and a process that is
+killed at any moment leaves a folder that the next one goes on from.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member, seeded
+from shoal.engine.members.ownership import build_model
+from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
+from shoal.results import Result, Results, finite
+from shoal.storage import _atomic, _store
+from shoal.storage._checkpoints import Checkpoints, Copy
+from shoal.storage._histories import Histories, from_text, to_text
+from shoal.storage._initial_weights import compare_weights, describe_weights
+from shoal.storage._jobdiff import compare, remarks
+from shoal.storage._lock import Lock
+from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions
+from shoal.storage.lost_state import in_words, lost_state
+
+VERSION = 3
+"""Of the folder's format."""
+READABLE = (2, VERSION)
+"""Format 2 says nothing of code and initial weights, which are then not compared."""
+_left: dict[tuple[Path, str], dict[str, Any]] = {}
+"""By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
+FOLDERS = ("members", "history", "weights")
+OTHER_WEIGHTS = "other initial weights (was the seed or the factory changed?)"
+
+
+class Saved(Protocol):
+    """What can be saved and restored: a member."""
+
+    index: int
+    name: str
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any], /) -> None: ...
+
+
+class RunFolder:
+    """A folder that holds one list of jobs, their checkpoints and their results.
+
+    >>> with RunFolder(path) as folder:
+    ...     resumed = folder.claim(members)
+    ...     for member in members:
+    ...         folder.restore(member)
+    ...     ...  # train; now and then folder.save_many(members)
+    ...     folder.finish(results)
+    """
+
+    def __init__(self, path: Path, *, passing: bool = False) -> None:
+        """`passing`: it ends with the run, so that members at their end, whom the run has, need not be in it."""
+        self.path, self.passing = path, passing
+        if importlib.util.find_spec("safetensors") is None:
+            raise ImportError("out= writes weights with safetensors: pip install safetensors")
+        if path.exists() and not path.is_dir():
+            raise OutError(f"out is {str(path)!r}, which is a file; name a folder")
+        self._lock = Lock(path)
+        self._checkpoints = Checkpoints(path / "members")
+        self._histories = Histories(path / "history")
+        self._jobs: dict[int, str] = {}
+        self._claimed: list[Member] = []
+        self._not_storable: set[int] = set()
+        self._lossy: set[str] = set()
+        """Jobs of which was said that some of their state cannot be saved."""
+        self._told_of_failure = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is on its way to the disk, and let another run have the folder."""
+        self._checkpoints.wait()
+        try:
+            self._leave()
+        finally:
+            self._lock.release()
+
+    def claim(self, members: Sequence[Member], also: Mapping[str, Any] | None = None) -> bool:
+        """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
+
+        `also`: what else makes them the same jobs, such as how they are split.
+
+        OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
+        cannot be written; where its jobs.json is damaged.
+        """
+        table = JobTable.of(members, also, names_only=self.passing)
+        if not self._is_run():
+            raise OutError(
+                f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            return self._claim(members, table)
+        except OSError as error:
+            self._lock.release()
+            raise OutError(
+                f"out={str(self.path)!r} cannot be written ({_reason(error)}); "
+                "make room or give the right to, or name another folder"
+            ) from None
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _is_run(self) -> bool:
+        """Whether the folder is new, or a run's: also one that was killed before it could say so."""
+        held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
+        return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
+
+    def _saved(self) -> Iterator[Path]:
+        return self.path.glob("members/*/[ab].safetensors")
+
+    def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
+        known = self.path / "jobs.json"
+        held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
+        if held is not None:
+            there = JobTable.read(held)
+            self._check(members, there, table)
+            table = there  # whose keys the checkpoints have
+        else:
+            _atomic.write_sealed(known, {"version": VERSION, **table.to_json()})
+        self._jobs = {member.index: key for member, key in zip(members, table.keys(), strict=True)}
+        self._claimed = list(members)
+        _atomic.remove_left_overs(self.path)
+        for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
+            (self.path / folder).mkdir(exist_ok=True)
+        for folder in FOLDERS:
+            _atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
+            (self.path / folder / "probe").unlink()
+        _atomic.sync_folder(self.path / "members")
+        return held is not None or any(self._saved())
+
+    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable) -> None:
+        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
+        self._know_again(held, here)
+        seen = compare(held, here)
+        unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
+        changed = [name for name in seen.other_weights if name not in unstable]
+        lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in changed)]
+        if lines:
+            more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
+            raise OutError(
+                f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
+                "use another folder, or remove this one"
+            )
+        for text in remarks(seen, unstable, held, here):
+            warn(f"out={str(self.path)!r}: {text}")
+
+    def _know_again(self, held: JobTable, here: JobTable) -> None:
+        """Jobs whose closures are as this process's last run in this folder left them are those that it began with."""
+        known = {job["name"]: job for job in held.jobs}
+        for job in here.jobs:
+            left = _left.get((self.path.resolve(), job["name"]))
+            if left is not None and left == here.functions(job) and CODE in known.get(job["name"], {}):
+                here.take_functions(job, held, known[job["name"]])
+
+    def _leave(self) -> None:
+        """Note what training has made of the jobs' functions, whose state is in this process and in the checkpoints."""
+        for member in self._claimed:
+            if member.own.job is not None and not self.passing:
+                _left[self.path.resolve(), member.name] = describe_functions(member)
+        self._claimed = []
+
+    def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
+        if not path.exists():
+            return None
+        try:
+            content = _atomic.read_sealed(path)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
+        if content.get("version") not in READABLE:
+            wrote = content.get("made_by", {}).get("shoal", "")
+            raise OutError(
+                f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
+                f"{content.get('version')}; this one reads {' and '.join(map(str, READABLE))}); use that version, or "
+                "another folder"
+            )
+        return content
+
+    def plan(self) -> dict[str, Any] | None:
+        """The plan that was kept; None where there is none. DamagedError where it is not what was written."""
+        fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
+        content = self._read(self.path / "plan.json", fix)
+        return None if content is None else content["plan"]
+
+    def keep_plan(self, plan: Mapping[str, Any]) -> None:
+        """Remember how the jobs ride: plain data, whatever a resume needs to do the same arithmetic."""
+        try:
+            _atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
+        except OSError as error:
+            raise OutError(f"out={str(self.path)!r}: plan.json cannot be written ({_reason(error)})") from None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the disk is still at work on what was saved last: saving now would wait for it."""
+        return self._checkpoints.busy
+
+    def save(self, member: Saved) -> bool:
+        """Write a member's checkpoint and history, and wait for the disk; whether it is there."""
+        self._checkpoints.wait()
+        self._tell_failures()
+        self.save_many([member])
+        self._checkpoints.wait()
+        return not self._tell_failures() and member.index not in self._not_storable
+
+    def save_many(self, members: Sequence[Saved]) -> None:
+        """Copy members' states and let them be written while training goes on; `flush` waits for it.
+
+        What cannot be written (a full disk) leaves the checkpoints before it as they are, and is told once; what
+        cannot be stored at all is told once, and its member starts again from its beginning after a kill.
+        """
+        copies, odd = list[Copy](), dict[str, str]()
+        for member in {member.index: member for member in members}.values():
+            try:
+                copies.append(self._copy(member))
+            except NotStorable as error:
+                if member.index not in self._not_storable:
+                    odd[member.name] = str(error)
+                self._not_storable.add(member.index)
+        self._checkpoints.wait()
+        self._tell_failures()
+        self._checkpoints.put(copies)
+        self._warn_of({m.name: m.own.problems for m in members if isinstance(m, Member) and m.own.problems})
+        if odd:
+            name, why = next(iter(odd.items()))
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            warn(f"job {name!r}{more} is not checkpointed: {why}; after a kill it starts again from its beginning")
+
+    def warn_of_lost_state(self, members: Sequence[Member]) -> None:
+        """Say, before the first step, what jobs change that no checkpoint can hold."""
+        self._warn_of(lost_state(members))
+
+    def _warn_of(self, lost: dict[str, dict[str, str]]) -> None:
+        lost = {name: problems for name, problems in lost.items() if name not in self._lossy}
+        self._lossy |= lost.keys()
+        if lost and not self.passing:
+            what = "a resumed run finds it as it is at the beginning, and ends with other weights"
+            warn(f"out={str(self.path)!r}: {in_words(lost, what)}")
+
+    def _copy(self, member: Saved) -> Copy:
+        state = dict(member.state())
+        lines = self._histories.lines(member.index, state.get("history"))
+        if lines is not None:
+            state["history"] = lines
+        frozen = _store.freeze(state)
+        return Copy(member.index, frozen, self._jobs.get(member.index, ""), self._histories.view(member.index))
+
+    def flush(self) -> bool:
+        """Wait until what was saved is on the disk; whether all of it is."""
+        self._checkpoints.wait()
+        return not self._tell_failures()
+
+    def _tell_failures(self) -> bool:
+        """Whether something could not be written since the last look."""
+        errors, self._checkpoints.errors = self._checkpoints.errors, []
+        if errors and not self._told_of_failure:
+            self._told_of_failure = True
+            warn(
+                f"out={str(self.path)!r}: a checkpoint could not be written ({_reason(errors[0])}); "
+                "the one before it is kept, training goes on, and writing is tried again at the next one"
+            )
+        return bool(errors)
+
+    def restore(self, member: Saved) -> bool:
+        """Put a member where its newest good checkpoint has it; False where there is none: it begins anew.
+
+        A damaged checkpoint is told in one line, and the one before it is used.
+        """
+        state, path, wrong = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
+        if wrong:
+            then = f"going on from {path.name}" if path is not None else "it starts again from its beginning"
+            warn(f"job {member.name!r}: {'; '.join(wrong)}; {then}")
+        if path is None:
+            return False
+        if isinstance(state.get("history"), bytes):
+            state["history"] = from_text(state["history"])
+        try:
+            member.load_state(state)
+        except Exception as error:
+            raise OutError(
+                f"{str(path)!r} does not fit job {member.name!r} ({describe(error)}); "
+                "put the code back as it was, or use another folder"
+            ) from error
+        return True
+
+    def finish(self, results: Results) -> None:
+        """Write down what came of the jobs; OutError where that cannot be: the checkpoints stand, and the same run
+        again goes on from them."""
+        self._checkpoints.wait()
+        try:
+            for folder in FOLDERS:
+                (self.path / folder).mkdir(exist_ok=True)
+            files = [(self._histories.path(i), [to_text(r.history)]) for i, r in enumerate(results)]
+            files += [self._weights(index, result) for index, result in enumerate(results)]
+            for error in _atomic.write_many(files):
+                if error is not None:
+                    raise error
+            self._results(results)
+        except OSError as error:
+            raise OutError(
+                f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
+                "make room, and run the same again: it goes on from the checkpoints"
+            ) from None
+
+    def write(self, results: Results) -> None:
+        """Write down what came of the jobs, and let the folder go."""
+        try:
+            self.finish(results)
+        finally:
+            self.close()
+
+    def _results(self, results: Results) -> None:
+        table = [
+            {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")}
+            for result in results
+        ]
+        stamp = results[0].environment
+        text = json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1)
+        _atomic.write_text(self.path / "results.json", text)
+
+    def _weights(self, index: int, result: Result) -> tuple[Path, list[bytes]]:
+        from safetensors.torch import save
+
+        state = result.model.state_dict()
+        stem = self.path / "weights" / f"{index:04d}"
+        if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
+            # A clone each: tied weights are then written once for each of their names, and load with strict=True.
+            data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
+            return stem.with_suffix(".safetensors"), [data]
+        file = io.BytesIO()
+        torch.save(state, file)
+        return stem.with_suffix(".pt"), [file.getvalue()]
+
+
+def _draws_elsewhere(member: Member, table: JobTable) -> bool:
+    """Whether a job's factory gives other weights each time: it draws from something that the seed does not set."""
+    job = next(job for job in table.jobs if job["name"] == member.name)
+    try:
+        with seeded(member.job.seed, member.device):
+            again = describe_weights(build_model(member.job))
+    except Exception:
+        return False
+    return compare_weights(table.parts[job[WEIGHTS]], again) != "same"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or describe(error)
+
+
+def warn(text: str) -> None:
+    """One line, where the user's warnings go."""
+    warnings.warn(text, ShoalWarning, stacklevel=3)

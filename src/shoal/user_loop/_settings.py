@@ -1,0 +1,136 @@
+"""From what `shoal.Pack` is given to members: settings that are one for all or one each, and a copied network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.data import View
+from shoal.engine.members.member import Member
+from shoal.engine.members.ownership import build_model
+from shoal.errors import JobError
+from shoal.jobs.job import Job
+from shoal.preparation.checks import field_problems, optimizer_problems
+from shoal.utils.numpy_values import plain_int
+
+ENDLESS = 2**62
+"""Steps of a job whose length is its user's loop."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Settings:
+    """What `Pack` takes for its members, each setting one for all or a list with one for each."""
+
+    optimizer: Any
+    hparams: Any
+    loss: Any
+    step: Any
+    params: Any
+    clip_norm: Any
+    precision: Any
+    schedule: Any
+
+    def of_each(self, models: Any, seeds: Any) -> list[dict[str, Any]]:
+        """Every member's own settings.
+
+        Raises:
+            JobError: with a line for each list of the wrong length.
+        """
+        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+            raise JobError("models is a single network; pass a list of them")
+        count = len(models)
+        if not count:
+            raise JobError("models is empty; pass at least one network")
+        seeds = seeds.tolist() if isinstance(seeds, np.ndarray | Tensor) else seeds
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray) and value.ndim:
+                setattr(self, field.name, value.tolist())
+        lines = [
+            f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
+            for name, value in [*((f.name, getattr(self, f.name)) for f in fields(self)), ("seeds", seeds)]
+            if _each(value) and len(value) != count
+        ]
+        if seeds is not None and not _each(seeds):
+            lines.append(f"seeds is {seeds!r}; pass a whole number for each model")
+        if lines:
+            raise JobError(*lines)
+        names = [f.name for f in fields(self)]
+        return [
+            {name: self._for(name, place) for name in names} | {"seed": None if seeds is None else seeds[place]}
+            for place in range(count)
+        ]
+
+    def _for(self, name: str, place: int) -> Any:
+        value = getattr(self, name)
+        return value[place] if _each(value) else value
+
+    def of_newcomer(self, seed: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of one who joins later."""
+        names = [f.name for f in fields(self)]
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise TypeError(f"add() takes no {unknown[0]!r}; it takes {', '.join(names)} and seed")
+        missing = [name for name in names if name not in given and _each(getattr(self, name))]
+        if missing:
+            raise JobError(f"{missing[0]} was given one for each member; give the newcomer's too: {missing[0]}=...")
+        return {name: given[name] if name in given else getattr(self, name) for name in names} | {"seed": seed}
+
+
+def _each(value: Any) -> bool:
+    """Whether a setting is one for each member."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def make_member(model: nn.Module, id: int, data: View, device: torch.device, settings: dict[str, Any]) -> Member:
+    """A member with a copy of this network.
+
+    Raises:
+        JobError: with a line for each setting that cannot be.
+    """
+    name = f"member {id}"
+    if not isinstance(model, nn.Module):
+        raise JobError(f"{name}: the model is a {type(model).__name__}; pass an nn.Module")
+    seed = id if settings["seed"] is None else plain_int(settings["seed"])
+    try:
+        job = Job(**{**settings, "seed": seed}, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
+    except JobError as error:
+        raise JobError(*(line.replace("job: ", f"{name}: ", 1) for line in error.lines)) from None
+    rng = torch.Generator().manual_seed(seed)
+    twin = build_model(job).to(device)
+    member = Member(job, id, name, device, twin, rng, torch.Generator(), data)
+    lines = field_problems(job) or [line for line in optimizer_problems(member) if "needs a watched value" not in line]
+    if lines:
+        plateau = "its schedule watches a value, and a pack's moves on after every step; use shoal.train for such"
+        raise JobError(*(f"{name}: {plateau if 'ReduceLROnPlateau' in line else line}" for line in lines))
+    return member
+
+
+def refill(
+    member: Member, state_dict: Mapping[str, Any], optimizer_state: Mapping[str, Any] | None, seed: int | None
+) -> None:
+    """Make a member's own network and optimizer state these; one that had stopped runs again."""
+    member.model.load_state_dict(state_dict)
+    member.optimizer_state = {} if optimizer_state is None else dict(optimizer_state)
+    member.status, member.error = "running", None
+    if optimizer_state is None:
+        member.step = 0
+    if seed is not None:
+        member.job = replace(member.job, seed=seed)
+        member.rng.manual_seed(seed)
+        member.batches = 0
+
+
+def device_of(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
+    """Where these networks train: as asked for, or where the first of them is."""
+    from shoal.training import pick_device
+
+    if device is not None:
+        return pick_device(device)
+    first = next(models[0].parameters(), None)
+    return first.device if first is not None else torch.device("cpu")

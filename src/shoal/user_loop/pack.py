@@ -1,0 +1,401 @@
+"""`shoal.Pack`: many networks in the user's own training loop, stepped together."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shoal.data import View
+from shoal.engine.members.member import Member, autocast, draws, evaluating
+from shoal.engine.proof.group import told
+from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.rules.op_context import NotStackable
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.engine.tiers.stacked.forward import Forward, joined
+from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.unit import Unlike, evaluated
+from shoal.engine.tracing.patches import Untraceable
+from shoal.errors import JobError, ShoalWarning, describe
+from shoal.user_loop._batch_source import Batches, Hand
+from shoal.user_loop._changes import LoopChanges
+from shoal.user_loop._settings import Settings, device_of, make_member, refill
+from shoal.user_loop._step_subset import asked_ids, in_order, step_alone, step_some
+from shoal.utils.torch_flags import training_mode
+
+UNDECIDED = ("", "decided at its first step")
+
+
+class Pack:
+    """Many networks that train together in your own loop: you bring the batches, one `step` takes all members further.
+
+    One step is what the plain loop does for each member: zero_grad, forward, backward, clip, optimizer step, schedule
+    step. Members that are one computation are stacked, the others run one after another; `tiers` says which and why.
+    Every setting but `models`, `device` and `seeds` is one for all members, or a list with one for each.
+
+    Args:
+        models: The networks. They are copied, never trained in place.
+        optimizer: Any torch.optim.Optimizer class.
+        hparams: Keyword arguments of the optimizer.
+        loss: The step is loss(model(*inputs), target). Either this or `step`.
+        step: The member's own step, (model, batch) -> loss; the batch is what `Pack.step` is given.
+        params: From a model to what the optimizer takes as params; None: model.parameters().
+        clip_norm: Scale each member's gradients down to at most this norm.
+        precision: None, "bf16" or "fp16", as in a job.
+        schedule: step -> factor, or optimizer -> torch lr_scheduler; it moves on after every step.
+        device: Where to train; None: where the first model is.
+        seeds: A seed for each member's random draws (dropout and the like), which are those of a plain loop after
+            torch.manual_seed(seed). None: each member's id.
+
+    >>> pack = Pack([nn.Linear(2, 1), nn.Linear(2, 1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=nn.MSELoss())
+    >>> pack.step(torch.zeros(4, 2), torch.zeros(4, 1)).shape, pack.tiers[1]
+    (torch.Size([2]), ('stacked', 'one computation'))
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        optimizer: Callable[..., Optimizer] | Sequence[Callable[..., Optimizer]] = torch.optim.AdamW,
+        hparams: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        loss: Callable[[Any, Any], Tensor] | Sequence[Callable[[Any, Any], Tensor]] | None = None,
+        step: Callable[[nn.Module, Any], Any] | Sequence[Callable[[nn.Module, Any], Any]] | None = None,
+        params: Callable[[nn.Module], Any] | Sequence[Callable[[nn.Module], Any] | None] | None = None,
+        clip_norm: float | Sequence[float | None] | None = None,
+        precision: Literal["bf16", "fp16"] | None = None,
+        schedule: Callable[[Any], Any] | Sequence[Callable[[Any], Any] | None] | None = None,
+        device: str | torch.device | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self._settings = Settings(
+            optimizer=optimizer, hparams=hparams or {}, loss=loss, step=step, params=params, clip_norm=clip_norm,
+            precision=precision, schedule=schedule,
+        )  # fmt: skip
+        chosen = self._settings.of_each(models, seeds)
+        self.device = device_of(models, device)
+        self._kitchen = Kitchen()
+        self._changes = LoopChanges(self._kitchen)
+        self._members: dict[int, Member] = {}
+        self._units: list[HandedStack | SerialUnit] = []
+        self._waiting: list[int] = []
+        self._begins: dict[int, int] = {}
+        """Where the schedules of some who wait begin."""
+        self._tiers: dict[int, tuple[str, str]] = {}
+        self._next = 0
+        lines: list[str] = []
+        for model, settings in zip(models, chosen, strict=True):
+            try:
+                self._enter(model, settings)
+            except JobError as error:
+                lines += error.lines
+                self._next += 1
+        if lines:
+            raise JobError(*lines)
+
+    # --- who is in it ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        tiers = [self.tiers[id][0] or "undecided" for id in self.ids]
+        return f"Pack({len(self)}: {', '.join(f'{tiers.count(t)} {t}' for t in dict.fromkeys(tiers))})"
+
+    @property
+    def ids(self) -> list[int]:
+        """The members' ids, in the order of losses and outputs. An id stays its member's, and is not used again."""
+        return list(self._members)
+
+    @property
+    def tiers(self) -> dict[int, tuple[str, str]]:
+        """id -> (tier, why). A member's tier is decided when it first sees a batch."""
+        return {id: self._tiers.get(id, UNDECIDED) for id in self._members}
+
+    @property
+    def status(self) -> dict[int, str]:
+        """id -> "running", "diverged" (its loss was not finite) or "failed" (its step raised)."""
+        return {id: member.status for id, member in self._members.items()}
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """id -> why a member has stopped, for those that have."""
+        return {id: member.error for id, member in self._members.items() if member.error is not None}
+
+    def add(self, model: nn.Module, *, seed: int | None = None, **settings: Any) -> int:
+        """Take in a copy of one more network, which begins at the next step; its id.
+
+        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
+        as for all members; where they were given one each, the newcomer's must be given too.
+        """
+        return self._enter(model, self._settings.of_newcomer(seed, settings))
+
+    def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
+        id, hand = self._next, View(Hand(self.device))
+        self._members[id] = make_member(model, id, hand, self.device, settings)
+        self._waiting.append(id)
+        self._next += 1
+        return id
+
+    def remove(self, id: int) -> nn.Module:
+        """Let a member go; its network, trained as far as it is. The others go on as if it had never been there."""
+        model = self.member(id)
+        for unit in self._units:
+            slot = next((s for s, member in enumerate(unit.members) if member.index == id), None)
+            if slot is not None:
+                self._drop(unit, [slot])
+                break
+        self._waiting = [waiting for waiting in self._waiting if waiting != id]
+        del self._members[id]
+        self._changes.drop(id)
+        self._tiers.pop(id, None)
+        return model
+
+    def member(self, id: int) -> nn.Module:
+        """A copy of a member's network as it is now: the class it came as, in train mode, on the pack's device."""
+        return copy.deepcopy(self._written(id).model)
+
+    def optimizer_state(self, id: int) -> dict[str, Any]:
+        """A copy of a member's optimizer state, as from the optimizer's own state_dict()."""
+        member = self._written(id)
+        if not member.optimizer_state:  # it has not stepped yet
+            with draws(member, keep=False):
+                return SerialUnit(member).optimizer.state_dict()
+        return copy.deepcopy(member.optimizer_state)
+
+    def load(
+        self,
+        id: int,
+        state_dict: Mapping[str, Any],
+        optimizer_state: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Give a member other weights of the same shapes, in place: nothing is traced or built again.
+
+        Args:
+            id: Whose. One that had stopped is running again.
+            state_dict: As `model.load_state_dict` takes it.
+            optimizer_state: As from the optimizer's own state_dict(); None: it starts with none.
+            step: Its schedule, a function of the step, goes on as after so many steps; None: from where it is.
+            seed: Its random draws begin again, from this seed; None: they go on.
+        """
+        asked_ids([id], self.ids)
+        refill(self._members[id], state_dict, optimizer_state, seed)
+        if not self._place(id, step) and id not in self._waiting:
+            self._waiting.append(id)
+        if id in self._waiting and step is not None:
+            self._begins[id] = step
+
+    def _place(self, id: int, step: int | None) -> bool:
+        """Let the unit that has a member take what the member has now; whether there is one."""
+        for unit in self._units:
+            for slot, member in enumerate(unit.members):
+                if member.index == id:
+                    unit.load(slot, step)
+                    return True
+        return False
+
+    def _written(self, id: int) -> Member:
+        """The member, with its weights and optimizer state its own."""
+        asked_ids([id], self.ids)
+        for unit in self._units:
+            slots = [slot for slot, member in enumerate(unit.members) if member.index == id]
+            if slots:
+                (unit.unit if isinstance(unit, HandedStack) else unit).write_back(slots)
+        return self._members[id]
+
+    def _drop(self, unit: HandedStack | SerialUnit, slots: list[int]) -> None:
+        if len(slots) < len(unit.members):
+            assert isinstance(unit, HandedStack)
+            unit.leave(slots)
+            return
+        (unit.unit if isinstance(unit, HandedStack) else unit).write_back()
+        self._units.remove(unit)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    @training_mode()
+    def step(self, *batch: Any, per_member: bool = False, members: Sequence[int] | None = None) -> Tensor:
+        """One training step of every member; their losses [M], in the order of `ids`.
+
+        All members see the same batch, or with `per_member=True` each its own: every tensor then has the member axis
+        first. With `members` only those ids take the step, and losses and batches are in their order.
+
+        A member whose loss is not finite keeps its weights from before and stops; so does one whose own step raises,
+        with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is raised and
+        nothing has changed.
+        """
+        asked = self.ids if members is None else asked_ids(members, self.ids)
+        leaves, spec = self._read(batch, per_member, len(asked))
+        self._look_for_changes()
+        batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
+        if self._waiting:
+            self._arrange(batches)
+        if len(batches.places) < len(self):
+            losses_of, failed = step_some(self._units, batches, self._dissolve)
+            self._raise_if_all(failed, asked)
+            some = in_order(losses_of, asked, self.device)
+            self._settle(some, failed, asked)
+            return some
+        for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+            self._prepare(stack, batches)
+        found: dict[int, Tensor] = {}
+        failed = {}
+        whole: Tensor | None = None
+        for unit in list(self._units):
+            parts, errors = self._advance(unit, batches)
+            failed |= errors
+            for ids, losses in parts:
+                whole = losses if ids == self.ids else None
+                found |= {} if whole is not None else dict(zip(ids, losses, strict=True))
+        self._raise_if_all(failed, self.ids)
+        out = whole if whole is not None else in_order(found, self.ids, self.device)
+        self._settle(out, failed, self.ids)
+        return out if asked == self.ids else out[[self.ids.index(id) for id in asked]]
+
+    def _raise_if_all(self, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
+        """Raise what everybody's step raised: then it is the batch, or the loop, and not a member."""
+        if failed and len(failed) == sum(self._members[id].status == "running" for id in stepped):
+            raise next(iter(failed.values()))
+
+    def _read(self, batch: tuple[Any, ...], per_member: bool, count: int) -> tuple[list[Tensor], pytree.TreeSpec]:
+        if not self._members:
+            raise ValueError("the pack has no members; add one first")
+        leaves, spec = pytree.tree_flatten(batch[0] if len(batch) == 1 else batch)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"the batch holds a {type(leaf).__name__}; pass tensors")
+            if per_member and (leaf.ndim == 0 or len(leaf) != count):
+                raise ValueError(
+                    f"the batch has a tensor of shape {list(leaf.shape)}, and per_member=True wants the member axis "
+                    f"first: {count} of them"
+                )
+        if not leaves:
+            raise ValueError("the batch is empty; pass step(inputs, targets)")
+        return [leaf.to(self.device) for leaf in leaves], spec
+
+    def _arrange(self, batches: Batches) -> None:
+        """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
+        members = [self._members[id] for id in self._waiting if id in batches.places]
+        for member in members:
+            batches.hand(member)
+        groups = self._changes.group(members)
+        for found in groups:
+            reason = told(found, groups)
+            if found.stackable and self._join(found.recipes, batches):
+                reason = "one computation"
+            elif found.stackable:
+                self._units.append(HandedStack(found.recipes, self._kitchen))
+            else:
+                self._units += [SerialUnit(member) for member in found.members]
+            for member in found.members:
+                self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
+        self._waiting = [id for id in self._waiting if id not in batches.places]
+        for member in members:
+            if member.index in self._begins:
+                self._place(member.index, self._begins.pop(member.index))
+
+    def _look_for_changes(self) -> None:
+        """Where something has changed that members' steps read, let them wait for a new place."""
+        for unit in self._changes.stale(self._units):
+            self._waiting += [member.index for member in unit.members]
+            self._drop(unit, list(range(len(unit.members))))
+
+    def _join(self, recipes: list[Any], batches: Batches) -> bool:
+        for unit in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+            with suppress(Untraceable, NotStackable):
+                if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                    unit.join(recipes)
+                    return True
+        return False
+
+    def _prepare(self, unit: HandedStack, batches: Batches) -> None:
+        """Make a stack ready for this shape of batch; where it is no stack there, its members go on alone."""
+        try:
+            if not unit.knows(batches.key):
+                unit.learn(batches.key, [batches.of(member) for member in unit.members], batches.per_member)
+        except (Untraceable, NotStackable) as refusal:
+            self._dissolve(unit, f"on a batch of {batches.shapes()}: {refusal}")
+
+    def _dissolve(self, unit: HandedStack, reason: str) -> list[SerialUnit]:
+        alone = unit.dissolve()
+        place = self._units.index(unit)
+        self._units[place : place + 1] = alone
+        self._tiers |= {one.member.index: ("serial", reason) for one in alone}
+        return alone
+
+    def _advance(
+        self, unit: HandedStack | SerialUnit, batches: Batches
+    ) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
+        """The ids of a unit's members with their losses, and what some of them raised."""
+        if isinstance(unit, SerialUnit):
+            return step_alone(unit, batches)
+        try:
+            return unit.step(batches.key, batches.rows(unit))
+        except Exception as caught:
+            raising, reason = unit.raising([batches.of(member) for member in unit.members]), describe(caught)
+        if not raising:  # their own Python may handle what a stack does not
+            alone = [step_alone(one, batches) for one in self._dissolve(unit, f"a stacked step raised {reason}")]
+            errors = {id: error for _, own in alone for id, error in own.items()}
+            return [part for parts, _ in alone for part in parts], errors
+        failed = {unit.members[slot].index: error for slot, error in raising.items()}
+        if len(raising) == len(unit.members):
+            return [], failed
+        self._drop(unit, list(raising))
+        self._prepare(unit, batches)
+        parts, more = self._advance(unit, batches) if unit in self._units else ([], {})
+        return parts, failed | more
+
+    def _settle(self, losses: Tensor, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
+        """Let those go who are at their end; what they have stays theirs."""
+        if not failed and bool(torch.isfinite(losses).all()):
+            return
+        for id, loss in zip(stepped, losses.tolist(), strict=True):
+            member = self._members[id]
+            if member.status != "running" or (math.isfinite(loss) and id not in failed):
+                continue
+            member.status = "failed" if id in failed else "diverged"
+            member.step -= id not in failed
+            member.error = describe(failed[id]) if id in failed else f"the loss became {loss} after step {member.step}"
+            self._tiers[id] = (self._tiers[id][0], f"it stopped: {member.error}")
+        for unit in list(self._units):
+            ended = [slot for slot, member in enumerate(unit.members) if member.status != "running"]
+            if ended:
+                self._drop(unit, ended)
+        for id, error in failed.items():
+            warnings.warn(f"member {id} has stopped: its step raised {describe(error)}", ShoalWarning, stacklevel=3)
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def eval(self, *inputs: Any) -> Any:
+        """Eval-mode outputs of all members for the same inputs, [M, ...], in the order of `ids`. Nothing changes.
+
+        Raises:
+            ValueError: when the members' outputs have different shapes.
+        """
+        if not self._members:
+            raise ValueError("the pack has no members; add one first")
+        inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
+        self._look_for_changes()
+        stacks = [u for u in self._units if isinstance(u, HandedStack) and [m.index for m in u.members] == self.ids]
+        if stacks:
+            outputs = stacks[0].outputs(inputs)
+            return joined(outputs) if isinstance(outputs, Unlike) else outputs
+        members = [self._written(id) for id in self._members]
+        if len({member.job.precision for member in members}) == 1:
+            return Forward([member.model for member in members], members[0].job.precision)(inputs)
+        outputs = []
+        for member in members:
+            with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
+                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
+        return joined(outputs)
