@@ -23,7 +23,7 @@ from shoal.split.core.state import State
 from shoal.split.executors.executors import Serial
 from shoal.split.methods.ist import IST
 from shoal.split.methods.renorm import renormalise
-from shoal.split.subnets.alternate import neighbours
+from shoal.split.subnets.deal import neighbours
 from shoal.split.trainer import train_split
 
 

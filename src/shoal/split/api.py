@@ -17,7 +17,7 @@ from shoal.split.executors.executors import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST, Shares
-from shoal.split.subnets.alternate import WHOLE_LAYER, Layers
+from shoal.split.subnets.deal import WHOLE_LAYER, Layers
 from shoal.split.trainer import train_split
 from shoal.training import pick_device
 

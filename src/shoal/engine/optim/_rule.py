@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim._constants import hold, is_traced
+from shoal.engine.optim.compile_fence import hold, is_traced
 
 PIECE = 2**18
 """Elements a CPU works on at a time, in whole members: the temporaries of a large stack would leave the cache and cost

@@ -88,9 +88,9 @@ def _digest(recipe: Recipe, about: Hashable) -> str:
 
 @functools.cache
 def _version() -> str:
-    import shoal
+    from shoal.version import version
 
-    return str(shoal.__version__)
+    return version()
 
 
 def cache_file() -> Path:

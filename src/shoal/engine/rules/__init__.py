@@ -5,7 +5,6 @@ from __future__ import annotations
 from shoal.engine.rules import (
     _attention,
     _conv,
-    _embedding,
     _linear,
     _losses,
     _norm,
@@ -14,14 +13,13 @@ from shoal.engine.rules import (
     _recurrent,
     _shape,
 )
-from shoal.engine.rules._embedding import ALONE
+from shoal.engine.rules._linear import ALONE
 from shoal.engine.rules._registry import find, refuse_side_writes
 
 __all__ = [
     "ALONE",
     "_attention",
     "_conv",
-    "_embedding",
     "_linear",
     "_losses",
     "_norm",

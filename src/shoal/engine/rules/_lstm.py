@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.engine.optim._constants import is_traced
+from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules._product import SIDE
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.optim._constants import is_traced
+from shoal.engine.optim.compile_fence import is_traced
 
 _BOUNDARY = 16
 """Elements; 64 bytes of float32, the longest vector and the alignment of every allocation."""

@@ -23,7 +23,7 @@ from shoal.engine.optim import (
     torch_entry,
     torch_values,
 )
-from shoal.engine.optim._constants import is_traced
+from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, fused_update, transfer
 from shoal.engine.stack._flat_state import FlatUpdate

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-import shoal
 from shoal.data.source import TensorSource
 from shoal.engine.planning import perf_cache
 from shoal.engine.recipes.recipe import Kitchen, Recipe
@@ -29,7 +28,7 @@ from shoal.engine.tracing.trace import Trace
 from shoal.engine.units.trials import num_steps
 from shoal.utils.set_up_times import timed
 
-_PACKAGE = Path(shoal.__file__).parent
+_PACKAGE = Path(__file__).parents[2]
 COMPILED_GAIN = 0.5
 """The share of an uncompiled step that compiling is taken to save, until it has been measured."""
 FORM_GAIN = 0.5

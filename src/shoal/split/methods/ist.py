@@ -24,8 +24,7 @@ from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Part, Slice
 from shoal.split.methods.averaging import Plan, check_count, check_moments
 from shoal.split.methods.renorm import renormalise
-from shoal.split.subnets.alternate import WHOLE_LAYER, Layers, dealt_layers, neighbours
-from shoal.split.subnets.deal import deal
+from shoal.split.subnets.deal import WHOLE_LAYER, Layers, deal, dealt_layers, neighbours
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
 

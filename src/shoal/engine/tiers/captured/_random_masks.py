@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.engine.optim._constants import is_traced
+from shoal.engine.optim.compile_fence import is_traced
 from shoal.utils.randomness import Draw, counter_draw, counter_keys, draw_columns, site_keys, site_numbers, spread
 
 MOST_TOGETHER = 1 << 22

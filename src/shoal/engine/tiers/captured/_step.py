@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.optim import MemberScaler
-from shoal.engine.optim._constants import fence
+from shoal.engine.optim.compile_fence import fence
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
