@@ -181,13 +181,13 @@ def main() -> None:
     start = time.perf_counter()
     results = shoal.train(made, device=device, compile="auto" if args.compile == "auto" else False)
     packed = time.perf_counter() - start
-    print(f"packed: {packed:.1f} s, {results.riding:.1f} members riding on average, {results}", flush=True)
+    print(f"packed: {packed:.1f} s, {results.running:.1f} members riding on average, {results}", flush=True)
     alone = one_after_another(made, device, args.sample)
     print(f"one after another: {alone:.1f} s; gain {alone / packed:.2f}x", flush=True)
     wrong = differing(made, results, args.check)
     found = {
         "jobs": len(made), "size": args.size, "steps": sum(job.steps or 0 for job in made), "packed_seconds": packed,
-        "plain_seconds": alone, "plain_share_run": args.sample, "gain": alone / packed, "riding": results.riding,
+        "plain_seconds": alone, "plain_share_run": args.sample, "gain": alone / packed, "running": results.running,
         "statuses": {status: sum(r.status == status for r in results) for status in {r.status for r in results}},
         "checked_alone": args.check, "differing": wrong, "environment": stamp(str(device), 1),
     }  # fmt: skip

@@ -113,11 +113,11 @@ def fitted(network: str, members: int, compile: bool) -> dict[str, Any]:
     import torch
 
     from shoal.engine.planning import memory, perf_cache
-    from shoal.engine.recipes.recipe import Kitchen
+    from shoal.engine.recipes.recipe import TraceCache
     from shoal.preparation.checks import prepare
 
     built = prepare(jobs(network, 1, GPU_STEPS, 64, "bf16"), torch.device("cuda:0"))
-    recipe = Kitchen().recipe(built[0])
+    recipe = TraceCache().recipe(built[0])
     known = perf_cache.lookup(perf_cache.digest(recipe))
     curves = {tier: curve for tier in ("stacked", "streams") if (curve := known.curve("seconds", tier)) is not None}
     tier = min(curves, key=lambda name: curves[name].at(members))

@@ -62,16 +62,16 @@ class Troubled:
     tier = "distributed"
 
     def __init__(
-        self, crew: Distributed, at_work: list[LocalWorker], spare: list[LocalWorker], kills: set[int]
+        self, executor: Distributed, at_work: list[LocalWorker], spare: list[LocalWorker], kills: set[int]
     ) -> None:
-        self.crew, self.at_work, self.spare, self.kills = crew, at_work, spare, kills
+        self.executor, self.at_work, self.spare, self.kills = executor, at_work, spare, kills
         self.stops = {number + 1 for number in sorted(kills)[:: max(1, len(kills) // 5)]}
         self.random = random.Random(0)
         self.seconds: list[float] = []
         self.killed = self.stopped = 0
 
     def roll(self, number: int) -> Sequence[Worker]:
-        return self.crew.roll(number)
+        return self.executor.roll(number)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
         usual = statistics.median(self.seconds) if self.seconds else 0.1
@@ -79,7 +79,7 @@ class Troubled:
         timer = threading.Timer(moment, self._trouble, (tasks[0].round,))
         timer.start()
         began = time.monotonic()
-        outcomes = self.crew.run(tasks)
+        outcomes = self.executor.run(tasks)
         self.seconds.append(time.monotonic() - began)
         timer.join()
         return outcomes
@@ -92,7 +92,7 @@ class Troubled:
             self.killed += 1
             new = self.spare.pop()
             self.at_work.append(new)
-            new.go(self.crew.address)
+            new.go(self.executor.address)
         elif number in self.stops:
             self.stopped += 1
             os.kill(victim.pid, signal.SIGSTOP)
@@ -105,15 +105,15 @@ def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
     everybody = [*at_work, *spare]
     when = set(random.Random(1).sample(range(1, method.rounds - 1), kills))
     try:
-        with Distributed(job, method, workers=WORKERS) as crew:
+        with Distributed(job, method, workers=WORKERS) as executor:
             for worker in at_work:
-                worker.go(crew.address)
-            crew.roll(0)
-            troubled = Troubled(crew, at_work, spare, when)
+                worker.go(executor.address)
+            executor.roll(0)
+            troubled = Troubled(executor, at_work, spare, when)
             began = time.monotonic()
             result = train_split(job, method, troubled)
             seconds = time.monotonic() - began
-            lost = list(crew.lost)
+            lost = list(executor.lost)
     finally:
         for worker in everybody:
             if worker.alive():
@@ -139,12 +139,12 @@ def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
 def undisturbed(job: shoal.Job, method: Method) -> tuple[float, float]:
     workers = fork_workers(WORKERS, job, method, tell=lambda line: None)
     try:
-        with Distributed(job, method, workers=WORKERS) as crew:
+        with Distributed(job, method, workers=WORKERS) as executor:
             for worker in workers:
-                worker.go(crew.address)
-            crew.roll(0)
+                worker.go(executor.address)
+            executor.roll(0)
             began = time.monotonic()
-            result = train_split(job, method, crew)
+            result = train_split(job, method, executor)
             return result.history[-1]["accuracy"], time.monotonic() - began
     finally:
         for worker in workers:

@@ -20,13 +20,13 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.runtime import run
-from shoal.engine.runtime.planning_context import Board
-from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.evidence.bench.workloads import Spec, workload
 from shoal.preparation.checks import prepare
 
 
-class Seats(Board):
+class Seats(PlanningContext):
     """A board on which every member takes one seat."""
 
     def bytes(self, members: Sequence[Member]) -> float:
@@ -35,10 +35,10 @@ class Seats(Board):
 
 LEAVES: list[tuple[int, float]] = []
 """How many left at once, and the milliseconds that it took."""
-_leave = Ride.leave
+_leave = UnitRunner.leave
 
 
-def leave(self: Ride, ends: dict[int, str]) -> None:
+def leave(self: UnitRunner, ends: dict[int, str]) -> None:
     """As it is, timed."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -51,15 +51,15 @@ def leave(self: Ride, ends: dict[int, str]) -> None:
 class Timed(run.Run):
     """A run that notes how long its parts take."""
 
-    def __init__(self, members: Sequence[Member], board: Board) -> None:
-        super().__init__(members, board)
+    def __init__(self, members: Sequence[Member], planning: PlanningContext) -> None:
+        super().__init__(members, planning)
         self.joins: list[float] = []
         self.joined: list[int] = []
         self.settling: list[float] = []
         self.steps: list[float] = []
 
     def _seat(self, members: list[Member]) -> None:
-        first, start = not self.rides, time.perf_counter()
+        first, start = not self.runners, time.perf_counter()
         super()._seat(members)
         torch.cuda.synchronize()
         if not first:
@@ -70,10 +70,10 @@ class Timed(run.Run):
         start = time.perf_counter()
         spent: list[float] = []
         look = self._look
-        self._look = lambda ride, outcome, done: (  # type: ignore[method-assign]
+        self._look = lambda runner, outcome, done: (  # type: ignore[method-assign]
             spent.append(outcome.seconds),
             self.steps.append(1e3 * outcome.seconds / max(1, done)),
-            look(ride, outcome, done),
+            look(runner, outcome, done),
         )
         try:
             super()._turn()
@@ -94,14 +94,14 @@ def main() -> None:
         for index, (job, steps) in enumerate(zip(made, lengths, strict=True))
     ]
     members = prepare(jobs, torch.device("cuda", 0))
-    board = Seats(members, compile=False)
-    board.budget = args.seats
-    run = Timed(members, board)
-    Ride.leave = leave  # type: ignore[method-assign]
+    planning = Seats(members, compile=False)
+    planning.budget = args.seats
+    run = Timed(members, planning)
+    UnitRunner.leave = leave  # type: ignore[method-assign]
     run.go()
     step = statistics.median(run.steps)
     found: dict[str, Any] = {
-        "network": args.network, "seats": args.seats, "joins": len(run.joins), "units": len(board.plan.parts),
+        "network": args.network, "seats": args.seats, "joins": len(run.joins), "units": len(planning.plan.parts),
         "step_ms": step, "join_ms": statistics.median(run.joins), "join_ms_most": max(run.joins),
         "join_steps": statistics.median(run.joins) / step, "join_steps_most": max(run.joins) / step,
         "joined_at_once_most": max(run.joined), "leave_ms": statistics.median(ms for _, ms in LEAVES),

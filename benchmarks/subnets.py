@@ -55,18 +55,18 @@ def rounds(made: shoal.Job, subnets: int, local_steps: int, number: int) -> dict
     """So many rounds by each crew: the seconds that each round took, and what came of them all."""
     method = IST(made, subnets, local_steps, moments="fresh", recovery=0)
     found = {}
-    for crew in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):
+    for executor in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):
         state, took = State.of(method.model, {}, {}), []
         for place in range(number):
-            parts = method.parts(place, crew.roll(place))
+            parts = method.parts(place, executor.roll(place))
             tasks = [state.task(place, part, method.slices(part), moments=False, extras={}) for part in parts]
             torch.cuda.synchronize()
             start = time.perf_counter()
-            done = crew.run(tasks)
+            done = executor.run(tasks)
             torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
             state.commit(parts, [method.returns(part) for part in parts], done)
-        found[crew.tier] = (took, state)
+        found[executor.tier] = (took, state)
     return found
 
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
         if step % 50 == 0:
             print(f"step {step:3d}  " + "  ".join(f"{loss:.4f}" for loss in losses.tolist()))
 
-    newcomer = pack.add(network(), hparams={"lr": 0.05})
+    new_member = pack.add(network(), hparams={"lr": 0.05})
     for _ in range(50):
         x = torch.randn(64, 8)
         with torch.no_grad():
@@ -37,5 +37,5 @@ if __name__ == "__main__":
         losses = pack.step(x, y)
     print("with a newcomer  " + "  ".join(f"{loss:.4f}" for loss in losses.tolist()))
 
-    trained = pack.member(newcomer)  # your own class again, a plain nn.Module
+    trained = pack.member(new_member)  # your own class again, a plain nn.Module
     print("the newcomer, used alone:", F.mse_loss(trained(x), y).item())

@@ -18,7 +18,7 @@ from torch import nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
-from shoal.reporting.events import KINDS, Event, JsonLines, Listeners, Riding, happened
+from shoal.reporting.events import KINDS, Event, JsonLines, Listeners, MembersRunning, happened
 
 
 def members(count: int = 2) -> list[Member]:
@@ -97,28 +97,28 @@ def test_json_lines_come_at_once() -> None:
 
 def test_riding_on_average() -> None:
     a, b = members()
-    riding = Riding()
-    assert riding.average() == 0.0
+    running = MembersRunning()
+    assert running.average() == 0.0
     for kind, when, member in (("start", 0, None), ("join", 0, a), ("join", 2, b), ("preempt", 4, a), ("join", 8, a)):
-        riding(Event(kind, float(when), member))
-    riding(Event("leave", 10.0, b))
+        running(Event(kind, float(when), member))
+    running(Event("leave", 10.0, b))
     # a: 0 to 4 and 8 to 10; b: 2 to 10
-    assert riding.average() == pytest.approx((4 + 2 + 8) / 10)
-    assert riding.average(now=20.0) == pytest.approx((4 + 12 + 8) / 20)
+    assert running.average() == pytest.approx((4 + 2 + 8) / 10)
+    assert running.average(now=20.0) == pytest.approx((4 + 12 + 8) / 20)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=6), st.randoms())
-def test_riding_does_not_depend_on_how_processes_interleave(rides: list[tuple[int, int]], mix: random.Random) -> None:
+def test_riding_does_not_depend_on_how_processes_interleave(runners: list[tuple[int, int]], mix: random.Random) -> None:
     class Fake:
         def __init__(self, index: int) -> None:
             self.index = index
 
     queues: list[list[Event]] = []
-    for index, (start, length) in enumerate(rides):
+    for index, (start, length) in enumerate(runners):
         fake: Any = Fake(index)
         queues.append([Event("join", float(start), fake), Event("leave", float(start + length), fake)])
-    riding = Riding()
+    running = MembersRunning()
     while queues := [queue for queue in queues if queue]:
-        riding(mix.choice(queues).pop(0))
-    span = max(s + n for s, n in rides) - min(s for s, _ in rides)
-    assert riding.average() == pytest.approx(sum(n for _, n in rides) / span)
+        running(mix.choice(queues).pop(0))
+    span = max(s + n for s, n in runners) - min(s for s, _ in runners)
+    assert running.average() == pytest.approx(sum(n for _, n in runners) / span)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.planning import perf_cache
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.units import trials
 from shoal.explanation import memory
 from shoal.utils.tables import duration, size
@@ -159,7 +159,7 @@ def test_a_budget_sizes_packs_and_says_who_waits() -> None:
 def test_when_compiling_pays_is_told() -> None:
     these = [job(f"c{i}", seed=i) for i in range(4)]
     (member, *_) = shoal.preparation.checks.prepare(these, torch.device("cpu"))
-    key = perf_cache.digest(Kitchen().recipe(member))
+    key = perf_cache.digest(TraceCache().recipe(member))
     perf_cache.note(key, tier="stacked", rows=4, seconds=3e-3)
     perf_cache.note(key, tier="stacked compiled", rows=4, seconds=1e-3, compile_seconds=10.0)
     told = shoal.explain(these, device="cpu", measure=False)
@@ -186,7 +186,7 @@ def test_memory_of_an_optimizer_without_a_rule_and_of_what_is_frozen() -> None:
         return model
 
     (member,) = shoal.preparation.checks.prepare([job("a", optimizer=Own, model=half_frozen)], torch.device("cpu"))
-    found = memory(member, Kitchen().recipe(member))
+    found = memory(member, TraceCache().recipe(member))
     assert (found["weights"], found["gradients"], found["optimizer"]) == (63 * 4, 21 * 4, 2 * 21 * 4)
     assert memory(member, None)["activations"] == 0
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.engine.runtime.commands import Controls, EndedError
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.reporting.events import Event
 
 G = torch.Generator().manual_seed(3)
@@ -134,12 +134,12 @@ def test_stop_and_cancel() -> None:
 
 @pytest.mark.parametrize("end", ["stop", "cancel"])
 def test_a_place_that_is_given_up_goes_to_the_next(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Board, "bytes", lambda self, members: len(members))  # room for one at a time
+    monkeypatch.setattr(PlanningContext, "bytes", lambda self, members: len(members))  # room for one at a time
     answers, found = ordered(
         [job("a", epochs=LONG), job("b", seed=1), job("c", seed=2)], 2, lambda run: run.status(),
         lambda run: run.cancel("c"), lambda run: getattr(run, end)("a"), memory=1,
     )  # fmt: skip
-    assert answers[0] == {"a": ("riding", 2, 14), "b": ("waiting", 0, 0), "c": ("waiting", 0, 0)}
+    assert answers[0] == {"a": ("running", 2, 14), "b": ("waiting", 0, 0), "c": ("waiting", 0, 0)}
     assert found["a"].status == ("stopped" if end == "stop" else "cancelled")
     assert (found["b"].status, found["c"].status, found["c"].steps) == ("done", "cancelled", 0)
 
@@ -344,7 +344,7 @@ def test_a_job_that_leaves_the_program() -> None:
     with live(job("a", epochs=LONG)) as run:
         with pytest.raises(SystemExit, match="bye"):
             run.add(job("b", model=leave))
-        assert run.status()["a"][0] == "riding"
+        assert run.status()["a"][0] == "running"
 
 
 def test_orders_from_within() -> None:
@@ -395,7 +395,7 @@ def test_a_resumed_run_takes_orders(tmp_path: Path) -> None:
         lambda run: run.clone("c", "e", epochs=6),
     ]
     answers, found = ordered(jobs, 8, *orders, out=out)
-    assert answers[0] == {"a": ("riding", 8, 56), "b": ("done", 2, 14), "c": ("done", 3, 21)}
+    assert answers[0] == {"a": ("running", 8, 56), "b": ("done", 2, 14), "c": ("done", 3, 21)}
     assert list(found) == ["a", "b", "c", "d", "e"]
     expected = trained(*jobs, job("d", seed=3), job("e", seed=2, epochs=6))
     assert all(same(one, other) for one, other in zip(found.values(), expected, strict=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.pack import stateful
 from tests.pack.stateful import KINDS, Changes, loss_of
-from tests.riders import told
+from tests.run_folders import told
 from torch import Tensor, nn
 
 import shoal

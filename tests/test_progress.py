@@ -87,7 +87,7 @@ def test_turns_move_a_pack_on_and_epochs_set_it_right() -> None:
     tally = Tally([a, b], clock)
     for event in (happened("start", jobs=2, device="cpu", plan={"parts": []}), join(a), join(b), turn(2, 3)):
         tally(event)
-    assert tally.share == pytest.approx(6 / 16) and tally.riding == 2
+    assert tally.share == pytest.approx(6 / 16) and tally.running == 2
     tally(turn(2, 1))
     tally(epoch(a))
     tally(epoch(b))
@@ -95,7 +95,7 @@ def test_turns_move_a_pack_on_and_epochs_set_it_right() -> None:
     tally(turn(2, 1))
     a.step = b.step = 5
     tally(happened("preempt", b, by="job 9"))
-    assert tally.riding == 1 and len(tally.waiting) == 1 and tally.share == pytest.approx(10 / 16)
+    assert tally.running == 1 and len(tally.waiting) == 1 and tally.share == pytest.approx(10 / 16)
     tally(leave(a, "diverged"))
     assert not tally.packs and tally.counts == {"diverged": 1} and tally.left == 3
     tally(join(b, unit=2))
@@ -168,7 +168,7 @@ def test_members_that_come_later_and_packs_that_split() -> None:
     assert [len(pack) for pack in tally.packs.values()] == [1, 1] and tally.total == 24
     tally(leave(late, "cancelled"))
     tally(join(late, unit=2))
-    assert tally.counts["cancelled"] == 0 and tally.missed == 0 and tally.riding == 3
+    assert tally.counts["cancelled"] == 0 and tally.missed == 0 and tally.running == 3
 
 
 @settings(max_examples=80, deadline=None)
@@ -186,9 +186,9 @@ def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> Non
         what = data.draw(st.sampled_from(["join", "turn", "turn", "preempt", "leave", "epoch"]))
         i, unit = member.index, data.draw(st.integers(0, 1))
         if what == "turn":
-            riders = [j for j, home in homes.items() if home == unit]
-            tally(turn(len(riders), 3, unit=unit))
-            for j in riders:
+            members = [j for j, home in homes.items() if home == unit]
+            tally(turn(len(members), 3, unit=unit))
+            for j in members:
                 left[j] -= 3
                 crowd[j].step += 3
         elif what == "join":
@@ -208,7 +208,7 @@ def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> Non
             left[i] = 200 - member.step
             tally(happened("epoch", member, loss=0.0))
         assert tally.left == sum(left.values())
-        assert tally.riding == len(homes) == sum(len(pack) for pack in tally.packs.values())
+        assert tally.running == len(homes) == sum(len(pack) for pack in tally.packs.values())
         for pack in tally.packs.values():
             pack.seconds_left(0.0)
             assert pack.longest == max(pack.ends.values())

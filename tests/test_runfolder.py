@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.riders import Rider, X, built, opened, restored, restored_from, results, told
+from tests.run_folders import Rider, X, built, opened, restored, restored_from, results, told
 from torch import Tensor
 
 from shoal.engine.members.member import Member
@@ -19,13 +19,13 @@ from shoal.storage.run_folder import RunFolder
 
 
 def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
-    rider = Rider()
+    member = Rider()
     for _ in range(5):
         with opened(tmp_path) as folder:
-            assert folder.restore(rider) == (rider.step > 0)
-            assert folder.save(rider.train(3))
+            assert folder.restore(member) == (member.step > 0)
+            assert folder.save(member.train(3))
     back = restored(tmp_path)
-    assert back.step == 15 and torch.equal(back.weight, rider.weight) and back.history == rider.history
+    assert back.step == 15 and torch.equal(back.weight, member.weight) and back.history == member.history
     assert sorted(p.name for p in (tmp_path / "members" / "0000").iterdir()) == ["a.safetensors", "b.safetensors"]
     assert [_store.load(p)["step"] for p in sorted((tmp_path / "members" / "0000").iterdir())] == [15, 12]
     lines = (tmp_path / "history" / "0000.jsonl").read_text().splitlines()
@@ -34,42 +34,42 @@ def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_history_comes_back_exactly_however_it_grew(tmp_path: Path) -> None:
-    rider = Rider()
+    member = Rider()
     with opened(tmp_path) as folder:
-        assert folder.save(rider), "without a row"
-        rider.history.append({"epoch": 1, "loss": math.nan, "big": 10**20, "low": -math.inf, "tiny": 5e-324})
-        rider.step = 1
-        assert folder.save(rider)
-        rider.history.append({"epoch": 2})
-        rider.history[0]["loss"] = 3.0
-        assert folder.save(rider)
-        assert restored_from(folder).history == rider.history
-        rider.history = [{"epoch": 1, "low": 2.0}]
-        assert folder.save(rider)
-        assert restored_from(folder).history == rider.history
-        rider.history = [{"epoch": 1, "words": [1, "nan", None]}]  # type: ignore[dict-item]
-        assert folder.save(rider)
-        assert restored_from(folder).history == rider.history
-        rider.history = [{"epoch": 1, "loss": math.nan}]
-        assert folder.save(rider)
+        assert folder.save(member), "without a row"
+        member.history.append({"epoch": 1, "loss": math.nan, "big": 10**20, "low": -math.inf, "tiny": 5e-324})
+        member.step = 1
+        assert folder.save(member)
+        member.history.append({"epoch": 2})
+        member.history[0]["loss"] = 3.0
+        assert folder.save(member)
+        assert restored_from(folder).history == member.history
+        member.history = [{"epoch": 1, "low": 2.0}]
+        assert folder.save(member)
+        assert restored_from(folder).history == member.history
+        member.history = [{"epoch": 1, "words": [1, "nan", None]}]  # type: ignore[dict-item]
+        assert folder.save(member)
+        assert restored_from(folder).history == member.history
+        member.history = [{"epoch": 1, "loss": math.nan}]
+        assert folder.save(member)
         row = restored_from(folder).history[0]
         assert math.isnan(row["loss"]) and type(row["epoch"]) is int
 
 
 def test_what_is_saved_is_of_that_moment(tmp_path: Path) -> None:
-    rider = Rider().train()
+    member = Rider().train()
     with opened(tmp_path) as folder:
-        folder.save_many([rider])
-        rider.weight.fill_(99)
+        folder.save_many([member])
+        member.weight.fill_(99)
     assert torch.equal(restored(tmp_path).weight, torch.ones(100))
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    riders = [Rider(i).train(i + 1) for i in range(40)]
+    members = [Rider(i).train(i + 1) for i in range(40)]
     with opened(tmp_path, 40) as folder:
-        folder.save_many(riders)
+        folder.save_many(members)
         assert folder.flush() and not folder.busy
-        folder.save_many([rider.train() for rider in riders[:3]] + riders[:1])
+        folder.save_many([member.train() for member in members[:3]] + members[:1])
     assert [restored(tmp_path, i, 40).step for i in (0, 2, 3, 39)] == [2, 4, 4, 40]
 
 
@@ -88,10 +88,10 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "zeroed", "flipped", "empty"])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path, how: str) -> None:
-    rider = Rider()
+    member = Rider()
     with opened(tmp_path) as folder:
         for _ in range(3):
-            folder.save(rider.train())
+            folder.save(member.train())
     newest = tmp_path / "members" / "0000" / "a.safetensors"
     damage(newest, how)
     back = Rider()
@@ -123,23 +123,23 @@ def test_a_checkpoint_of_another_job_is_not_used(tmp_path: Path) -> None:
 def test_a_state_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as folder:
         folder.save(Rider().train())
-        rider = Rider()
-        monkeypatch.setattr(rider, "load_state", lambda state: state["weights"])
+        member = Rider()
+        monkeypatch.setattr(member, "load_state", lambda state: state["weights"])
         with pytest.raises(OutError, match=r"does not fit job 'm0' \(KeyError: 'weights'\)"):
-            folder.restore(rider)
+            folder.restore(member)
 
 
 def test_a_member_that_cannot_be_stored_is_told_once(tmp_path: Path) -> None:
-    riders = [Rider(i).train() for i in range(3)]
+    members = [Rider(i).train() for i in range(3)]
     with opened(tmp_path, 3) as folder:
-        folder.save_many(riders)
-        for rider in riders[:2]:
-            rider.odd = lambda: 1
-        (line,) = told(lambda: folder.save_many([rider.train() for rider in riders]))
+        folder.save_many(members)
+        for member in members[:2]:
+            member.odd = lambda: 1
+        (line,) = told(lambda: folder.save_many([member.train() for member in members]))
         assert "'m0' and 1 more is not checkpointed: odd is a function" in line
-        assert not told(lambda: folder.save_many([rider.train() for rider in riders]))
-        assert not folder.save(riders[0])
-        assert folder.save(riders[2])
+        assert not told(lambda: folder.save_many([member.train() for member in members]))
+        assert not folder.save(members[0])
+        assert folder.save(members[2])
     assert [restored(tmp_path, i, 3).step for i in range(3)] == [1, 1, 3]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from tests.riders import Rider, built, opened, restored, restored_from, results, told
+from tests.run_folders import Rider, built, opened, restored, restored_from, results, told
 
 from shoal.errors import OutError
 from shoal.storage._lock import Lock, alive
@@ -108,14 +108,14 @@ def test_a_forked_process_saves_while_its_parent_writes(tmp_path: Path) -> None:
 
 def save_for_ever(path: Path, count: int, ready: int) -> NoReturn:
     """A process that does nothing but go on and save, in several threads, until it is killed."""
-    riders = [Rider(i, size=2000) for i in range(count)]
+    members = [Rider(i, size=2000) for i in range(count)]
     with opened(path, count) as folder:
-        for rider in riders:
-            folder.restore(rider)
+        for member in members:
+            folder.restore(member)
         os.write(ready, b"x")
         while True:
-            folder.save_many([rider.train() for rider in riders])
-            folder.save(riders[0].train())
+            folder.save_many([member.train() for member in members])
+            folder.save(members[0].train())
 
 
 def test_a_kill_while_saving_loses_no_checkpoint(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_kill_while_saving_loses_no_checkpoint(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
         os.close(read)
         os.close(ready)
-        riders = [Rider(i) for i in range(count)]
+        members = [Rider(i) for i in range(count)]
         with opened(tmp_path, count) as folder:
-            for rider in riders:
-                folder.restore(rider)  # a warning is an error here
-                assert rider.step == len(rider.history) == rider.weight.min() == rider.weight.max()
-        after = [rider.step for rider in riders]
+            for member in members:
+                folder.restore(member)  # a warning is an error here
+                assert member.step == len(member.history) == member.weight.min() == member.weight.max()
+        after = [member.step for member in members]
         assert all(new >= old for new, old in zip(after, before, strict=True))
         before = after
     assert min(before) > 1
@@ -187,16 +187,16 @@ def fill(place: Path) -> Path:
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_is_told_once(small_disk: Path) -> None:
     out = small_disk / "run"
-    rider = Rider(size=10_000)
+    member = Rider(size=10_000)
     with opened(out) as folder:
-        assert folder.save(rider.train())
+        assert folder.save(member.train())
         filler = fill(small_disk)
-        (line,) = told(lambda: folder.save(rider.train()))
+        (line,) = told(lambda: folder.save(member.train()))
         assert "No space left on device" in line and "tried again" in line
-        assert not told(lambda: folder.save_many([rider.train()])) and not folder.flush()
+        assert not told(lambda: folder.save_many([member.train()])) and not folder.flush()
         assert restored_from(folder).step == 1
         filler.unlink()
-        assert folder.save(rider.train())
+        assert folder.save(member.train())
         assert restored_from(folder).step == 4
         fill(small_disk)
         with pytest.raises(OutError, match=r"results cannot be written \(No space left on device\)"):
@@ -215,30 +215,30 @@ def test_a_full_disk_is_an_error_before_the_first_step(small_disk: Path) -> None
 def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    rider = Rider()
+    member = Rider()
     with opened(tmp_path) as folder:
-        folder.save(rider.train())
+        folder.save(member.train())
 
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, call, fail)
-        assert len(told(lambda: folder.save(rider.train()))) == 1
+        assert len(told(lambda: folder.save(member.train()))) == 1
         monkeypatch.undo()
         assert restored_from(folder).step == 1
         assert not list(tmp_path.rglob(".*"))
-        assert folder.save(rider.train()) and restored_from(folder).step == 3
+        assert folder.save(member.train()) and restored_from(folder).step == 3
 
 
 def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    rider = Rider(size=100_000)
+    member = Rider(size=100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path) as folder:
         folder.save(Rider().train())
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            (line,) = told(lambda: folder.save(rider.train(2)))
+            (line,) = told(lambda: folder.save(member.train(2)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "File too large" in line and restored_from(folder).step == 1

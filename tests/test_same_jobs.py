@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.riders import built, job, told
+from tests.run_folders import built, job, told
 from torch import Tensor, nn
 
 import shoal

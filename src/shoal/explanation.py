@@ -16,7 +16,7 @@ from shoal.engine.planning import memory as bytes_of
 from shoal.engine.planning.liveness import nbytes, optimizer_bytes
 from shoal.engine.planning.planner import LEAST, Part, Plan, plan
 from shoal.engine.proof.group import Group, group
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.units import trials
 from shoal.engine.units.build import arrange, requests, room, try_out
 from shoal.jobs.job import Job
@@ -107,8 +107,8 @@ class Explanation:
     def _waiting(self) -> Iterator[str]:
         if not self.plan.waiting:
             return
-        riding = sum(len(part.members) for part in self.plan.parts)
-        yield f"within {size(self.plan.budget or 0)}: {riding} ride, {len(self.plan.waiting)} wait for a place"
+        running = sum(len(part.members) for part in self.plan.parts)
+        yield f"within {size(self.plan.budget or 0)}: {running} ride, {len(self.plan.waiting)} wait for a place"
         for job in self.plan.waiting[:MOST_TOLD]:
             yield f"  {job.name}: {job.reason}"
         if len(self.plan.waiting) > MOST_TOLD:
@@ -159,22 +159,22 @@ def explain(
     if measure and on_gpu:
         made = _rehearsed(members, bytes_of.memory_budget(members[0].device, given), compile)
         return Explanation(made, steps, bytes_of.data_bytes(members), True, fixed)
-    kitchen = Kitchen()
-    groups = group(members, kitchen)
+    trace_cache = TraceCache()
+    groups = group(members, trace_cache)
     recipes = _by_index(groups)
     timed = measure and not on_gpu
-    asked = requests(groups, try_out(groups, kitchen) if timed else {})
+    asked = requests(groups, try_out(groups, trace_cache) if timed else {})
     place = str(members[0].device)
     made = plan(asked, (), room(groups, place, bytes_of.memory_budget(members[0].device, given)))
     by_index = {member.index: member for member in members}
     for part in made.parts:
-        _predict(part, by_index, recipes, kitchen, timed)
+        _predict(part, by_index, recipes, trace_cache, timed)
     return Explanation(made, steps, bytes_of.data_bytes(members), timed, fixed)
 
 
 def _rehearsed(members: list[Member], budget: int, compile: bool | Literal["auto"]) -> Plan:
     """The plan on a GPU, with what trials of these very packs showed; nothing of them is kept but that."""
-    recipes = _by_index(group(members, Kitchen()))
+    recipes = _by_index(group(members, TraceCache()))
     made, units, executor = arrange(members, compile=compile, budget=budget)
     del units
     executor.forget()
@@ -197,7 +197,9 @@ def _by_index(groups: list[Group]) -> dict[int, Recipe]:
     return {recipe.member.index: recipe for found in groups for recipe in found.recipes}
 
 
-def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe], kitchen: Kitchen, timed: bool) -> None:
+def _predict(
+    part: Part, members: dict[int, Member], recipes: dict[int, Recipe], trace_cache: TraceCache, timed: bool
+) -> None:
     """What the parts of the memory are, and the times of this very pack."""
     first, count = members[part.members[0]], len(part.members)
     recipe = recipes.get(first.index)
@@ -207,7 +209,8 @@ def _predict(part: Part, members: dict[int, Member], recipes: dict[int, Recipe],
         return
     try:
         found = [
-            (trials.trial(recipes[member.index], kitchen, min(count, MOST_MEMBERS)), share) for member, share in kinds
+            (trials.trial(recipes[member.index], trace_cache, min(count, MOST_MEMBERS)), share)
+            for member, share in kinds
         ]
     except Exception:  # whatever it is will show in training, where it ends its own member
         return

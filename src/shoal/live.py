@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.engine.runtime.clones import clone_of, newcomer, warm
+from shoal.engine.runtime.clones import clone_of, new_member, warm
 from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.run import Run
 from shoal.errors import JobError, ShoalError
@@ -103,7 +103,7 @@ class LiveRun:
         def look(run: Run) -> dict[str, State]:
             found = {}
             for member in run.everybody:
-                under_way = "waiting" if member.index in run.waiting else "riding"
+                under_way = "waiting" if member.index in run.waiting else "running"
                 said = under_way if member.status == "running" else member.status
                 found[member.name] = (said, member.epoch, member.step)
             return found
@@ -135,7 +135,7 @@ class LiveRun:
 
         def order(run: Run) -> None:
             source = None if warm_start is None else _named(run.everybody, warm_start)
-            member = newcomer(run, job)
+            member = new_member(run, job)
             if source is not None:
                 warm(member, run.written(source))
             run.add(member)

@@ -89,7 +89,7 @@ class Results(Sequence[Result]):
 
     plan: Plan | None = None
     """What rode together, what it should have cost and what it did; None where nothing had to be trained."""
-    riding: float = 0.0
+    running: float = 0.0
     """Members that rode at the same time, on average."""
 
     def __init__(self, results: Sequence[Result]) -> None:

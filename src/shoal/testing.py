@@ -37,8 +37,8 @@ class Moment:
     after: list[Ticket]
 
     @property
-    def riding(self) -> list[Ticket]:
-        return [t for t in self.after if t.riding]
+    def running(self) -> list[Ticket]:
+        return [t for t in self.after if t.running]
 
 
 def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 1.0) -> Iterator[Moment]:
@@ -56,7 +56,7 @@ def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 
         admission = queue.admit(lambda some: sum(t.bytes for t in some) <= room, now)
         moment = Moment(now, before, admission, queue.tickets)
         yield moment
-        for t in moment.riding:
+        for t in moment.running:
             queue.rode(t.index, tick, t.seconds - tick)
             if t.ridden + tick >= loads[t.index].seconds:
                 queue.remove(t.index)
@@ -73,7 +73,7 @@ def _arrival(index: int, load: Load, now: float) -> Ticket:
         since=now,
         seconds=load.seconds if load.known else math.nan,
         bytes=load.bytes,
-        riding=False,
+        running=False,
     )
 
 
@@ -98,23 +98,23 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
 def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Load], *, room: int, tick: float) -> None:
     """What must hold at every decision of a simulated queue, whatever the policy."""
     longest = max((load.seconds for load in loads), default=0.0)
-    ride = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
+    runner = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
     company: dict[tuple[int, float], int] = {}
     """How many were there when a wait began."""
     work = sum(load.seconds + tick for load in loads) + max((load.arrives for load in loads), default=0.0)
     for moment in moments:
         now, after = moment.now, moment.after
-        used = sum(t.bytes for t in moment.riding)
+        used = sum(t.bytes for t in moment.running)
         assert used <= room, f"{policy.name} at {now:g} s: {used} bytes ride where {room} fit"
         again = admit(after, policy, lambda some: sum(t.bytes for t in some) <= room, now)
         assert again == Admission([], []), (
             f"{policy.name} at {now:g} s: asked again at once, it decides otherwise: {again}"
         )
-        assert not after or moment.riding, f"{policy.name} at {now:g} s: jobs wait and nobody rides"
+        assert not after or moment.running, f"{policy.name} at {now:g} s: jobs wait and nobody rides"
         for t in moment.tickets:
-            if not t.riding:
+            if not t.running:
                 n = company.setdefault((t.index, t.since), sum(u.arrived <= t.since for u in moment.tickets))
-                bound = n * (policy.patience + ride + 2 * tick)
+                bound = n * (policy.patience + runner + 2 * tick)
                 assert now - t.since <= bound, f"{policy.name} at {now:g} s: {t.name} waits longer than {bound:g} s"
         assert now <= work, f"{policy.name}: work of {work:g} s is not done after that time"
 
@@ -145,7 +145,7 @@ def _draw_tickets(draw: random.Random) -> list[Ticket]:
             since=draw.uniform(arrived, 100.0),
             seconds=draw.choice([math.nan, 0.0, 1.0, draw.uniform(0, 1e4)]),
             bytes=draw.randint(0, 10),
-            riding=draw.random() < 0.5,
+            running=draw.random() < 0.5,
             ridden=draw.uniform(0, 50),
         )
         tickets.append(ticket)

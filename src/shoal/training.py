@@ -23,7 +23,7 @@ from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls
 from shoal.engine.runtime.forking import processes_for
 from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
-from shoal.engine.runtime.planning_context import Board, as_trained, beginning
+from shoal.engine.runtime.planning_context import PlanningContext, as_trained, beginning
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
@@ -32,7 +32,7 @@ from shoal.errors import ShoalError, describe
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
-from shoal.reporting.events import Listener, Listeners, Riding, happened
+from shoal.reporting.events import Listener, Listeners, MembersRunning, happened
 from shoal.reporting.progress import progress_for
 from shoal.results import Result, Results
 from shoal.storage.lost_state import watch_state
@@ -130,8 +130,8 @@ def carry_out(
             trained = as_trained(tiers, members)  # some may have left their stack on the way
             tiers = trained if settings.device.type == "cuda" else tiers | trained
         with progress_for(members, progress) as watch:
-            riding = Riding()
-            tell = Listeners([riding, watch, *calls.listeners(), *([events] if events is not None else [])])
+            running = MembersRunning()
+            tell = Listeners([running, watch, *calls.listeners(), *([events] if events is not None else [])])
             work = _Work(members, settings, folder, calls, tell, controls, tiers)
             interrupted: KeyboardInterrupt | None = None
             try:
@@ -139,11 +139,11 @@ def carry_out(
             except KeyboardInterrupt as caught:
                 interrupted = caught
             results = collect(work.members, work.stamp or environment(settings.device))
-            results.plan, results.riding = work.plan, riding.average()
+            results.plan, results.running = work.plan, running.average()
             if results.plan is not None:
                 results.plan.set_up = times.seconds
             statuses = Counter(result.status for result in results)
-            tell(happened("end", statuses=dict(statuses), seconds=work.seconds, riding=results.riding))
+            tell(happened("end", statuses=dict(statuses), seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results[: len(jobs)])  # those that came later are not the folder's
         if interrupted is not None:
@@ -197,16 +197,16 @@ class _Work:
             self.seconds = time.perf_counter() - start
 
     def _shared(self, alive: list[Member]) -> None:
-        settings, board = self.settings, self._board(alive or self.members)
-        self.plan = board.plan
-        self._keep(board, alive)
-        self._tell_start(board.whole_plan(alive))
+        settings, planning = self.settings, self._planning(alive or self.members)
+        self.plan = planning.plan
+        self._keep(planning, alive)
+        self._tell_start(planning.whole_plan(alive))
         count = 1
         if not self.calls and self.controls is None:
-            count = processes_for(alive, board, settings.threads)
+            count = processes_for(alive, planning, settings.threads)
         try:
-            make = lambda members, tell: self._run(members, board, tell)  # noqa: E731
-            run_shared(alive, board, count, make, self.tell, self.members)
+            make = lambda members, tell: self._run(members, planning, tell)  # noqa: E731
+            run_shared(alive, planning, count, make, self.tell, self.members)
         except RuntimeError as error:
             if not context_lost(error):
                 raise
@@ -219,10 +219,10 @@ class _Work:
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
 
-        def build(members: Sequence[Member]) -> Board:
-            board = self._board(members)
-            self._keep(board, members)
-            return board
+        def build(members: Sequence[Member]) -> PlanningContext:
+            planning = self._planning(members)
+            self._keep(planning, members)
+            return planning
 
         self._tell_start(None)
         try:
@@ -232,9 +232,9 @@ class _Work:
             to_device(alive, device)
             self._shared(alive)
 
-    def _board(self, members: Sequence[Member]) -> Board:
+    def _planning(self, members: Sequence[Member]) -> PlanningContext:
         settings = self.settings
-        board = Board(
+        planning = PlanningContext(
             members,
             timed=not settings.deterministic,
             deterministic=settings.deterministic,
@@ -242,17 +242,17 @@ class _Work:
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
         )
-        board.put_back = self._put_back
+        planning.requeue = self._put_back
         if self.folder is not None or self.controls is not None:
-            watch_state(members, board.recipes)
+            watch_state(members, planning.recipes)
         if self.folder is not None and not self.folder.passing:
             self.folder.warn_of_lost_state(members)
-        return board
+        return planning
 
-    def _run(self, members: Sequence[Member], board: Board, tell: Listener) -> Run:
+    def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener) -> Run:
         settings = self.settings
         return Run(
-            members, board, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
+            members, planning, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
             save_every=settings.checkpoint_every, controls=self.controls,
         )  # fmt: skip
 
@@ -260,14 +260,14 @@ class _Work:
         if self.folder is None or not self.folder.restore(member):
             beginning(member)
 
-    def _keep(self, board: Board, members: Sequence[Member]) -> None:
+    def _keep(self, planning: PlanningContext, members: Sequence[Member]) -> None:
         """Remember the tiers: a resumed run has them again. On a GPU they are known when units are built."""
         if self.folder is None:
             return
-        if board.gpu:
-            board.arranged = lambda: self._keep_tiers(board.forms)
+        if planning.gpu:
+            planning.arranged = lambda: self._keep_tiers(planning.forms)
         else:
-            self._keep_tiers({member.index: board.request(member).tier for member in members})
+            self._keep_tiers({member.index: planning.request(member).tier for member in members})
 
     def _keep_tiers(self, tiers: Mapping[int, str]) -> None:
         assert self.folder is not None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime._turns import run
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.unit import CapturedUnit
@@ -127,8 +127,8 @@ def test_train_equals_the_reference_loop(case: str) -> None:
 def test_every_form_equals_the_reference_loop(compiled: bool, chunk: int, model: type[nn.Module]) -> None:
     data = (X[:70], Y[:70]) if model is Net else (IMAGES, Y[:70])
     jobs = [job(i, model=model, data=data, val=None, batch_size=16) for i in range(4)]
-    members, kitchen = prepare(jobs, torch.device("cuda", 0)), Kitchen()
-    unit = CapturedUnit([kitchen.recipe(m) for m in members], kitchen, {}, chunk=chunk, compiled=compiled)
+    members, trace_cache = prepare(jobs, torch.device("cuda", 0)), TraceCache()
+    unit = CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=chunk, compiled=compiled)
     run([unit], CapturedExecutor())
     for member, own in zip(members, jobs, strict=True):
         theirs = solo(own, "cuda").model.state_dict()

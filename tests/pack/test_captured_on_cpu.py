@@ -17,12 +17,12 @@ from shoal.engine.members.member import Member, counted
 from shoal.engine.planning.planner import Part
 from shoal.engine.planning.policy import Fifo, Policy, RoundRobin
 from shoal.engine.proof.group import group
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules import op_context
 from shoal.engine.runtime._turns import run
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
@@ -99,16 +99,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(jobs: list[shoal.Job], chunk: int) -> shoal.Results:
-    members, kitchen = prepare(jobs, CPU), Kitchen()
+    members, trace_cache = prepare(jobs, CPU), TraceCache()
     units: list[Unit] = [
-        CapturedUnit(found.recipes, kitchen, {}, chunk=min(chunk, len(found.recipes)), compiled=False)
-        for found in group(members, kitchen)
+        CapturedUnit(found.recipes, trace_cache, {}, chunk=min(chunk, len(found.recipes)), compiled=False)
+        for found in group(members, trace_cache)
     ]
     run(units, Ahead())
     return collect(members, {})
 
 
-class Seats(Board):
+class Seats(PlanningContext):
     """Captured units on a CPU, and a seat for every member."""
 
     chunk = 8
@@ -117,14 +117,16 @@ class Seats(Board):
         return float(len(members))
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
-        found = group(list(members), self.kitchen)
+        found = group(list(members), self.trace_cache)
         parts = [Part("stacked", [m.index for m in g.members], [m.name for m in g.members], "") for g in found]
-        made: list[Unit] = [CapturedUnit(g.recipes, self.kitchen, {}, chunk=self.chunk, compiled=False) for g in found]
+        made: list[Unit] = [
+            CapturedUnit(g.recipes, self.trace_cache, {}, chunk=self.chunk, compiled=False) for g in found
+        ]
         return list(zip(made, parts, strict=True))
 
-    def seat(self, ride: Ride, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+    def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
         recipe = self.recipes[member.index]
-        return recipe if ride.unit.accepts(recipe, beside) else None
+        return recipe if runner.unit.accepts(recipe, beside) else None
 
 
 LENGTHS: list[dict[str, Any]] = [{"epochs": 1 + i % 3} if i % 2 else {"epochs": None, "steps": 3 + i} for i in range(9)]
@@ -140,10 +142,10 @@ def test_seats_that_are_taken_again(chunk: int, policy: Policy, kinds: bool) -> 
     if kinds:
         jobs += [job(9 + i, val=None, **changes) for i, changes in enumerate(KINDS)]
     members = prepare(jobs, CPU)
-    board = Seats(members, timed=False)
-    board.budget, board.chunk = 4, chunk
+    planning = Seats(members, timed=False)
+    planning.budget, planning.chunk = 4, chunk
     told: list[Event] = []
-    run = Run(members, board, policy=policy, tell=told.append)
+    run = Run(members, planning, policy=policy, tell=told.append)
     run._turn_seconds = 1e-4
     run.go()
     joins = [event.data["unit"] for event in told if event.kind == "join"]
@@ -161,9 +163,9 @@ def test_graphs_of_seats_that_are_taken_again(chunk: int, seats: int) -> None:
     """What is captured is replayed for its own unit alone, and rows where nobody sits stand still."""
     jobs = [job(i, val=None, **LENGTHS[i % len(LENGTHS)]) for i in range(14)]
     members = prepare(jobs, CPU)
-    board = Seats(members, timed=False)
-    board.budget, board.chunk, board.executor = seats, chunk, CapturedExecutor(recorder := OnCpu())
-    run = Run(members, board)
+    planning = Seats(members, timed=False)
+    planning.budget, planning.chunk, planning.executor = seats, chunk, CapturedExecutor(recorder := OnCpu())
+    run = Run(members, planning)
     run._turn_seconds = 1e-3
     run.go()
     assert recorder.graphs and all(graph.replays for graph in recorder.graphs)
@@ -178,8 +180,8 @@ def test_graphs_of_seats_that_are_taken_again(chunk: int, seats: int) -> None:
 def test_a_seat_that_stays_free(chunk: int) -> None:
     """Its steps are captured with the others' and replayed for several epochs, and go nowhere."""
     jobs = [job(i, val=None, epochs=1 if i == 0 else 6) for i in range(4)]
-    members, kitchen = prepare(jobs, CPU), Kitchen()
-    unit = CapturedUnit([kitchen.recipe(m) for m in members], kitchen, {}, chunk=min(chunk, 4), compiled=False)
+    members, trace_cache = prepare(jobs, CPU), TraceCache()
+    unit = CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=min(chunk, 4), compiled=False)
     run([unit], CapturedExecutor(OnCpu()))
     for ours, own in zip(collect(members, {}), jobs, strict=True):
         assert worst(ours, reference.solo(own)) < 1e-9, own.name
@@ -187,8 +189,8 @@ def test_a_seat_that_stays_free(chunk: int) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_those_at_their_end_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    members, kitchen = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), Kitchen()
-    unit = CapturedUnit([kitchen.recipe(member) for member in members], kitchen, {}, chunk=3, compiled=False)
+    members, trace_cache = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), TraceCache()
+    unit = CapturedUnit([trace_cache.recipe(member) for member in members], trace_cache, {}, chunk=3, compiled=False)
     expected: set[tuple[str, int]] = set()
 
     def look_ahead(self: CapturedUnit, ending: list[int]) -> None:
@@ -202,13 +204,13 @@ def test_those_at_their_end_are_expected(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_units_one_after_the_other_have_graphs_of_their_own() -> None:
     """Units come and go, and Python gives the same address to one after the other."""
-    recorder, kitchen = OnCpu(), Kitchen()
+    recorder, trace_cache = OnCpu(), TraceCache()
     executor = CapturedExecutor(recorder)
     for i in range(4):
         jobs = [job(i + 4 * k, val=None, epochs=2) for k in range(2)]
         members = prepare(jobs, CPU)
-        found = group(members, kitchen)[0]
-        run([CapturedUnit(found.recipes, kitchen, {}, chunk=2, compiled=False)], executor)
+        found = group(members, trace_cache)[0]
+        run([CapturedUnit(found.recipes, trace_cache, {}, chunk=2, compiled=False)], executor)
         for ours, own in zip(collect(members, {}), jobs, strict=True):
             assert worst(ours, reference.solo(own)) < 1e-9
     gc.collect()
@@ -217,9 +219,9 @@ def test_units_one_after_the_other_have_graphs_of_their_own() -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_several_units_side_by_side() -> None:
     jobs = [job(i, val=None, batch_size=(8, 16, 20)[i % 3], epochs=1 + i % 4) for i in range(9)]
-    members, kitchen, recorder = prepare(jobs, CPU), Kitchen(), OnCpu()
+    members, trace_cache, recorder = prepare(jobs, CPU), TraceCache(), OnCpu()
     units: list[Unit] = [
-        CapturedUnit(found.recipes, kitchen, {}, chunk=8, compiled=False) for found in group(members, kitchen)
+        CapturedUnit(found.recipes, trace_cache, {}, chunk=8, compiled=False) for found in group(members, trace_cache)
     ]
     run(units, CapturedExecutor(recorder))
     assert len(recorder.graphs) <= 4 * len(units), "whoever else is there, a unit is captured once for each shape"
@@ -229,9 +231,9 @@ def test_several_units_side_by_side() -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_trial_leaves_nothing_behind() -> None:
-    members, kitchen = prepare([job(i, val=None) for i in range(3)], CPU), Kitchen()
-    recipes = [kitchen.recipe(member) for member in members]
-    unit = CapturedUnit(recipes, kitchen, {}, chunk=3, compiled=False)
+    members, trace_cache = prepare([job(i, val=None) for i in range(3)], CPU), TraceCache()
+    recipes = [trace_cache.recipe(member) for member in members]
+    unit = CapturedUnit(recipes, trace_cache, {}, chunk=3, compiled=False)
     before = [tensor.detach().clone() for chunk in unit.chunks for tensor in chunk.tensors()]
     graph = unit.graph(OnCpu())
     with unit.trying():

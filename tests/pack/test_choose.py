@@ -14,7 +14,7 @@ from torch import nn
 
 import shoal
 from shoal.engine.planning import memory, perf_cache
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.engine.units import _choose_form
 from shoal.engine.units._choose_form import Form
@@ -56,16 +56,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(108, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def recipes(count: int, steps: int, **changes: Any) -> tuple[list[Recipe], Kitchen]:
+def recipes(count: int, steps: int, **changes: Any) -> tuple[list[Recipe], TraceCache]:
     settings: dict[str, Any] = {"model": mlp, "data": (X, Y), "loss": F.cross_entropy, "batch_size": 8, "steps": steps}
     jobs = [shoal.Job(**(settings | {"hparams": {"lr": 0.1}, "seed": i} | changes)) for i in range(count)]
-    kitchen = Kitchen()
-    return [kitchen.recipe(member) for member in prepare(jobs, torch.device("cpu"))], kitchen
+    trace_cache = TraceCache()
+    return [trace_cache.recipe(member) for member in prepare(jobs, torch.device("cpu"))], trace_cache
 
 
 def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form:
-    made, kitchen = recipes(count, steps, **changes)
-    found = _choose_form.choose(made, kitchen, kitchen.executables, compile)
+    made, trace_cache = recipes(count, steps, **changes)
+    found = _choose_form.choose(made, trace_cache, trace_cache.executables, compile)
     assert found is not None
     form, unit = found
     assert unit.tier == form.tier and unit.compiled == form.compiled and len(unit.members) == count
@@ -171,12 +171,12 @@ def asserting(where: str) -> Any:
 
 def test_what_torch_asserts_is_a_form_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_choose_form, "_timed", asserting(torch.__file__))
-    made, kitchen = recipes(4, steps=10**5)
-    assert _choose_form.choose(made, kitchen, {}, "auto", stackable=True) is None
+    made, trace_cache = recipes(4, steps=10**5)
+    assert _choose_form.choose(made, trace_cache, {}, "auto", stackable=True) is None
 
 
 def test_an_invariant_of_ours_that_does_not_hold_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_choose_form, "_timed", asserting(_choose_form.__file__))
-    made, kitchen = recipes(4, steps=10**5)
+    made, trace_cache = recipes(4, steps=10**5)
     with pytest.raises(AssertionError, match="an invariant"):
-        _choose_form.choose(made, kitchen, {}, "auto", stackable=True)
+        _choose_form.choose(made, trace_cache, {}, "auto", stackable=True)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning.policy import Fifo, Policy, Priority, RoundRobin
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.tiers.unit import Outcome
 from shoal.preparation.checks import prepare
@@ -78,7 +78,7 @@ MIXED = [
 ]
 
 
-class Seats(Board):
+class Seats(PlanningContext):
     """A board on which every member takes one seat."""
 
     def bytes(self, members: Sequence[Member]) -> float:
@@ -87,9 +87,9 @@ class Seats(Board):
 
 def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, **more: Any) -> list[Member]:
     members = prepare(jobs, CPU)
-    board = Seats(members, timed=False)
-    board.budget = seats
-    run = Run(members, board, policy=policy, **more)
+    planning = Seats(members, timed=False)
+    planning.budget = seats
+    run = Run(members, planning, policy=policy, **more)
     run._turn_seconds = more.pop("turn_seconds", 1e-4)
     run.go()
     return members
@@ -168,17 +168,17 @@ def test_members_that_end_badly_do_not_touch_the_others(alone: list[Member], mon
 
 def test_memory_that_is_full_sends_half_away_and_nothing_is_lost(alone: list[Member]) -> None:
     members = prepare(MIXED, CPU)
-    board = Seats(members, timed=False)
+    planning = Seats(members, timed=False)
     told: list[Event] = []
-    run = Run(members, board, tell=told.append)
-    limit, real = 5, board.executor._turn
+    run = Run(members, planning, tell=told.append)
+    limit, real = 5, planning.executor._turn
 
     def turn(unit: Any, batches: int) -> Any:
-        if sum(len(ride.members) for ride in run.rides) > limit:
+        if sum(len(runner.members) for runner in run.runners) > limit:
             return Outcome(0.0, full="Tried to allocate 20.00 MiB")
         return real(unit, batches)
 
-    board.executor._turn = turn  # type: ignore[method-assign]
+    planning.executor._turn = turn  # type: ignore[method-assign]
     run.go()
     for ours, theirs in zip(members, alone, strict=True):
         assert_same(ours, theirs)
@@ -187,9 +187,9 @@ def test_memory_that_is_full_sends_half_away_and_nothing_is_lost(alone: list[Mem
 
 def test_a_member_that_does_not_fit_anywhere_fails_alone() -> None:
     members = prepare([job(0), job(1)], CPU)
-    board = Seats(members, timed=False)
-    board.budget = 0.5
-    Run(members, board).go()
+    planning = Seats(members, timed=False)
+    planning.budget = 0.5
+    Run(members, planning).go()
     assert [m.status for m in members] == ["failed", "failed"]
     assert members[0].error is not None and "raise memory=" in members[0].error
 
@@ -201,8 +201,8 @@ def test_what_did_not_fit_is_taken_on_with_more_memory(tmp_path: Path) -> None:
 
 
 def _note(run: Run, member: Member, states: list[dict[str, Any]]) -> None:
-    if run.rides and run.rides[0].members and run.rides[0].unit.settled:
-        run.rides[0].unit.write_back()
+    if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+        run.runners[0].unit.write_back()
         states.append(pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, member.state()))
 
 

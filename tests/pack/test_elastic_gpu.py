@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning.policy import Policy, RoundRobin
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.stack import transfer
 from shoal.preparation.checks import prepare
@@ -47,7 +47,7 @@ def job(i: int, **changes: Any) -> shoal.Job:
     return shoal.Job(**(settings | changes))
 
 
-class Seats(Board):
+class Seats(PlanningContext):
     """A board on which every member takes one seat."""
 
     def bytes(self, members: Sequence[Member]) -> float:
@@ -56,9 +56,9 @@ class Seats(Board):
 
 def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, tell: Any = None) -> list[Member]:
     members = prepare(jobs, torch.device("cuda", 0))
-    board = Seats(members, compile=False)
-    board.budget = seats
-    run = Run(members, board, policy=policy, tell=tell)
+    planning = Seats(members, compile=False)
+    planning.budget = seats
+    run = Run(members, planning, policy=policy, tell=tell)
     run._turn_seconds = 1e-3
     run.go()
     return members
@@ -143,11 +143,11 @@ def test_memory_that_is_really_full() -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     members = prepare(jobs, torch.device("cuda", 0))
-    board = Board(members, compile=False)  # no budget: it will run into the wall
+    planning = PlanningContext(members, compile=False)  # no budget: it will run into the wall
     told: list[Event] = []
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1800e6) / total)
     try:
-        Run(members, board, tell=told.append).go()
+        Run(members, planning, tell=told.append).go()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [member.status for member in members] == ["done"] * 8, [member.error for member in members]

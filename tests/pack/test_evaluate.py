@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.row_order import deal
 from shoal.engine.recipes.program import Program
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.preparation.checks import prepare
@@ -99,8 +99,8 @@ def test_history_as_in_the_reference_loop(name: str) -> None:
 
 def test_one_program_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     members = prepare([job(seed, metrics={"accuracy": accuracy}) for seed in range(4)], torch.device("cpu"))
-    kitchen = Kitchen()
-    unit = StackedUnit([kitchen.recipe(member) for member in members], kitchen)
+    trace_cache = TraceCache()
+    unit = StackedUnit([trace_cache.recipe(member) for member in members], trace_cache)
     calls: list[int] = []
     run = Program.__call__
     monkeypatch.setattr(Program, "__call__", lambda self, *a: (calls.append(self.members), run(self, *a))[1])

@@ -11,10 +11,10 @@ import pytest
 from tests.pack.test_captured import job
 from tests.pack.test_captured_on_cpu import CPU, OnCpu, Seats
 
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime._turns import run
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.engine.tiers.unit import Outcome
@@ -71,7 +71,7 @@ def test_what_somebody_else_froze_is_left_alone() -> None:
 class OnGpu(Seats):
     """Says that it is on a GPU."""
 
-    def noted(self, ride: Ride, seconds: float, batches: int) -> int | None:
+    def noted(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
         return None
 
 
@@ -79,10 +79,10 @@ def runs(full_at: int = 0) -> tuple[Run, list[int], list[int]]:
     """A run of two units one after the other; frozen objects after each round, and at each call of `forget`."""
     jobs = [job(i, val=None, batch_size=8 + 8 * (i // 2), epochs=1) for i in range(4)]
     members = prepare(jobs, CPU)
-    board = OnGpu(members, timed=False)
-    board.budget, board.gpu, board.executor = 2, True, CapturedExecutor(OnCpu())
+    planning = OnGpu(members, timed=False)
+    planning.budget, planning.gpu, planning.executor = 2, True, CapturedExecutor(OnCpu())
     frozen, forgotten, turns = list[int](), list[int](), list[int]()
-    real, forget = board.executor.run, board.executor.forget
+    real, forget = planning.executor.run, planning.executor.forget
 
     def turn(work: Any, meanwhile: Any = None) -> list[Outcome]:
         turns.append(len(work))
@@ -97,8 +97,8 @@ def runs(full_at: int = 0) -> tuple[Run, list[int], list[int]]:
         forgotten.append(gc.get_freeze_count())
 
     old = [Ring()]
-    board.executor.run, board.executor.forget = turn, forgetting  # type: ignore[method-assign]
-    found = Run(members, board)
+    planning.executor.run, planning.executor.forget = turn, forgetting  # type: ignore[method-assign]
+    found = Run(members, planning)
     found.between = lambda: frozen.append(gc.get_freeze_count())
     return found, frozen, forgotten
 
@@ -132,19 +132,19 @@ def test_an_interrupted_run_thaws() -> None:
 
 def test_a_run_on_a_cpu_freezes_nothing() -> None:
     own, frozen, _ = runs()
-    own.board.gpu = False
+    own.planning.gpu = False
     own.go()
     assert not any(frozen)
 
 
 def test_a_unit_that_has_ended_is_gone_without_the_collector() -> None:
     """Its memory is the device's, and frozen objects are not looked at."""
-    members, kitchen = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), Kitchen()
-    recipes = [kitchen.recipe(member) for member in members]
+    members, trace_cache = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), TraceCache()
+    recipes = [trace_cache.recipe(member) for member in members]
     gc.collect()
     gc.disable()
     try:
-        unit = CapturedUnit(recipes, kitchen, {}, chunk=3, compiled=False)
+        unit = CapturedUnit(recipes, trace_cache, {}, chunk=3, compiled=False)
         stacks = [weakref.ref(unit.chunks[0].stack)]
         run([unit], CapturedExecutor(OnCpu()))
         stacks.append(weakref.ref(unit.chunks[0].stack))

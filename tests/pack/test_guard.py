@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.guard import run_guarded
-from shoal.engine.runtime.planning_context import Board, beginning
+from shoal.engine.runtime.planning_context import PlanningContext, beginning
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reporting.events import Event
@@ -61,14 +61,14 @@ def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -
     with RunFolder(path) as folder:
         folder.claim(members)
 
-        def put_back(member: Member) -> None:
+        def requeue(member: Member) -> None:
             if not folder.restore(member):
                 beginning(member)
 
-        def make(share: Any, board: Board, tell: Any) -> Run:
-            return Run(share, board, folder=folder, save_every=0.01, tell=tell)
+        def make(share: Any, planning: PlanningContext, tell: Any) -> Run:
+            return Run(share, planning, folder=folder, save_every=0.01, tell=tell)
 
-        run_guarded(members, CPU, lambda share: Board(share, timed=False), make, put_back, tell)
+        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False), make, requeue, tell)
     return members
 
 

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from shoal import reference
 from shoal.engine.members.member import Member
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._turns import turn
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.stack import transfer
 from shoal.engine.tiers.captured.chunk import Chunk
 from shoal.engine.tiers.captured.unit import CapturedUnit
@@ -52,13 +52,13 @@ def members_of(changes: Sequence[dict[str, Any]]) -> list[Member]:
     return prepare(jobs, CPU)
 
 
-def unit_of(members: list[Member], kitchen: Kitchen, chunk: int) -> CapturedUnit:
-    recipes = [kitchen.recipe(member) for member in members]
-    return CapturedUnit(recipes, kitchen, {}, chunk=min(chunk, len(recipes)), compiled=False)
+def unit_of(members: list[Member], trace_cache: TraceCache, chunk: int) -> CapturedUnit:
+    recipes = [trace_cache.recipe(member) for member in members]
+    return CapturedUnit(recipes, trace_cache, {}, chunk=min(chunk, len(recipes)), compiled=False)
 
 
-def on(rides: list[Ride], batches: int) -> None:
-    turn(rides, [batches] * len(rides), Executor())
+def on(runners: list[UnitRunner], batches: int) -> None:
+    turn(runners, [batches] * len(runners), Executor())
 
 
 def seen(member: Member) -> list[Any]:
@@ -88,29 +88,29 @@ def assert_as_alone(members: Sequence[Member], tolerance: float = 1e-9) -> None:
 def test_each_is_where_it_was(chunk: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members in the middle of their training, with state of three kinds of optimizers, take each other's seats."""
     monkeypatch.setattr(transfer, "MOST_BYTES", most)
-    members, kitchen = members_of([*FITS, *FITS, *COMES]), Kitchen()
+    members, trace_cache = members_of([*FITS, *FITS, *COMES]), TraceCache()
     here, there = members[:6], members[6:]
-    rides = [Ride(unit_of(own, kitchen, chunk), Host()) for own in (here, there)]
-    on(rides, 4)
-    on(rides[1:], 1)
-    stays = next(slot for slot, member in enumerate(rides[0].members) if member is here[5])
-    gone = rides[0].eject([slot for slot in range(6) if slot != stays])
-    came = rides[1].eject(list(range(5)))
-    rides[0].unit.write_back()
+    runners = [UnitRunner(unit_of(own, trace_cache, chunk), UnitListener()) for own in (here, there)]
+    on(runners, 4)
+    on(runners[1:], 1)
+    stays = next(slot for slot, member in enumerate(runners[0].members) if member is here[5])
+    gone = runners[0].eject([slot for slot in range(6) if slot != stays])
+    came = runners[1].eject(list(range(5)))
+    runners[0].unit.write_back()
     before = {member.name: seen(member) for member in (*here, *came)}
-    recipes = [kitchen.recipe(member) for member in there]
-    assert all(rides[0].unit.accepts(recipe, recipes[:place]) for place, recipe in enumerate(recipes))
-    rides[0].join(recipes)
-    assert sorted(member.name for member in rides[0].members) == sorted([here[5].name, *(m.name for m in there)])
+    recipes = [trace_cache.recipe(member) for member in there]
+    assert all(runners[0].unit.accepts(recipe, recipes[:place]) for place, recipe in enumerate(recipes))
+    runners[0].join(recipes)
+    assert sorted(member.name for member in runners[0].members) == sorted([here[5].name, *(m.name for m in there)])
     for member in there:
         for value in pytree.tree_leaves([list(member.model.parameters()), member.optimizer_state]):
             if isinstance(value, Tensor):
                 value.detach().zero_()
-    rides[0].unit.write_back()
+    runners[0].unit.write_back()
     for member in (here[5], *there):
         assert_same(seen(member), before[member.name])
-    while rides[0].ready():
-        on(rides[:1], rides[0].next_batches())
+    while runners[0].ready():
+        on(runners[:1], runners[0].next_batches())
     assert_as_alone([here[5], *there])
     for member in gone:  # nothing of those who left has changed since
         assert_same(seen(member), before[member.name])
@@ -124,23 +124,23 @@ def test_the_bits_of_one_after_the_other(chunk: int, flat: bool, monkeypatch: py
         monkeypatch.setattr(transfer, "is_away", lambda tensor, device: True)
 
     def trained(together: bool) -> list[Member]:
-        members, kitchen = members_of([*FITS, *FITS, *COMES]), Kitchen()
+        members, trace_cache = members_of([*FITS, *FITS, *COMES]), TraceCache()
         here, there = members[:6], members[6:]
-        ride = Ride(unit_of(here, kitchen, chunk), Host())
-        on([ride], 3)
-        stays = ride.members.index(here[5])
+        runner = UnitRunner(unit_of(here, trace_cache, chunk), UnitListener())
+        on([runner], 3)
+        stays = runner.members.index(here[5])
         gone = [slot for slot in range(6) if slot != stays]
-        recipes = [kitchen.recipe(member) for member in there]
+        recipes = [trace_cache.recipe(member) for member in there]
         if together:
-            ride.eject(gone)
-            ride.join(recipes)
+            runner.eject(gone)
+            runner.join(recipes)
         else:
             for slot in reversed(gone):
-                ride.eject([slot])
+                runner.eject([slot])
             for recipe in recipes:
-                ride.join([recipe])
-        on([ride], 3)
-        ride.unit.write_back()
+                runner.join([recipe])
+        on([runner], 3)
+        runner.unit.write_back()
         return members
 
     for ours, theirs in zip(trained(True), trained(False), strict=True):
@@ -150,16 +150,16 @@ def test_the_bits_of_one_after_the_other(chunk: int, flat: bool, monkeypatch: py
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_loss_scales_go_with_their_members() -> None:
     half = {"precision": "fp16", "model": lambda: Net().float(), "data": (X.float(), Y)}
-    members, kitchen = members_of([half] * 4), Kitchen()
-    ride = Ride(unit_of(members, kitchen, 8), Host())
-    on([ride], 3)
-    gone = ride.eject([0, 1, 3])
+    members, trace_cache = members_of([half] * 4), TraceCache()
+    runner = UnitRunner(unit_of(members, trace_cache, 8), UnitListener())
+    on([runner], 3)
+    gone = runner.eject([0, 1, 3])
     for place, member in enumerate(gone):
         assert member.scaler_state is not None and member.scaler_state["_growth_tracker"] == 3
         member.scaler_state |= {"scale": 2.0 ** (9 + place), "_growth_tracker": 5 * place}
     before = [seen(member) for member in gone]
-    ride.join([kitchen.recipe(member) for member in reversed(gone)])
-    ride.unit.write_back()
+    runner.join([trace_cache.recipe(member) for member in reversed(gone)])
+    runner.unit.write_back()
     for member, own in zip(gone, before, strict=True):
         assert_same(seen(member), own)
 
@@ -169,18 +169,18 @@ def test_nothing_is_left_of_who_sat_there() -> None:
     """Seats of members that ended in numbers that are none, taken by others who have no momentum at all."""
     sgd: dict[str, Any] = {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.05, "momentum": 0.9}}
     plain = {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.03}}
-    members, kitchen = members_of([sgd, sgd, sgd, plain, plain]), Kitchen()
-    ride = Ride(unit_of(members[:3], kitchen, 8), Host())
-    on([ride], 2)
-    ride.eject([0, 2])
-    assert isinstance(ride.unit, CapturedUnit)
-    stack = ride.unit.chunks[0].stack
+    members, trace_cache = members_of([sgd, sgd, sgd, plain, plain]), TraceCache()
+    runner = UnitRunner(unit_of(members[:3], trace_cache, 8), UnitListener())
+    on([runner], 2)
+    runner.eject([0, 2])
+    assert isinstance(runner.unit, CapturedUnit)
+    stack = runner.unit.chunks[0].stack
     for tensor in (*stack.params, *stack.optimizer.tensors()):
         tensor.detach()[[0, 2]] = float("nan") if tensor.is_floating_point() else 1
     stack.active[[0, 2]] = False
-    ride.join([kitchen.recipe(member) for member in members[3:]])
-    while ride.ready():
-        on([ride], ride.next_batches())
+    runner.join([trace_cache.recipe(member) for member in members[3:]])
+    while runner.ready():
+        on([runner], runner.next_batches())
     assert_as_alone([members[1], *members[3:]])
 
 
@@ -192,67 +192,73 @@ def test_a_run_lets_them_in_together(chunk: int, kinds: bool, monkeypatch: pytes
     changes: list[dict[str, Any]] = [*FITS, *FITS, *COMES, *COMES[::-1]] if kinds else [{}] * 16
     lengths = [1] * 5 + [4] + [1] * 5 + [2] * 5
     members = members_of([{**own, "epochs": length} for own, length in zip(changes, lengths, strict=True)])
-    board = Seats(members, timed=False)
-    board.budget, board.chunk = 6, chunk
+    planning = Seats(members, timed=False)
+    planning.budget, planning.chunk = 6, chunk
     told, joined, sat, rode = list[Event](), list[int](), list[int](), list[int]()
-    join, sit = Ride.join, Chunk.sit
+    join, sit = UnitRunner.join, Chunk.sit
 
-    def joining(ride: Ride, recipes: Sequence[Recipe]) -> None:
+    def joining(runner: UnitRunner, recipes: Sequence[Recipe]) -> None:
         joined.append(len(recipes))
-        join(ride, recipes)
-        rode.append(len(ride.members))
+        join(runner, recipes)
+        rode.append(len(runner.members))
 
     def sitting(own: Chunk, seats: Any) -> None:
         sat.append(len(seats))
         sit(own, seats)
 
-    monkeypatch.setattr(Ride, "join", joining)
+    monkeypatch.setattr(UnitRunner, "join", joining)
     monkeypatch.setattr(Chunk, "sit", sitting)
-    Run(members, board, tell=told.append).go()
+    Run(members, planning, tell=told.append).go()
     assert joined == [5, 5] and sat == ([1] * 10 if chunk == 1 else [5, 5])
     joins = [event for event in told if event.kind == "join"]
     assert [event.member.index for event in joins if event.member is not None][6:] == list(range(6, 16))
     assert [event.data["size"] for event in joins] == [6] * 16 and rode == [6, 6]
     assert len({event.data["unit"] for event in joins}) == 1
-    (part,) = board.plan.parts
+    (part,) = planning.plan.parts
     assert sorted(part.members) == list(range(16))
     assert_as_alone(members)
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_nobody_gets_a_seat_that_is_promised(chunk: int) -> None:
-    members, kitchen = members_of([{}] * 4 + [{"optimizer": torch.optim.SGD}] * 2 + [{}] * 3), Kitchen()
-    unit = unit_of(members[:5], kitchen, chunk)  # four of AdamW, one of SGD
-    waits = [kitchen.recipe(member) for member in members[5:]]
-    ride = Ride(unit, Host())
-    ride.eject([1, 3, 4])
+    members, trace_cache = members_of([{}] * 4 + [{"optimizer": torch.optim.SGD}] * 2 + [{}] * 3), TraceCache()
+    unit = unit_of(members[:5], trace_cache, chunk)  # four of AdamW, one of SGD
+    waits = [trace_cache.recipe(member) for member in members[5:]]
+    runner = UnitRunner(unit, UnitListener())
+    runner.eject([1, 3, 4])
     sgd, a, b, c = waits
     assert all(unit.accepts(recipe) for recipe in waits)
     assert unit.accepts(b, [a]) and not unit.accepts(c, [a, b]) and not unit.accepts(c, [a, sgd, b])
     assert unit.accepts(sgd, [a, b]) and not unit.accepts(sgd, [sgd])
-    board = Seats(members, timed=False)
-    board.recipes |= {recipe.member.index: recipe for recipe in waits}
-    found = board.seats([ride], members[5:])
+    planning = Seats(members, timed=False)
+    planning.recipes |= {recipe.member.index: recipe for recipe in waits}
+    found = planning.seats([runner], members[5:])
     assert [recipe for _, recipe in found] == [sgd, a, b]
-    ride.join([recipe for _, recipe in found])
-    assert sorted(member.index for member in ride.members) == [0, 2, 5, 6, 7]
+    runner.join([recipe for _, recipe in found])
+    assert sorted(member.index for member in runner.members) == [0, 2, 5, 6, 7]
     for own in unit.chunks:
         assert [recipe.member for recipe in own.stack.recipes] == own.seats
-    assert not board.seats([ride], members[8:])
+    assert not planning.seats([runner], members[8:])
 
 
 def test_as_many_rows_as_are_best_and_no_more() -> None:
     """Those who are about to join count, and so do their own limits."""
     members = prepare([small_job(i) for i in range(7)], CPU)
-    board = Board(members, timed=False)
-    board._requests = {i: replace(own, most_rows=4, tier="stacked") for i, own in board._requests.items()}
-    unit = StackedUnit([board.recipes[i] for i in range(2)], board.kitchen)
-    assert [recipe.member.index for _, recipe in board.seats([Ride(unit, Host())], members[2:])] == [2, 3]
-    board._requests[3] = replace(board._requests[3], most_rows=3)
-    assert [recipe.member.index for _, recipe in board.seats([Ride(unit, Host())], members[2:])] == [2, 4]
-    other = Ride(StackedUnit([board.recipes[6]], board.kitchen), Host())
-    found = board.seats([Ride(unit, Host()), other], members[2:6])
-    assert [(ride is other, recipe.member.index) for ride, recipe in found] == [
+    planning = PlanningContext(members, timed=False)
+    planning._requests = {i: replace(own, most_rows=4, tier="stacked") for i, own in planning._requests.items()}
+    unit = StackedUnit([planning.recipes[i] for i in range(2)], planning.trace_cache)
+    assert [recipe.member.index for _, recipe in planning.seats([UnitRunner(unit, UnitListener())], members[2:])] == [
+        2,
+        3,
+    ]
+    planning._requests[3] = replace(planning._requests[3], most_rows=3)
+    assert [recipe.member.index for _, recipe in planning.seats([UnitRunner(unit, UnitListener())], members[2:])] == [
+        2,
+        4,
+    ]
+    other = UnitRunner(StackedUnit([planning.recipes[6]], planning.trace_cache), UnitListener())
+    found = planning.seats([UnitRunner(unit, UnitListener()), other], members[2:6])
+    assert [(runner is other, recipe.member.index) for runner, recipe in found] == [
         (False, 2), (True, 3), (False, 4), (True, 5)
     ]  # fmt: skip
 
@@ -270,14 +276,14 @@ def test_copies_do_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(transfer, "_copied", copied)
 
     def counted(count: int) -> tuple[list[str], list[str]]:
-        members, kitchen = members_of([{}] * 4), Kitchen()
-        ride = Ride(unit_of(members, kitchen, 8), Host())
-        on([ride], 2)
+        members, trace_cache = members_of([{}] * 4), TraceCache()
+        runner = UnitRunner(unit_of(members, trace_cache, 8), UnitListener())
+        on([runner], 2)
         made.clear()
-        gone = ride.eject(list(range(count)))
+        gone = runner.eject(list(range(count)))
         out = sorted(map(str, made))
         made.clear()
-        ride.join([kitchen.recipe(member) for member in gone])
+        runner.join([trace_cache.recipe(member) for member in gone])
         return out, sorted(map(str, made))
 
     assert (

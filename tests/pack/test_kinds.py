@@ -23,9 +23,9 @@ from shoal.engine.planning.planner import Curve, Device, Kinds, Request
 from shoal.engine.planning.planner import plan as planner
 from shoal.engine.planning.policy import Policy, Ticket
 from shoal.engine.proof.group import group
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.unit_runner import Ride
+from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.units import build, trials
 from shoal.engine.units.trials import Verdict
@@ -179,16 +179,16 @@ class Whim(Policy):
 
 def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None) -> tuple[list[Member], list[Event]]:
     """A batch a turn, so that members come and go at every one of them."""
-    members, told, rides = prepare(jobs, CPU), list[Event](), list[int]()
-    board = Seats(members, timed=False)
-    board.budget = seats
-    run = Run(members, board, policy=policy, tell=told.append)
-    run.between = lambda: rides.append(len(run.rides))
-    real = Ride.next_batches
+    members, told, runners = prepare(jobs, CPU), list[Event](), list[int]()
+    planning = Seats(members, timed=False)
+    planning.budget = seats
+    run = Run(members, planning, policy=policy, tell=told.append)
+    run.between = lambda: runners.append(len(run.runners))
+    real = UnitRunner.next_batches
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ride, "next_batches", lambda ride, seconds: real(ride, 1e-9))
+        patched.setattr(UnitRunner, "next_batches", lambda runner, seconds: real(runner, 1e-9))
         run.go()
-    assert max(rides) == 1, "they are one stack all the time"
+    assert max(runners) == 1, "they are one stack all the time"
     return members, told
 
 
@@ -260,7 +260,7 @@ def test_what_keeps_members_apart(name: str) -> None:
 
 
 def recipes(jobs: Sequence[shoal.Job]) -> list[Recipe]:
-    (found,) = group(prepare(jobs, CPU), Kitchen())
+    (found,) = group(prepare(jobs, CPU), TraceCache())
     return found.recipes
 
 

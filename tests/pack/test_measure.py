@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning import perf_cache
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules import _product
 from shoal.engine.units import build, trials
 from shoal.engine.units.trials import Verdict
@@ -45,9 +45,9 @@ def members(count: int = 3, steps: int = trials.FEW_STEPS) -> list[Member]:
     return prepare(made, torch.device("cpu"))
 
 
-def recipe(member: Member) -> tuple[Recipe, Kitchen]:
-    kitchen = Kitchen()
-    return kitchen.recipe(member), kitchen
+def recipe(member: Member) -> tuple[Recipe, TraceCache]:
+    trace_cache = TraceCache()
+    return trace_cache.recipe(member), trace_cache
 
 
 def test_a_trial_disturbs_nothing() -> None:
@@ -74,7 +74,7 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
     slow = Verdict(stacked=2.0, solo=1.0, ratio=0.5)
     calls: list[int] = []
 
-    def trial(recipe: Recipe, kitchen: Kitchen) -> Verdict:
+    def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
         calls.append(1)
         return slow
 
@@ -122,21 +122,21 @@ def test_times_are_predicted_on_a_line_through_two_stacks() -> None:
 
 
 def test_a_packs_own_size_is_tried_where_it_is_far_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, kitchen = recipe(members(1)[0])
+    own, trace_cache = recipe(members(1)[0])
     tried: list[int] = []
 
-    def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int) -> float:
+    def step_seconds(recipe: Recipe, trace_cache: TraceCache, rows: int) -> float:
         tried.append(rows)
         return 7e-3
 
     monkeypatch.setattr(trials, "step_seconds", step_seconds)
     small = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
     for rows in (4, 12, 40, 40, 60):
-        trials.refine(own, kitchen, rows, small)
+        trials.refine(own, trace_cache, rows, small)
     assert tried == [40], "once, and not for packs near one that is known"
     curve = trials.seconds_curve(own, small)
     assert curve is not None and curve.at(40) == 7e-3
-    trials.refine(own, kitchen, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
+    trials.refine(own, trace_cache, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
     assert tried == [40], "a step that takes long is not worth it"
 
 

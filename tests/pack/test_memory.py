@@ -14,7 +14,7 @@ import shoal
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
 from shoal.engine.planning.planner import Curve
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack._flat_state import FlatUpdate
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.units import build
@@ -36,21 +36,21 @@ def network() -> nn.Module:
     )
 
 
-def recipe(**changes: Any) -> tuple[Recipe, Kitchen]:
+def recipe(**changes: Any) -> tuple[Recipe, TraceCache]:
     settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.1, "momentum": 0.9}}
     job = shoal.Job(model=network, data=(X, Y), loss=F.cross_entropy, batch_size=16, steps=4, **settings | changes)
     (member,) = prepare([job], torch.device("cpu"))
-    kitchen = Kitchen()
-    return kitchen.recipe(member), kitchen
+    trace_cache = TraceCache()
+    return trace_cache.recipe(member), trace_cache
 
 
 @pytest.mark.parametrize("rows", [2, 5])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW])
 def test_a_step_on_fake_tensors_holds_what_real_ones_hold(optimizer: type[torch.optim.Optimizer], rows: int) -> None:
-    own, kitchen = recipe(optimizer=optimizer, hparams={"lr": 0.1})
+    own, trace_cache = recipe(optimizer=optimizer, hparams={"lr": 0.1})
     said = stacked_step(own, rows)
     settings: dict[str, Any] = {"optimizer": optimizer, "hparams": {"lr": 0.1}}
-    unit = StackedUnit([recipe(**settings, seed=i)[0] for i in range(rows)], kitchen)
+    unit = StackedUnit([recipe(**settings, seed=i)[0] for i in range(rows)], trace_cache)
     order = torch.arange(64).repeat(rows, 1)
     unit.begin_epoch(order)
     unit.run(1)
@@ -116,7 +116,7 @@ def test_arrange_keeps_within_a_budget_and_tiers_are_remembered() -> None:
         for i in range(9)
     ]
     members = prepare(jobs, torch.device("cpu"))
-    own = Kitchen().recipe(members[0])
+    own = TraceCache().recipe(members[0])
     budget = memory.data_bytes(members) + memory.predict_bytes(own, 3) + 1
     made, units, _ = build.arrange(members, timed=False, budget=budget)
     assert [part.members for part in made.parts] == [[0, 1, 2]] and len(units) == 1
@@ -127,12 +127,12 @@ def test_arrange_keeps_within_a_budget_and_tiers_are_remembered() -> None:
 
 
 def test_what_a_waiting_job_should_take() -> None:
-    own, kitchen = recipe()
-    (request,) = build.requests(build.group([own.member], kitchen))
+    own, trace_cache = recipe()
+    (request,) = build.requests(build.group([own.member], trace_cache))
     seconds, size = build.predicted(request)
     assert seconds != seconds and size == memory.predict_bytes(own, 1)
     perf_cache.note(perf_cache.digest(own), tier="stacked", rows=1, seconds=0.1)
-    (request,) = build.requests(build.group([own.member], kitchen))
+    (request,) = build.requests(build.group([own.member], trace_cache))
     assert build.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
 
 

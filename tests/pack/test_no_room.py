@@ -14,7 +14,7 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Part
 from shoal.engine.recipes.program import Program
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -26,7 +26,7 @@ G = torch.Generator().manual_seed(3)
 X, Y = torch.randn(40, 5, generator=G), torch.randint(3, (40,), generator=G)
 
 
-class Narrow(Board):
+class Narrow(PlanningContext):
     """A board whose device holds units of so many members, and says so when it is too late."""
 
     most = 2
@@ -49,10 +49,10 @@ def ridden(count: int, most: int, knows: bool = True) -> tuple[list[Member], lis
         for i in range(count)
     ]  # fmt: skip
     members = prepare(jobs, torch.device("cpu"))
-    board = Narrow(members, timed=False)
-    board.most, board.knows = most, knows
+    planning = Narrow(members, timed=False)
+    planning.most, planning.knows = most, knows
     told: list[Event] = []
-    Run(members, board, tell=told.append).go()
+    Run(members, planning, tell=told.append).go()
     return members, told
 
 
@@ -72,7 +72,7 @@ def test_one_that_does_not_fit_alone_has_failed() -> None:
     assert all("memory was full" in (member.error or "") for member in members)
 
 
-class Hungry(Board):
+class Hungry(PlanningContext):
     """A board whose device never holds the wide network, and cannot tell what members take."""
 
     def bytes(self, members: Sequence[Member]) -> float:
@@ -129,11 +129,11 @@ def test_full_in_the_middle_of_a_step(owner: type, name: str, monkeypatch: pytes
 
     def trained(fails: set[int]) -> list[Member]:
         members = prepare(jobs, torch.device("cpu"))
-        board = Board(members, timed=False, tiers={member.index: "stacked" for member in members})
+        planning = PlanningContext(members, timed=False, tiers={member.index: "stacked" for member in members})
         full = Full(getattr(owner, name), fails)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda self, *args, **settings: full(self, *args, **settings))
-            Run(members, board).go()
+            Run(members, planning).go()
         assert full.calls > max(fails, default=0)
         return members
 

@@ -19,7 +19,7 @@ from torch.optim import SGD, lr_scheduler
 from torch.utils.data import Dataset
 
 import shoal
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
@@ -64,8 +64,8 @@ def run(jobs: list[shoal.Job], path: str, monkeypatch: pytest.MonkeyPatch) -> sh
         monkeypatch.setenv("SHOAL_WORKERS", "2")
         return train(jobs)
     members = prepare(jobs, torch.device("cpu"))
-    board = Board(members, timed=False, tiers={member.index: path for member in members})
-    Run(members, board).go()
+    planning = PlanningContext(members, timed=False, tiers={member.index: path for member in members})
+    Run(members, planning).go()
     return collect(members, {})
 
 

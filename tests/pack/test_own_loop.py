@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.engine.recipes.program import Program
-from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 
 D, C, TOLERANCE = 5, 3, 1e-9
 
@@ -357,7 +357,7 @@ def test_members_that_part_on_another_shape() -> None:
         x, y = batch(t, rows)
         losses = pack.step(x, y)
         assert distance(losses, stepped(plain, x, y)) <= TOLERANCE
-        assert isinstance(pack._units[0], HandedStack) == (t < 2)
+        assert isinstance(pack._units[0], GivenBatchesStack) == (t < 2)
     assert "members do different things here" in pack.tiers[0][1]
     assert_same(pack, plain)
 

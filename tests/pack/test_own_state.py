@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.clones import clone_of
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.errors import OutError, ShoalWarning
 from shoal.preparation.checks import prepare
@@ -29,8 +29,8 @@ def prepared(kind: str) -> Member:
 
 
 def trained(member: Member, between: Any = None) -> Member:
-    board = Board([member], timed=False)
-    run = Run([member], board)
+    planning = PlanningContext([member], timed=False)
+    run = Run([member], planning)
     run._turn_seconds = 1e-9
     if between is not None:
         run.between = lambda: between(run)
@@ -54,10 +54,10 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
     files: list[Path] = []
 
     def save(run: Run) -> None:
-        if run.rides and run.rides[0].members and run.rides[0].unit.settled:
-            run.rides[0].unit.write_back()
+        if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+            run.runners[0].unit.write_back()
             files.append(tmp_path / str(len(files)))
-            _store.save(files[-1], run.rides[0].members[0].state())
+            _store.save(files[-1], run.runners[0].members[0].state())
 
     assert_same(trained(prepared(kind), save), alone)
     assert len(files) > 5

@@ -76,10 +76,10 @@ def test_fifo(queue: list[Load], room: int, patience: float) -> None:
     """Who came later rides earlier only in room that was too small for the other, and only within its patience."""
     came = sorted(range(len(queue)), key=lambda i: (queue[i].arrives, i))
     for moment in simulate(Fifo(patience=patience), queue, room=room):
-        used = sum(t.bytes for t in moment.riding)
+        used = sum(t.bytes for t in moment.running)
         for t in moment.after:
             passed = [i for i in moment.admission.join if came.index(i) > came.index(t.index)]
-            if not t.riding and passed:
+            if not t.running and passed:
                 assert used - sum(queue[i].bytes for i in passed) + t.bytes > room
                 assert moment.now - t.since <= patience
 
@@ -97,11 +97,11 @@ def check_best_ride(policy: Policy, queue: list[Load], seats: int, worth: Callab
         before = {t.index: t for t in moment.tickets}
         free = [
             t
-            for t in moment.riding
+            for t in moment.running
             if (t.since < moment.now and policy.slice_seconds and moment.now - t.since >= policy.slice_seconds)
             or (t.index in moment.admission.join and not overdue(before[t.index], moment, policy.patience))
         ]
-        out = [t for t in moment.after if not t.riding]
+        out = [t for t in moment.after if not t.running]
         assert not out or all(worth(t) >= max(map(worth, out)) for t in free)
 
 
@@ -133,7 +133,7 @@ def test_round_robin(queue: list[Load], seats: int, patience: float) -> None:
 
 def test_round_robin_goes_round() -> None:
     moments = list(simulate(RoundRobin(slice_seconds=2), [Load(seconds=4)] * 3, room=1))
-    assert [t.index for moment in moments for t in moment.riding] == [0, 0, 1, 1, 2, 2] * 2
+    assert [t.index for moment in moments for t in moment.running] == [0, 0, 1, 1, 2, 2] * 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,7 +143,7 @@ def test_fair_share(queue: list[Load], seats: int) -> None:
     policy = FairShare(slice_seconds=SLICE, patience=math.inf)
     start: dict[tuple[str, str], float] = {}
     for moment in simulate(policy, queue, room=seats):
-        had = {t.owner: t.owner_ridden for t in moment.after if not t.riding}
+        had = {t.owner: t.owner_ridden for t in moment.after if not t.running}
         start = {pair: lead for pair, lead in start.items() if set(pair) <= set(had)}
         for a, b in combinations(sorted(had), 2):
             lead = had[a] - had[b]
@@ -157,7 +157,7 @@ def test_fair_share_does_not_count_jobs(counts: list[int], seats: int) -> None:
     """One owner with many jobs, another with few: the same device time while both have jobs that wait."""
     queue = [Load(seconds=9, owner="abc"[i]) for i, jobs in enumerate(counts) for _ in range(jobs)]
     for moment in simulate(FairShare(slice_seconds=SLICE, patience=math.inf), queue, room=seats):
-        had = {t.owner: t.owner_ridden for t in moment.after if not t.riding}
+        had = {t.owner: t.owner_ridden for t in moment.after if not t.running}
         if len(had) < len(counts):
             break
         assert max(had.values()) - min(had.values()) <= SLICE + 1
@@ -166,7 +166,7 @@ def test_fair_share_does_not_count_jobs(counts: list[int], seats: int) -> None:
 def test_fair_share_counts_jobs_that_have_ended() -> None:
     queue = [Load(seconds=SLICE, owner="a") for _ in range(6)] + [Load(seconds=3 * SLICE, owner="b")] * 2
     moments = list(simulate(FairShare(slice_seconds=SLICE), queue, room=1))
-    owners = [moment.riding[0].owner for moment in moments][:: int(SLICE)]
+    owners = [moment.running[0].owner for moment in moments][:: int(SLICE)]
     assert all(Counter(owners[: 2 * k])["a"] == k for k in range(1, 6)), owners
 
 
@@ -204,7 +204,7 @@ def test_ageing_leaves_the_policy_in_force_on_a_long_queue() -> None:
     policy = Priority(slice_seconds=2.0, patience=10.0)
     queue = [Load(seconds=900, priority=1), *(Load(seconds=900, arrives=float(i)) for i in range(15))]
     moments = takewhile(lambda m: m.now < 800, simulate(policy, queue, room=1))
-    had = Counter(t.index for moment in moments for t in moment.riding)
+    had = Counter(t.index for moment in moments for t in moment.running)
     assert len(had) == 16, "everybody rides"
     assert had[0] >= 800 * (1 - 2 / 10)
 
@@ -246,7 +246,7 @@ class Impatient(Policy):
     """Would have its decision taken back at once, if rides could end at once."""
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        return sorted(tickets, key=lambda t: t.riding)
+        return sorted(tickets, key=lambda t: t.running)
 
 
 def test_contract_of_a_users_own_policy() -> None:

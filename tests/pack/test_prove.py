@@ -18,7 +18,7 @@ from shoal.engine.planning import memory
 from shoal.engine.proof import training
 from shoal.engine.proof._observed import Observed, difference
 from shoal.engine.proof.group import Group, group
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules import _product, _registry
 from shoal.engine.rules.op_context import per_member
 from shoal.engine.tracing import patches, trace
@@ -50,9 +50,9 @@ def jobs(count: int = 2, **fields: Any) -> list[shoal.Job]:
     return [shoal.Job(**settings, hparams=rates[i], seed=i, name=str(i)) for i in range(count)]
 
 
-def grouped(pack: list[shoal.Job]) -> tuple[list[Group], Kitchen]:
-    kitchen = Kitchen()
-    return group(prepare(pack, torch.device("cpu")), kitchen), kitchen
+def grouped(pack: list[shoal.Job]) -> tuple[list[Group], TraceCache]:
+    trace_cache = TraceCache()
+    return group(prepare(pack, torch.device("cpu")), trace_cache), trace_cache
 
 
 def reason(pack: list[shoal.Job]) -> str:
@@ -245,9 +245,9 @@ def test_one_proof_for_a_kind() -> None:
     pack = [job for p in (0.0, 0.1, 0.2, 0.4) for job in jobs(3, model=lambda p=p: Net(p))]
     for place, job in enumerate(pack):
         object.__setattr__(job, "name", str(place))
-    (found,), kitchen = grouped(pack)
+    (found,), trace_cache = grouped(pack)
     assert found.stackable and len(found.members) == 12
-    assert kitchen.proofs.steps <= 6
+    assert trace_cache.proofs.steps <= 6
 
 
 def test_the_most_distant_members_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

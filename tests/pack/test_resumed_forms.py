@@ -16,8 +16,8 @@ from torch import nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.proof.group import group
-from shoal.engine.recipes.recipe import Kitchen
-from shoal.engine.runtime.planning_context import Board, as_trained
+from shoal.engine.recipes.recipe import TraceCache
+from shoal.engine.runtime.planning_context import PlanningContext, as_trained
 from shoal.engine.units.arrange import arrange
 from shoal.preparation.checks import prepare
 from shoal.storage import _atomic
@@ -38,8 +38,8 @@ def members(count: int, **changes: Any) -> list[Member]:
 
 def arranged(recorded: dict[int, str], compile: Any = "auto", count: int = 4) -> dict[int, str]:
     """The form that each member gets."""
-    kitchen = Kitchen()
-    parts, units = arrange(group(members(count), kitchen), kitchen, compile, recorded)
+    trace_cache = TraceCache()
+    parts, units = arrange(group(members(count), trace_cache), trace_cache, compile, recorded)
     assert sorted(i for part in parts for i in part.members) == list(range(count))
     forms = {
         m.index: unit.tier + " compiled" * getattr(unit, "compiled", False) for unit in units for m in unit.members
@@ -95,17 +95,17 @@ def test_a_form_that_fails_here_is_chosen_anew(tried: list[str], monkeypatch: py
 def test_a_board_notes_the_forms_and_gives_them_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, as far as a CPU can."""
 
-    def board(own: list[Member], tiers: dict[int, str]) -> Board:
-        made = Board(own, timed=False, tiers=tiers)
+    def planning(own: list[Member], tiers: dict[int, str]) -> PlanningContext:
+        made = PlanningContext(own, timed=False, tiers=tiers)
         monkeypatch.setattr(made, "gpu", True)
         return made
 
     own, notes = members(3), list[dict[int, str]]()
-    first = board(own, {1: "serial"})
+    first = planning(own, {1: "serial"})
     first.arranged = lambda: notes.append(dict(first.forms))
     first.units(own)
     assert notes == [{0: "stacked compiled", 1: "serial", 2: "stacked compiled"}]
-    second = board(members(3), notes[0])
+    second = planning(members(3), notes[0])
     assert {m.index: unit.tier for unit, _ in second.units(members(3)) for m in unit.members} == {
         0: "stacked", 1: "serial", 2: "stacked",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from tests.pack.layers import INPUTS
 from tests.pack.test_layers import jobs
 from torch import Tensor, nn
 
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules import _shape
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.preparation.checks import prepare
@@ -45,8 +45,8 @@ def test_every_way_trains_as_alone() -> None:
 
 def test_nothing_is_kept_and_gradients_are_joined_once() -> None:
     job = jobs(lambda: Parts("all"), INPUTS["rows"])[0]
-    members, kitchen = prepare([job], torch.device("cpu")), Kitchen()
-    unit = StackedUnit([kitchen.recipe(member) for member in members], kitchen)
+    members, trace_cache = prepare([job], torch.device("cpu")), TraceCache()
+    unit = StackedUnit([trace_cache.recipe(member) for member in members], trace_cache)
     x, y = torch.randn(2, 8, 6, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.long)
     (losses, _), _ = unit.program(8, [True, True])(unit.stack.state, [x, y], lambda _: x)
     assert not _shape._PARTS

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.data import dataset
 from shoal.engine.python_state.watch import Watch
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime import _renewal
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -426,13 +426,13 @@ def test_members_share_what_is_looked_at() -> None:
 
 def test_what_was_recorded_is_not_taken_for_another_job_once_a_global_has_changed() -> None:
     first, second = prepare(jobs({"step": penalised(lambda: BETA)}, count=2), torch.device("cpu"))
-    kitchen = Kitchen()
-    before = kitchen.step(first, 8)
-    assert kitchen.step(second, 8) is before
+    trace_cache = TraceCache()
+    before = trace_cache.step(first, 8)
+    assert trace_cache.step(second, 8) is before
     set_global(1.0)
     try:
-        after = kitchen.step(second, 8)
-        assert after is not before and kitchen.step(first, 8) is after
+        after = trace_cache.step(second, 8)
+        assert after is not before and trace_cache.step(first, 8) is after
     finally:
         set_global(0.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.runtime import forking, workers
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reporting.events import Event
@@ -44,8 +44,8 @@ def jobs(count: int, **settings: object) -> list[shoal.Job]:
 
 def trained(count: int, made: list[shoal.Job], tell: Callable[[Event], None] = lambda event: None) -> list[Member]:
     members = prepare(made, torch.device("cpu"))
-    board = Board(members)
-    workers.run_shared(members, board, count, lambda share, tell: Run(share, board, tell=tell), tell)
+    planning = PlanningContext(members)
+    workers.run_shared(members, planning, count, lambda share, tell: Run(share, planning, tell=tell), tell)
     return members
 
 
@@ -148,9 +148,9 @@ def test_an_interrupt_brings_all_members_back() -> None:
             raise KeyboardInterrupt
 
     members = prepare(jobs(6, epochs=100_000), torch.device("cpu"))
-    board = Board(members, timed=False)
+    planning = PlanningContext(members, timed=False)
     with pytest.raises(KeyboardInterrupt):
-        workers.run_shared(members, board, 2, lambda share, tell: Run(share, board, tell=tell), tell)
+        workers.run_shared(members, planning, 2, lambda share, tell: Run(share, planning, tell=tell), tell)
     assert {member.status for member in members} == {"cancelled"}
     assert all(member.optimizer_state["state"] for member in members)
 
@@ -239,16 +239,16 @@ def test_large_networks_stay_together_where_threads_do_more(
     monkeypatch: pytest.MonkeyPatch, two_threads: None, apart: float, here: float, count: int
 ) -> None:
     members = prepare(jobs(2), torch.device("cpu"))
-    board = Board(members, timed=False)
-    board._requests = {index: replace(asked, alone=0.1) for index, asked in board._requests.items()}
+    planning = PlanningContext(members, timed=False)
+    planning._requests = {index: replace(asked, alone=0.1) for index, asked in planning._requests.items()}
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
     monkeypatch.setattr(forking, "workers_for", lambda *_: 2)
     monkeypatch.setattr(forking, "predicted_seconds", lambda *_: 100.0)
     monkeypatch.setattr(forking, "_at_once", lambda *_: apart)
     monkeypatch.setattr(forking, "lone_seconds", lambda _: here)
-    assert forking.processes_for(members, board, None) == count
+    assert forking.processes_for(members, planning, None) == count
     torch.set_num_threads(1)
-    assert forking.processes_for(members, board, None) == 2
+    assert forking.processes_for(members, planning, None) == 2
 
 
 def test_steps_of_several_processes_are_timed() -> None:

@@ -36,18 +36,18 @@ WAYS: dict[str, Callable[[Job], Method]] = {
 class Seen:
     """A crew that notes where tasks and outcomes are, and may be killed."""
 
-    def __init__(self, crew: Serial, home: torch.device, kill: int | None = None) -> None:
-        self.crew, self.home, self.kill = crew, home, kill
-        crew.home = home
+    def __init__(self, executor: Serial, home: torch.device, kill: int | None = None) -> None:
+        self.executor, self.home, self.kill = executor, home, kill
+        executor.home = home
         self.places: set[str] = set()
 
     def roll(self, number: int) -> Any:
-        return self.crew.roll(number)
+        return self.executor.roll(number)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
         if tasks[0].round == self.kill:
             raise KeyboardInterrupt
-        found = self.crew.run(tasks)
+        found = self.executor.run(tasks)
         for given in (*tasks, *found):
             assert given is not None
             self.places |= {t.device.type for t in (*given.tensors.values(), *_arrays(given.moments))}
@@ -69,17 +69,17 @@ def run(
 ) -> tuple[Result, Seen]:
     job = job_of()
     method = WAYS[way](job)
-    crew = Seen(tier(job, method, 3, device), home, **kill)
-    return train_split(job, method, crew, device=device, out=out, val_every=2), crew
+    executor = Seen(tier(job, method, 3, device), home, **kill)
+    return train_split(job, method, executor, device=device, out=out, val_every=2), executor
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("tier", [Serial, Packed])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_split_is_the_same_wherever_its_state_is(way: str, tier: type[Serial], device: torch.device) -> None:
-    there, crew = run(way, tier, device, device)
+    there, executor = run(way, tier, device, device)
     here, _ = run(way, tier, device, CPU)
-    assert crew.places == {device.type}
+    assert executor.places == {device.type}
     assert all(tensor.device.type == "cpu" for tensor in there.model.state_dict().values())
     assert there.split is not None and here.split is not None
     assert there.split.bytes_measured == here.split.bytes_measured
@@ -105,11 +105,11 @@ def test_a_state_that_does_not_fit_on_the_device_stays_on_the_host() -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 200e6) / total)
     try:
         method = IST(job, 4, 2, moments="fresh", recovery=0)
-        crew = Serial(job, method, 4, GPU)
-        result = train_split(job, method, crew, device=GPU)
+        executor = Serial(job, method, 4, GPU)
+        result = train_split(job, method, executor, device=GPU)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert result.status == "done" and crew.home == CPU
+    assert result.status == "done" and executor.home == CPU
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=["cpu", "cuda"])
@@ -118,8 +118,8 @@ def test_a_run_goes_on_from_its_folder_on_the_device(tier: type[Serial], device:
     whole, _ = run("ist", tier, device, device)
     with pytest.raises(KeyboardInterrupt):
         run("ist", tier, device, device, tmp_path, kill=3)
-    again, crew = run("ist", tier, device, device, tmp_path)
-    assert crew.places == {device.type}
+    again, executor = run("ist", tier, device, device, tmp_path)
+    assert executor.places == {device.type}
     assert distance(whole.model, again.model) < 1e-9
     if device.type == "cpu":
         assert same_bits(whole.model, again.model)
@@ -134,15 +134,15 @@ class Sent(State):
 
 def test_rows_are_sent_once_a_round_and_merged_alike() -> None:
     method = IST(job_of(), 3, 2, overlap=0.0)
-    crew = Serial(job_of(), method, 3)
+    executor = Serial(job_of(), method, 3)
     states = [State.of(method.model), Sent.of(method.model)]
-    parts = method.parts(0, crew.roll(0))
+    parts = method.parts(0, executor.roll(0))
     slices = [method.slices(part) for part in parts]
     for state in states:
         tasks = [state.task(0, part, own) for part, own in zip(parts, slices, strict=True)]
         if isinstance(state, Sent):
             assert len(state._rows) == 6, "two groups of three workers"
-        state.commit(parts, [method.returns(part) for part in parts], crew.run(tasks))
+        state.commit(parts, [method.returns(part) for part in parts], executor.run(tasks))
         assert not state._rows
     assert all(torch.equal(states[0].tensors[name], tensor) for name, tensor in states[1].tensors.items())
     assert all(torch.equal(states[0].moments[name], tensor) for name, tensor in states[1].moments.items())

@@ -39,9 +39,9 @@ def test_one_worker_with_all_units_is_ordinary_training_bit_for_bit(settings: di
 def test_the_shards_start_different_and_every_weight_is_trained_in_time() -> None:
     job = make_job(lambda: mlp(6, 13, 11, 3), steps=80, hparams={"lr": 0.05, "weight_decay": 0.01})
     method = IST(job, 3, 4, recovery=0)
-    crew = Watched(job, method, 3)
-    result = train_split(job, method, crew)
-    first = [task.tensors["0.weight"] for task in crew.tasks[:3]]
+    executor = Watched(job, method, 3)
+    result = train_split(job, method, executor)
+    first = [task.tensors["0.weight"] for task in executor.tasks[:3]]
     assert not any(torch.equal(a, b) for a, b in [(first[0], first[1]), (first[1], first[2])] if a.shape == b.shape)
     with seeded(job.seed, torch.device("cpu")):
         start = build_model(job).state_dict()
@@ -153,14 +153,14 @@ def test_which_layers_are_dealt_is_a_setting_and_is_said() -> None:
 def test_narrow_parts_really_are_narrow_and_disjoint() -> None:
     job = make_job(lambda: mlp(6, 12, 12, 3), steps=8)
     method = IST(job, 3, 4, recovery=0)
-    crew = Watched(job, method, 3)
-    report = train_split(job, method, crew).split
-    for task, outcome in zip(crew.tasks, crew.outcomes, strict=True):
+    executor = Watched(job, method, 3)
+    report = train_split(job, method, executor).split
+    for task, outcome in zip(executor.tasks, executor.outcomes, strict=True):
         assert outcome is not None
         assert [list(task.tensors[f"{i}.weight"].shape) for i in (0, 3, 6)] == [[4, 6], [4, 4], [3, 4]]
         assert {n: t.shape for n, t in outcome.tensors.items()} == {n: t.shape for n, t in task.tensors.items()}
     for number in range(2):
-        kept = [task.part.keep["0"] for task in crew.tasks[3 * number : 3 * number + 3]]
+        kept = [task.part.keep["0"] for task in executor.tasks[3 * number : 3 * number + 3]]
         assert sorted(torch.cat(kept).tolist()) == list(range(12))
     assert max(report.peak_measured.values()) < report.peak_predicted["whole"]
     again = shoal.split.ist(make_job(lambda: mlp(6, 12, 12, 3), steps=8), 3, 4, recovery=1).split
@@ -171,10 +171,10 @@ def test_narrow_parts_really_are_narrow_and_disjoint() -> None:
 def test_a_block_is_written_back_as_it_is_and_shared_weights_are_averaged() -> None:
     job = make_job(lambda: mlp(6, 12, 12, 3), steps=4)
     method = IST(job, 3, 4, recovery=0, renormalise=False)
-    crew = Watched(job, method, 3)
-    state = train_split(job, method, crew).model.state_dict()
-    outcomes = [outcome for outcome in crew.outcomes if outcome is not None]
-    for task, outcome in zip(crew.tasks, outcomes, strict=True):
+    executor = Watched(job, method, 3)
+    state = train_split(job, method, executor).model.state_dict()
+    outcomes = [outcome for outcome in executor.outcomes if outcome is not None]
+    for task, outcome in zip(executor.tasks, outcomes, strict=True):
         for name in ("0.weight", "3.weight", "1.running_var"):
             assert torch.equal(method.slices(task.part)[name].take(state[name]), outcome.tensors[name])
     bias = [outcome.tensors["6.bias"] for outcome in outcomes]
@@ -212,9 +212,9 @@ def test_the_volume_is_the_published_formula() -> None:
 def test_moments_travel_with_their_weights() -> None:
     job = make_job(lambda: mlp(6, 12, 3), steps=12, optimizer=torch.optim.Adam, hparams={"lr": 0.01})
     method = IST(job, 3, 4, recovery=0)
-    crew = Watched(job, method, 3)
-    result = train_split(job, method, crew)
-    second = crew.tasks[3:6]
+    executor = Watched(job, method, 3)
+    result = train_split(job, method, executor)
+    second = executor.tasks[3:6]
     for task in second:
         assert task.moments["0.weight/exp_avg"].shape == task.tensors["0.weight"].shape
         assert float(task.moments["0.weight/step"]) == 4
@@ -231,9 +231,9 @@ def test_moments_travel_with_their_weights() -> None:
 def test_recovery_rounds_train_the_whole_network() -> None:
     job = make_job(steps=12)
     method = IST(job, 3, 2, recovery=2)
-    crew = Watched(job, method, 3)
-    train_split(job, method, crew)
-    kept = [[bool(task.part.keep) for task in crew.tasks if task.round == number] for number in range(6)]
+    executor = Watched(job, method, 3)
+    train_split(job, method, executor)
+    kept = [[bool(task.part.keep) for task in executor.tasks if task.round == number] for number in range(6)]
     assert kept == [[True] * 3] * 4 + [[False] * 3] * 2
     assert IST(make_job(steps=12), 3, 2).recovery == 1 and IST(make_job(steps=4), 3, 2).recovery == 0
 
@@ -241,19 +241,19 @@ def test_recovery_rounds_train_the_whole_network() -> None:
 def test_backward_only_trains_its_own_slices_in_the_whole_network() -> None:
     job = make_job(lambda: mlp(6, 12, 12, 3), steps=4, hparams={"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9})
     method = IST(job, 3, 4, recovery=0, backward_only=True, renormalise=False)
-    crew = Watched(job, method, 3)
-    state = train_split(job, method, crew).model.state_dict()
-    outcomes = [outcome for outcome in crew.outcomes if outcome is not None]
-    for task, outcome in zip(crew.tasks, outcomes, strict=True):
+    executor = Watched(job, method, 3)
+    state = train_split(job, method, executor).model.state_dict()
+    outcomes = [outcome for outcome in executor.outcomes if outcome is not None]
+    for task, outcome in zip(executor.tasks, outcomes, strict=True):
         assert task.tensors["3.weight"].shape == (12, 12) and outcome.tensors["3.weight"].shape == (4, 4)
         assert outcome.moments["3.weight/momentum_buffer"].shape == (4, 4)
         place = method.returns(task.part)["3.weight"]
         assert torch.equal(place.take(state["3.weight"]), outcome.tensors["3.weight"])
     owned = torch.zeros(12, 12, dtype=torch.bool)
-    for task in crew.tasks:
+    for task in executor.tasks:
         place = method.returns(task.part)["3.weight"]
         place.put(owned, torch.ones(4, 4, dtype=torch.bool))
-    start = crew.tasks[0].tensors["3.weight"]
+    start = executor.tasks[0].tensors["3.weight"]
     assert torch.equal(state["3.weight"][~owned], start[~owned]) and int(owned.sum()) == 48
 
 

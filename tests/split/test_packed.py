@@ -74,20 +74,20 @@ def test_the_pack_is_kept_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -
     for steps in (8, 40):
         job = make_job(lambda: bare(6, 12, 12, 3), data=rows(96), steps=steps)
         method = IST(job, 3, 4, recovery=0)
-        crew = Packed(job, method, 3)
+        executor = Packed(job, method, 3)
         made.clear()
-        train_split(job, method, crew)
+        train_split(job, method, executor)
         counts.append(len(made))
-        assert len(crew._packs) == 1
+        assert len(executor._packs) == 1
     assert counts[0] == counts[1] > 0
 
 
 def test_widths_that_do_not_divide_ride_in_groups_of_equal_shape() -> None:
     job = make_job(lambda: bare(6, 10, 3), steps=8)
     method = IST(job, 3, 4, recovery=0)  # 4, 3 and 3 units
-    crew = Packed(job, method, 3)
-    result = train_split(job, method, crew)
-    assert [len(ride.networks) for ride in crew._packs.values()] == [2]
+    executor = Packed(job, method, 3)
+    result = train_split(job, method, executor)
+    assert [len(runner.networks) for runner in executor._packs.values()] == [2]
     assert distance(result.model, shoal.split.ist(job, 3, 4, recovery=0, tier="serial").model) < TOLERANCE
 
 

@@ -16,7 +16,7 @@ from shoal.split.core.parts import Part, Task
 from shoal.split.core.state import State, tensors_of
 from shoal.split.executors.local import carry_out
 from shoal.split.methods.labels import Labels, nearest
-from shoal.split.methods.sil_method import Sil
+from shoal.split.methods.sil_method import SILMethod
 from shoal.split.sil import SilReport, costs, sil
 
 
@@ -102,7 +102,7 @@ def test_windows_smaller_than_an_epoch_read_the_same_rows(way: dict[str, Any]) -
     assert found.split.joined["accuracy"] > 0.7
 
 
-def task_of(way: Sil, role: str, **extras: Tensor) -> Task:
+def task_of(way: SILMethod, role: str, **extras: Tensor) -> Task:
     state = State.of(way.model, way.companions())
     part = Part(number=0, role=role, steps=3, seed=5)
     return state.task(0, part, way.slices(part), extras=extras)
@@ -112,9 +112,9 @@ def test_the_right_part_of_variant_a_never_touches_the_inputs() -> None:
     x, y = blobs()
     outcomes = []
     for inputs in (x, torch.full_like(x, float("nan"))):
-        way = Sil(job_of(), ["fc2"], "labels")
+        way = SILMethod(job_of(), ["fc2"], "labels")
         task = task_of(way, "1")
-        poisoned = Sil(job_of(data=(inputs, y)), ["fc2"], "labels") if inputs is x else None
+        poisoned = SILMethod(job_of(data=(inputs, y)), ["fc2"], "labels") if inputs is x else None
         view = (poisoned or way).data
         if inputs is not x:
             view.source.leaves[0] = inputs  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def test_gradients_never_cross(way: dict[str, Any]) -> None:
 
 def test_a_part_has_settings_of_its_own() -> None:
     still = sil(job_of(epochs=1), ["fc2"], per_part={0: {"hparams": {"lr": 0.0}}})
-    before = Sil(job_of(), ["fc2"]).model.state_dict()
+    before = SILMethod(job_of(), ["fc2"]).model.state_dict()
     after = still.model.state_dict()
     assert torch.equal(before["fc1.weight"], after["fc1.weight"])
     assert not torch.equal(before["fc2.weight"], after["fc2.weight"])
@@ -180,7 +180,7 @@ def test_half_of_six_equal_layers_needs_at_most_sixty_percent_of_the_memory(way:
     layers = [layer for a, b in pairwise([784, *[512] * 5]) for layer in (nn.Linear(a, b), nn.ReLU())]
     x = torch.randn(16, 784)
     job = job_of(model=nn.Sequential(*layers, nn.Linear(512, 3)), data=(x, torch.arange(16) % 3), val=None, metrics={})
-    found = costs(Sil(job, None, **way))
+    found = costs(SILMethod(job, None, **way))
     assert max(found[part].peak_bytes for part in ("0", "1")) <= 0.6 * found["whole"].peak_bytes
 
 
@@ -207,7 +207,7 @@ def test_convolutions_and_running_statistics(way: dict[str, Any]) -> None:
     assert int(result.model.norm.num_batches_tracked) == 30  # type: ignore[union-attr, arg-type]
     assert result.split.own[0]["accuracy"] > 0.45
     if way.get("layout") == "channel":
-        table = Sil(job, ["conv2"], "labels", labels=Labels(layout="channel")).tables[0]
+        table = SILMethod(job, ["conv2"], "labels", labels=Labels(layout="channel")).tables[0]
         assert torch.equal(table[:, :, :, :1, :1].expand_as(table), table)
 
 
@@ -239,37 +239,37 @@ def test_labels() -> None:
 
 def test_a_lost_part_stops_nobody() -> None:
     """Without the activations of a window the next part sits it out, and goes on with the one after."""
-    way = Sil(job_of(epochs=3), ["fc2"], "heads")
-    crew = [Worker(0), Worker(1)]
-    (left,) = way.parts(0, crew)
+    way = SILMethod(job_of(epochs=3), ["fc2"], "heads")
+    executor = [Worker(0), Worker(1)]
+    (left,) = way.parts(0, executor)
     way.see(0, [left], [None])
-    assert [part.role for part in way.parts(1, crew)] == ["0"]
+    assert [part.role for part in way.parts(1, executor)] == ["0"]
     task = task_of(way, "0")
     given = carry_out(way.source, way, task, torch.device("cpu"), way.data)
-    way.see(1, way.parts(1, crew), [given])
-    assert [part.role for part in way.parts(2, crew)] == ["0", "1"]
+    way.see(1, way.parts(1, executor), [given])
+    assert [part.role for part in way.parts(2, executor)] == ["0", "1"]
     kept = copy.deepcopy(way.stored())
-    again = Sil(job_of(epochs=3), ["fc2"], "heads")
+    again = SILMethod(job_of(epochs=3), ["fc2"], "heads")
     again.restore(kept)
-    assert again.parts(2, crew) == way.parts(2, crew)
-    assert torch.equal(again.extras(2, again.parts(2, crew)[1])["activations"], given.extras["activations"])
-    assert len(way.parts(2, crew[:1])) == 1  # one worker is left
+    assert again.parts(2, executor) == way.parts(2, executor)
+    assert torch.equal(again.extras(2, again.parts(2, executor)[1])["activations"], given.extras["activations"])
+    assert len(way.parts(2, executor[:1])) == 1  # one worker is left
     assert tensors_of(way.heads[0]).keys() == tensors_of(again.heads[0]).keys()
 
 
 def test_a_run_folder_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sil(job_of(epochs=3), ["fc2"], "heads")
-    extras = Sil.extras
+    extras = SILMethod.extras
 
-    def interrupted(self: Sil, number: int, part: Part) -> dict[str, Tensor]:
+    def interrupted(self: SILMethod, number: int, part: Part) -> dict[str, Tensor]:
         if number == 2:
             raise KeyboardInterrupt
         return extras(self, number, part)
 
-    monkeypatch.setattr(Sil, "extras", interrupted)
+    monkeypatch.setattr(SILMethod, "extras", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sil(job_of(epochs=3), ["fc2"], "heads", out=tmp_path, checkpoint_every=0.001)
-    monkeypatch.setattr(Sil, "extras", extras)
+    monkeypatch.setattr(SILMethod, "extras", extras)
     result = sil(job_of(epochs=3), ["fc2"], "heads", out=tmp_path)
     a, b = whole.model.state_dict(), result.model.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -313,7 +313,7 @@ def test_a_job_with_a_step_of_its_own_is_refused() -> None:
 
 
 def test_too_few_workers_are_told() -> None:
-    way = Sil(job_of(), ["fc2", "fc3"])
+    way = SILMethod(job_of(), ["fc2", "fc3"])
     with pytest.raises(SplitError, match="3 parts need 3 workers, and 2 are there"):
         way.parts(0, [Worker(0), Worker(1)])
     with pytest.raises(SplitError, match="read the same rows"):

@@ -10,7 +10,7 @@ from torch import nn
 from shoal import Job
 from shoal.split import Serial, train_split
 from shoal.split.methods.labels import Labels
-from shoal.split.methods.sil_method import Sil
+from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net.launch import local_crew
 from shoal.split.sil import report
 
@@ -34,13 +34,13 @@ def test_same_bits_as_in_one_process(way: dict[str, Any]) -> None:
     job, settings = a_job(), dict(way)
     labels = Labels(noise=settings.pop("noise", 0.0))
 
-    def method() -> Sil:
-        return Sil(job, ["2", "5"], labels=labels, recovery=1, **settings)
+    def method() -> SILMethod:
+        return SILMethod(job, ["2", "5"], labels=labels, recovery=1, **settings)
 
     serial, over = method(), method()
     alone = train_split(job, serial, Serial(job, serial, 3))
-    with local_crew(job, over, 3) as crew:
-        together = train_split(job, over, crew)
+    with local_crew(job, over, 3) as executor:
+        together = train_split(job, over, executor)
     a, b = alone.model.state_dict(), together.model.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     here, there = report(alone, serial), report(together, over)

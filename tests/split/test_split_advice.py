@@ -7,7 +7,7 @@ from tests.split.networks import make_job
 
 import shoal
 from shoal.split import DataParallel
-from shoal.split.methods.sil_method import Sil
+from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._advice import advise
 from shoal.split.net._probe import LinkSpeed
 
@@ -30,7 +30,7 @@ def test_data_parallel_is_not_told_to_take_more_local_steps() -> None:
 def test_parts_that_read_the_same_rows_are_not_counted_as_more_rows() -> None:
     job = make_job()
     fast = LinkSpeed.parse("1000Gbit")
-    labels, heads = (Sil(job, None, **way) for way in ({"method": "labels"}, {"method": "heads"}))  # type: ignore[arg-type]
+    labels, heads = (SILMethod(job, None, **way) for way in ({"method": "labels"}, {"method": "heads"}))  # type: ignore[arg-type]
     first, more = (advise(job, way, 2, fast).forecasts[0] for way in (labels, heads))
     assert first.speedup <= 2.0  # two parts, each with half of the work at best
     assert more.round_bytes >= first.round_bytes + heads.crossing_bytes() // heads.windows  # activations there

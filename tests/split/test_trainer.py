@@ -90,17 +90,17 @@ class Watched(Serial):
 def test_every_row_is_read_by_one_worker_as_often_as_there_are_epochs(count: int, local_steps: int) -> None:
     job = make_job(data=rows(count), epochs=3)
     method = LocalSGD(job, 4, local_steps)
-    crew = Watched(job, method, 4)
-    train_split(job, method, crew)
+    executor = Watched(job, method, 4)
+    train_split(job, method, executor)
     reads: dict[int, list[int]] = {shard: [] for shard in range(4)}
-    for task in crew.tasks:
+    for task in executor.tasks:
         reading = Reading(job, count, task.part.shard)
         for _, group in reading.groups(task.part.start, task.part.steps):
             reads[task.part.shard[0]] += torch.cat(group).tolist()
     for shard, seen in reads.items():
         assert sorted(seen) == sorted([*Reading(job, count, (shard, 4)).rows().tolist()] * 3)
     assert sorted(row for seen in reads.values() for row in set(seen)) == list(range(count))
-    assert sum(outcome.rows for outcome in crew.outcomes if outcome is not None) == 3 * count
+    assert sum(outcome.rows for outcome in executor.outcomes if outcome is not None) == 3 * count
 
 
 def test_workers_draw_different_batches_and_different_randomness() -> None:
@@ -231,12 +231,12 @@ def test_a_part_that_diverges_is_left_out() -> None:
     job = make_job(data=data, loss=None, step=poisoned(bad), steps=4)
     lines: list[str] = []
     method = LocalSGD(job, 3, 2)
-    crew = Watched(job, method, 3)
-    result = train_split(job, method, crew, tell=lines.append)
+    executor = Watched(job, method, 3)
+    result = train_split(job, method, executor, tell=lines.append)
     assert result.status == "done" and result.split.lost == 2
     assert sum("part 1 was not finite" in line for line in lines) == 2
     assert all(torch.isfinite(t).all() for t in result.model.state_dict().values() if t.is_floating_point())
-    alone = [outcome for outcome in crew.outcomes[3:] if outcome is not None and outcome.tensors]
+    alone = [outcome for outcome in executor.outcomes[3:] if outcome is not None and outcome.tensors]
     expected = (alone[0].tensors["0.weight"] + alone[1].tensors["0.weight"]) / 2
     assert torch.equal(result.model.state_dict()["0.weight"], expected)
 

@@ -52,11 +52,11 @@ METHODS: list[Callable[[Job], Method]] = [
 def test_a_run_that_goes_on_equals_one_that_was_never_interrupted(
     make: Callable[[Job], Method], tmp_path: Path
 ) -> None:
-    def run(crew: type[Serial], out: Path | None, lines: list[str] | None = None) -> Result:
+    def run(executor: type[Serial], out: Path | None, lines: list[str] | None = None) -> Result:
         job = job_of()
         method = make(job)
         tell = None if lines is None else lines.append
-        return train_split(job, method, crew(job, method, 3), out=out, tell=tell, val_every=2)
+        return train_split(job, method, executor(job, method, 3), out=out, tell=tell, val_every=2)
 
     whole = run(Serial, None)
     with pytest.raises(KeyboardInterrupt):

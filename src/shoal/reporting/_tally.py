@@ -39,7 +39,7 @@ class Pace:
         return rest * (now - then) / (count - before) if count > before else math.nan
 
 
-class Pack:
+class UnitProgress:
     """The members of one unit."""
 
     __slots__ = (
@@ -163,8 +163,8 @@ class Tally:
         """What this run has trained: member batches, by what they cost alone where that is known."""
         self._usual = 1.0
         """What a batch of a member counts whose cost is not known."""
-        self.packs: dict[Any, Pack] = {}
-        self.home: dict[int, Pack] = {}
+        self.packs: dict[Any, UnitProgress] = {}
+        self.home: dict[int, UnitProgress] = {}
         self.joins = False
         """Whether we are told who rides."""
         self.parts: dict[int, tuple[float | None, float | None]] = {}
@@ -211,7 +211,7 @@ class Tally:
         return 1 - (self.left + self.missed) / self.total if self.total else 1.0
 
     @property
-    def riding(self) -> int:
+    def running(self) -> int:
         """Members that ride now."""
         return len(self.home)
 
@@ -297,10 +297,10 @@ class Tally:
         elif held is not None:
             pack.predicted = held * len(pack)
 
-    def _pack(self, label: Any, tier: str) -> Pack:
+    def _pack(self, label: Any, tier: str) -> UnitProgress:
         pack = self.packs.get(label)
         if pack is None:
-            pack = self.packs[label] = Pack(label, tier, self.clock())
+            pack = self.packs[label] = UnitProgress(label, tier, self.clock())
         return pack
 
     def _go(self, index: int) -> int | None:

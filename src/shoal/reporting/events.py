@@ -147,14 +147,14 @@ class JsonLines:
         self._stream.flush()
 
 
-class Riding:
+class MembersRunning:
     """Counts how many members ride on average: the sum of all rides over the time from the first to the last event.
 
     Events of several processes may come in any order.
     """
 
     def __init__(self) -> None:
-        self._rides = 0.0
+        self._runners = 0.0
         self._since: dict[int, float] = {}
         self._first, self._last = math.inf, -math.inf
 
@@ -164,7 +164,7 @@ class Riding:
             return
         index = event.member.index
         if event.kind in ("leave", "preempt", "join") and index in self._since:
-            self._rides += event.time - self._since.pop(index)
+            self._runners += event.time - self._since.pop(index)
         if event.kind == "join":
             self._since[index] = event.time
 
@@ -173,4 +173,4 @@ class Riding:
         last = self._last if now is None else now
         if not last > self._first:
             return 0.0
-        return (self._rides + sum(last - since for since in self._since.values())) / (last - self._first)
+        return (self._runners + sum(last - since for since in self._since.values())) / (last - self._first)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from shoal.engine.members.member import Member
-from shoal.reporting._tally import Pack, Tally
+from shoal.reporting._tally import Tally, UnitProgress
 from shoal.reporting.events import Event
 from shoal.utils.tables import duration, size
 
@@ -190,7 +190,7 @@ def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
     return out
 
 
-def together(packs: list[Pack], name: str, now: float) -> Row:
+def together(packs: list[UnitProgress], name: str, now: float) -> Row:
     """Packs as one row: they take turns, so speed and gain are over the sum of their turns."""
     turns = [pack for pack in packs if pack.seconds > 0]
     seconds = sum(pack.seconds for pack in turns)
@@ -236,7 +236,7 @@ def counts(tally: Tally) -> Iterator[str]:
         if count := tally.counts.get(status):
             yield f"{count} {status}"
     if tally.packs:
-        yield f"{tally.riding} riding in {len(tally.packs)} pack{'s' * (len(tally.packs) != 1)}"
+        yield f"{tally.running} riding in {len(tally.packs)} pack{'s' * (len(tally.packs) != 1)}"
     if tally.waiting and tally.joins:
         yield f"{len(tally.waiting)} waiting"
 

@@ -156,8 +156,8 @@ def run_here(
         raise SplitError(f"tier is {tier!r}; use 'auto', 'serial' or 'packed'")
     found = pick_device(device)
     together = tier == "packed" or (tier == "auto" and found.type == "cuda")
-    crew = (Packed if together else Serial)(job, method, workers, found)
-    return train_split(job, method, crew, device=found, tell=_line if progress else None, **settings)
+    executor = (Packed if together else Serial)(job, method, workers, found)
+    return train_split(job, method, executor, device=found, tell=_line if progress else None, **settings)
 
 
 def _line(text: str) -> None:

@@ -96,7 +96,7 @@ class Settings:
             raise SplitError(f"shares is {self.shares!r}; use 'speed', or a number for each worker as 1,1,2") from None
 
     def _sil(self, job: Job) -> Method:
-        from shoal.split.methods.sil_method import Sil
+        from shoal.split.methods.sil_method import SILMethod
 
         cuts: Any = None
         if self.cuts is not None:
@@ -105,7 +105,7 @@ class Settings:
         if self.variant in ("A", "B"):
             way = {"method": "labels", "variant": self.variant}
         moments: Any = self.moments or "travel"
-        return Sil(job, cuts, recovery=self.recovery or 0, local_steps=self.local_steps, moments=moments, **way)
+        return SILMethod(job, cuts, recovery=self.recovery or 0, local_steps=self.local_steps, moments=moments, **way)
 
 
 _ONLY = {

@@ -21,7 +21,7 @@ from shoal.split.core.report import SplitReport, moments_per_weight
 from shoal.split.methods.costs import Cost, measure
 from shoal.split.methods.heads import WithHead
 from shoal.split.methods.labels import Distribution, Labels, Layout, nearest
-from shoal.split.methods.sil_method import WHOLE, Sil, view_of
+from shoal.split.methods.sil_method import WHOLE, SILMethod, view_of
 from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
@@ -113,7 +113,7 @@ def sil(
     """
     member = checked(job)
     labels = Labels(distribution=distribution, scale=scale, vectors=vectors, noise=noise, layout=layout)
-    way = Sil(
+    way = SILMethod(
         job, cuts, method, variant, labels=labels, head_width=head_width, recovery=recovery, local_steps=local_steps,
         per_part=per_part, moments=moments,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def sil(
     return result
 
 
-def report(result: Result, way: Sil) -> SilReport:
+def report(result: Result, way: SILMethod) -> SilReport:
     """The trainer's report with all that a cut network adds to it."""
     plain = result.split
     assert isinstance(plain, SplitReport)
@@ -146,7 +146,7 @@ def report(result: Result, way: Sil) -> SilReport:
     return found
 
 
-def _more_bytes(way: Sil) -> int:
+def _more_bytes(way: SILMethod) -> int:
     """What a forecast by weights alone does not see: activations go to the state and on to the next part, and parts
     that begin later have no optimizer state in their first round."""
     if not way.lag:
@@ -164,7 +164,7 @@ def _chosen(shares: list[float] | None) -> str:
     return f"chosen: parts hold or do at most {told} of the whole"
 
 
-def judge(way: Sil, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
+def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
     """What a trained network is worth, and each of its parts but the last by itself."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parts = [way.network(Part(number=place, role=str(place))) for place in range(way.count)]
@@ -184,7 +184,7 @@ def judge(way: Sil, model: nn.Module) -> tuple[dict[str, float], list[dict[str, 
     return joined, own
 
 
-def _through(way: Sil, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
+def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
     """One part on one batch: what it says of the targets is added up, what it gives goes on."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
@@ -233,7 +233,7 @@ def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
     return away / usual
 
 
-def costs(way: Sil) -> dict[str, Cost]:
+def costs(way: SILMethod) -> dict[str, Cost]:
     """Of a step of the whole network and of each part, on a batch of the job's size."""
     job = way.source
     batch = tuple(way.data.take(0, min(job.batch_size, len(way.data))))
@@ -250,7 +250,7 @@ def costs(way: Sil) -> dict[str, Cost]:
     return found
 
 
-def advice(way: Sil, joined: dict[str, float], own: list[dict[str, float]]) -> str:
+def advice(way: SILMethod, joined: dict[str, float], own: list[dict[str, float]]) -> str:
     """What to do about a part that is weak, or about one that adds nothing; empty where all is well."""
     if way.way != "labels" or "accuracy" not in joined:
         return ""

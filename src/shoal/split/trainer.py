@@ -26,7 +26,7 @@ from shoal.results import Result, Results
 from shoal.split._evaluation import Follower, evaluate
 from shoal.split.core.checks import checked, shard_problems
 from shoal.split.core.memory import predicted_peaks
-from shoal.split.core.method import Crew, Method
+from shoal.split.core.method import Method, TaskExecutor
 from shoal.split.core.moments import load_moments
 from shoal.split.core.parts import Outcome, Part, Task
 from shoal.split.core.reading import Reading
@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 def train_split(
     job: Job,
     method: Method,
-    crew: Crew,
+    executor: TaskExecutor,
     *,
     device: str | torch.device = "cpu",
     out: str | os.PathLike[str] | None = None,
@@ -71,7 +71,7 @@ def train_split(
         shard_problems(member, plan.workers)
     if val_every is not None:
         check_count("val_every", val_every)
-    run = _Run(job, method, crew, torch.device(device), tell or (lambda line: None), val_every, member)
+    run = _Run(job, method, executor, torch.device(device), tell or (lambda line: None), val_every, member)
     run.save_every = parse_seconds(checkpoint_every)
     with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         if folder is not None and folder.claim([member], {"split": dict(method.settings) or {"method": method.name}}):
@@ -90,16 +90,16 @@ class _Run:
         self,
         job: Job,
         method: Method,
-        crew: Crew,
+        executor: TaskExecutor,
         device: torch.device,
         tell: Tell,
         val_every: int | None,
         member: Member,
     ) -> None:
-        self.job, self.method, self.crew, self.device, self.tell = job, method, crew, device, tell
+        self.job, self.method, self.executor, self.device, self.tell = job, method, executor, device, tell
         self.index, self.name = 0, member.name
         self.member, self.model = member, member.model
-        self.home = _home(crew, self.model)
+        self.home = _home(executor, self.model)
         self.tensors = State.of(self.model, method.companions(), _fill(job), self.home)
         self.whole = self.model if self.home.type == "cpu" else copy.deepcopy(self.model).to(self.home)
         self.forecast = Forecast(job, method, self.model)
@@ -112,7 +112,7 @@ class _Run:
         """Since the last row of the history."""
         self.logs: dict[str, list[float]] = {}
         self.best: dict[str, Any] | None = None
-        self.report = SplitReport(method=method.name, workers=0, tier=_tier(crew), rounds=method.rounds)
+        self.report = SplitReport(method=method.name, workers=0, tier=_tier(executor), rounds=method.rounds)
         self.follower: Follower | None = None
         self.save_every = 60.0
         self._moved = 0
@@ -148,21 +148,21 @@ class _Run:
             folder.save(self)
 
     def _round(self) -> None:
-        crew = self.crew.roll(self.round)
-        if not crew:
+        executor = self.executor.roll(self.round)
+        if not executor:
             raise SplitError("the crew is empty; a round needs at least one worker")
-        parts = self.method.parts(self.round, crew)
+        parts = self.method.parts(self.round, executor)
         slices = [self.method.slices(part) for part in parts]
         returns = [self.method.returns(part) for part in parts]
         if not self.report.workers:
-            self._predict(crew, parts)
+            self._predict(executor, parts)
         started = time.perf_counter()
         carried = self.method.moments == "travel" and self.method.merge == "weights"
         tasks = [
             self.tensors.task(self.round, part, own, moments=carried, extras=self.method.extras(self.round, part))
             for part, own in zip(parts, slices, strict=True)
         ]
-        outcomes = list(self.crew.run(tasks))
+        outcomes = list(self.executor.run(tasks))
         good = self._sorted_out(parts, outcomes)
         step = self.step
         self.step += max((part.steps for part in parts), default=0)
@@ -209,15 +209,15 @@ class _Run:
 
     # --- what is noted --------------------------------------------------------------------------------------------
 
-    def _predict(self, crew: Sequence[Any], parts: Sequence[Part]) -> None:
+    def _predict(self, executor: Sequence[Any], parts: Sequence[Part]) -> None:
         report = self.report
-        report.workers, report.rounds = len(crew), self.method.rounds
-        report.bytes_predicted = self.forecast.all_rounds(crew)
+        report.workers, report.rounds = len(executor), self.method.rounds
+        report.bytes_predicted = self.forecast.all_rounds(executor)
         report.peak_predicted = predicted_peaks(self.job, self.method, parts, self.model, self.member.data)
 
     def _account(self, tasks: Sequence[Task], outcomes: Sequence[Outcome | None], seconds: float) -> None:
         report = self.report
-        now = getattr(self.crew, "moved", None)
+        now = getattr(self.executor, "moved", None)
         if now is None:
             report.bytes_measured += moved(tasks, outcomes)
         else:
@@ -328,20 +328,20 @@ def _fill(job: Job) -> dict[str, float]:
     return found
 
 
-def _home(crew: Crew, model: nn.Module) -> torch.device:
+def _home(executor: TaskExecutor, model: nn.Module) -> torch.device:
     """Where the state is: with workers that are here, on their device, if it has room for weights and moments twice."""
-    home: torch.device = getattr(crew, "home", torch.device("cpu"))
+    home: torch.device = getattr(executor, "home", torch.device("cpu"))
     if home.type != "cuda":
         return home
     weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
     if 8 * weights >= free_bytes(home):
         home = torch.device("cpu")
-        crew.home = home  # type: ignore[attr-defined]
+        executor.home = home  # type: ignore[attr-defined]
     return home
 
 
-def _tier(crew: Crew) -> str:
-    return str(getattr(crew, "tier", type(crew).__name__.lower()))
+def _tier(executor: TaskExecutor) -> str:
+    return str(getattr(executor, "tier", type(executor).__name__.lower()))
 
 
 def _told(row: dict[str, float]) -> str:

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from shoal.data.source import Source
 from shoal.engine.members.member import Member
-from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 
 
-class Hand(Source):
+class FixedBatchSource(Source):
     """The batch that a member is handed, as the data of its own: one row, which is the whole batch."""
 
     length = 1
@@ -50,10 +50,10 @@ class Batches:
 
     def hand(self, member: Member) -> None:
         """Put a member's batch where it reads its data."""
-        assert isinstance(member.data.source, Hand)
+        assert isinstance(member.data.source, FixedBatchSource)
         member.data.source.batch = self.of(member)
 
-    def rows(self, unit: HandedStack) -> list[Tensor]:
+    def rows(self, unit: GivenBatchesStack) -> list[Tensor]:
         """The batch for the rows of a stack."""
         places = [self.places[unit.members[row].index] for row in unit.rows]
         if not self.per_member or places == list(range(len(self.places))):

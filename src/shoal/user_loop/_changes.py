@@ -8,9 +8,9 @@ from shoal.engine.members.member import Member
 from shoal.engine.proof.group import Group, group
 from shoal.engine.python_state.places import say
 from shoal.engine.python_state.watch import Watch
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.tiers.serial import SerialUnit
-from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 
 MOST_CHANGES, FEW_STEPS = 8, 8
 """After so many changes, with fewer steps from one to the next, recording each time costs more than it gains."""
@@ -19,8 +19,8 @@ MOST_CHANGES, FEW_STEPS = 8, 8
 class LoopChanges:
     """What the steps of a pack's members read besides their weights and batches."""
 
-    def __init__(self, kitchen: Kitchen) -> None:
-        self._kitchen = kitchen
+    def __init__(self, trace_cache: TraceCache) -> None:
+        self._trace_cache = trace_cache
         self._watch = Watch()
         self._changes: dict[int, list[int]] = {}
         """The steps that a member had taken when what its step reads changed."""
@@ -33,7 +33,7 @@ class LoopChanges:
         for member in steady:
             job = member.job
             self._watch.add(member.index, {"step": job.step, "loss": job.loss}, member.model, private=True)
-        groups = group(steady, self._kitchen)
+        groups = group(steady, self._trace_cache)
         self._watch.drop(member.index for own in groups if not own.stackable for member in own.members)
         changing = [member for member in members if member.index in self._often]
         return groups + [Group([member], reason=self._often[member.index]) for member in changing]
@@ -42,14 +42,14 @@ class LoopChanges:
         """Members that have left."""
         self._watch.drop(ids)
 
-    def stale(self, units: Sequence[HandedStack | SerialUnit]) -> list[HandedStack]:
+    def stale(self, units: Sequence[GivenBatchesStack | SerialUnit]) -> list[GivenBatchesStack]:
         """Stacks whose members' steps would do something else now than they were recorded to do."""
         changes = self._watch.changes()
         if not changes:
             return []
-        found = [u for u in units if isinstance(u, HandedStack) and any(m.index in changes for m in u.members)]
+        found = [u for u in units if isinstance(u, GivenBatchesStack) and any(m.index in changes for m in u.members)]
         for member in [member for unit in found for member in unit.members if member.index in changes]:
-            self._kitchen.forget(member.model)
+            self._trace_cache.forget(member.model)
             noted = self._changes.setdefault(member.index, [])
             noted.append(member.step)
             if len(noted) >= MOST_CHANGES and noted[-1] - noted[-MOST_CHANGES] < FEW_STEPS * MOST_CHANGES:

@@ -70,7 +70,7 @@ class Settings:
         value = getattr(self, name)
         return value[place] if _each(value) else value
 
-    def of_newcomer(self, seed: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_new_member(self, seed: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of one who joins later."""
         names = [f.name for f in fields(self)]
         unknown = sorted(set(given) - set(names))

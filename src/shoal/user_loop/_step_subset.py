@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
-from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import MemberError, describe
 from shoal.user_loop._batch_source import Batches
@@ -44,9 +44,9 @@ def in_order(found: Mapping[int, Tensor], ids: Sequence[int], device: torch.devi
 
 
 def step_some(
-    units: Sequence[HandedStack | SerialUnit],
+    units: Sequence[GivenBatchesStack | SerialUnit],
     batches: Batches,
-    dissolve: Callable[[HandedStack, str], list[SerialUnit]],
+    dissolve: Callable[[GivenBatchesStack, str], list[SerialUnit]],
 ) -> tuple[dict[int, Tensor], dict[int, Exception]]:
     """One step of those who have a batch; their losses by id, and what some of them raised.
 

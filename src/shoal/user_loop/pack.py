@@ -18,15 +18,15 @@ from torch.utils import _pytree as pytree
 from shoal.data import View
 from shoal.engine.members.member import Member, autocast, draws, evaluating
 from shoal.engine.proof.group import told
-from shoal.engine.recipes.recipe import Kitchen
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.forward import Forward, joined
-from shoal.engine.tiers.stacked.given_batches import HandedStack
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 from shoal.engine.tiers.unit import Unlike, evaluated
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.user_loop._batch_source import Batches, Hand
+from shoal.user_loop._batch_source import Batches, FixedBatchSource
 from shoal.user_loop._changes import LoopChanges
 from shoal.user_loop._settings import Settings, device_of, make_member, refill
 from shoal.user_loop._step_subset import asked_ids, in_order, step_alone, step_some
@@ -82,10 +82,10 @@ class Pack:
         )  # fmt: skip
         chosen = self._settings.of_each(models, seeds)
         self.device = device_of(models, device)
-        self._kitchen = Kitchen()
-        self._changes = LoopChanges(self._kitchen)
+        self._trace_cache = TraceCache()
+        self._changes = LoopChanges(self._trace_cache)
         self._members: dict[int, Member] = {}
-        self._units: list[HandedStack | SerialUnit] = []
+        self._units: list[GivenBatchesStack | SerialUnit] = []
         self._waiting: list[int] = []
         self._begins: dict[int, int] = {}
         """Where the schedules of some who wait begin."""
@@ -136,10 +136,10 @@ class Pack:
         Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
         as for all members; where they were given one each, the newcomer's must be given too.
         """
-        return self._enter(model, self._settings.of_newcomer(seed, settings))
+        return self._enter(model, self._settings.of_new_member(seed, settings))
 
     def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
-        id, hand = self._next, View(Hand(self.device))
+        id, hand = self._next, View(FixedBatchSource(self.device))
         self._members[id] = make_member(model, id, hand, self.device, settings)
         self._waiting.append(id)
         self._next += 1
@@ -211,15 +211,15 @@ class Pack:
         for unit in self._units:
             slots = [slot for slot, member in enumerate(unit.members) if member.index == id]
             if slots:
-                (unit.unit if isinstance(unit, HandedStack) else unit).write_back(slots)
+                (unit.unit if isinstance(unit, GivenBatchesStack) else unit).write_back(slots)
         return self._members[id]
 
-    def _drop(self, unit: HandedStack | SerialUnit, slots: list[int]) -> None:
+    def _drop(self, unit: GivenBatchesStack | SerialUnit, slots: list[int]) -> None:
         if len(slots) < len(unit.members):
-            assert isinstance(unit, HandedStack)
+            assert isinstance(unit, GivenBatchesStack)
             unit.leave(slots)
             return
-        (unit.unit if isinstance(unit, HandedStack) else unit).write_back()
+        (unit.unit if isinstance(unit, GivenBatchesStack) else unit).write_back()
         self._units.remove(unit)
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Pack:
             some = in_order(losses_of, asked, self.device)
             self._settle(some, failed, asked)
             return some
-        for stack in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+        for stack in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
             self._prepare(stack, batches)
         found: dict[int, Tensor] = {}
         failed = {}
@@ -295,7 +295,7 @@ class Pack:
             if found.stackable and self._join(found.recipes, batches):
                 reason = "one computation"
             elif found.stackable:
-                self._units.append(HandedStack(found.recipes, self._kitchen))
+                self._units.append(GivenBatchesStack(found.recipes, self._trace_cache))
             else:
                 self._units += [SerialUnit(member) for member in found.members]
             for member in found.members:
@@ -312,14 +312,14 @@ class Pack:
             self._drop(unit, list(range(len(unit.members))))
 
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
-        for unit in [unit for unit in self._units if isinstance(unit, HandedStack)]:
+        for unit in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
             with suppress(Untraceable, NotStackable):
                 if unit.key(batches.of(unit.members[0])) == recipes[0].key:
                     unit.join(recipes)
                     return True
         return False
 
-    def _prepare(self, unit: HandedStack, batches: Batches) -> None:
+    def _prepare(self, unit: GivenBatchesStack, batches: Batches) -> None:
         """Make a stack ready for this shape of batch; where it is no stack there, its members go on alone."""
         try:
             if not unit.knows(batches.key):
@@ -327,7 +327,7 @@ class Pack:
         except (Untraceable, NotStackable) as refusal:
             self._dissolve(unit, f"on a batch of {batches.shapes()}: {refusal}")
 
-    def _dissolve(self, unit: HandedStack, reason: str) -> list[SerialUnit]:
+    def _dissolve(self, unit: GivenBatchesStack, reason: str) -> list[SerialUnit]:
         alone = unit.dissolve()
         place = self._units.index(unit)
         self._units[place : place + 1] = alone
@@ -335,7 +335,7 @@ class Pack:
         return alone
 
     def _advance(
-        self, unit: HandedStack | SerialUnit, batches: Batches
+        self, unit: GivenBatchesStack | SerialUnit, batches: Batches
     ) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
         """The ids of a unit's members with their losses, and what some of them raised."""
         if isinstance(unit, SerialUnit):
@@ -387,7 +387,9 @@ class Pack:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
         self._look_for_changes()
-        stacks = [u for u in self._units if isinstance(u, HandedStack) and [m.index for m in u.members] == self.ids]
+        stacks = [
+            u for u in self._units if isinstance(u, GivenBatchesStack) and [m.index for m in u.members] == self.ids
+        ]
         if stacks:
             outputs = stacks[0].outputs(inputs)
             return joined(outputs) if isinstance(outputs, Unlike) else outputs

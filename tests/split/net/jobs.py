@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.split import IST, DataParallel, LocalSGD
-from shoal.split.core.method import Crew, Method, Worker
+from shoal.split.core.method import Method, TaskExecutor, Worker
 from shoal.split.core.parts import Outcome, Task
 
 METHODS: dict[str, Callable[[shoal.Job, int], Method]] = {
@@ -49,18 +49,18 @@ class Between:
 
     tier = "distributed"
 
-    def __init__(self, crew: Crew, act: Callable[[int], None]) -> None:
-        self.crew, self.act = crew, act
+    def __init__(self, executor: TaskExecutor, act: Callable[[int], None]) -> None:
+        self.executor, self.act = executor, act
         self.sizes: list[int] = []
 
     def roll(self, number: int) -> Sequence[Worker]:
         self.act(number)
-        found = self.crew.roll(number)
+        found = self.executor.roll(number)
         self.sizes.append(len(found))
         return found
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        return self.crew.run(tasks)
+        return self.executor.run(tasks)
 
 
 def same_weights(a: shoal.Result, b: shoal.Result) -> bool:

@@ -18,9 +18,9 @@ def test_same_bits_as_in_one_process(name: str, workers: int) -> None:
     job = a_job(steps=10)
     method = METHODS[name](job, workers)
     alone = train_split(job, method, Serial(job, method, workers))
-    with local_crew(job, method, workers) as crew:
-        together = train_split(job, method, crew)
-    assert same_weights(alone, together) and not crew.lost
+    with local_crew(job, method, workers) as executor:
+        together = train_split(job, method, executor)
+    assert same_weights(alone, together) and not executor.lost
     assert [row["loss"] for row in alone.history] == [row["loss"] for row in together.history]
     assert together.split is not None and together.split.tier == "distributed"
     moved = torch.cat([p.flatten() for p in together.model.parameters()])
@@ -32,10 +32,10 @@ def test_same_bits_as_in_one_process(name: str, workers: int) -> None:
 def test_bytes_at_the_sockets_are_those_of_the_formula(name: str, codec: str) -> None:
     job = a_job(width=100)
     method = METHODS[name](job, 3)
-    with local_crew(job, method, 3, codec=codec) as crew:
-        predicted = TrafficForecast(job, method, CODECS[codec]).all_rounds(crew.roll(0))
-        result = train_split(job, method, crew)
-        measured = crew.traffic
+    with local_crew(job, method, 3, codec=codec) as executor:
+        predicted = TrafficForecast(job, method, CODECS[codec]).all_rounds(executor.roll(0))
+        result = train_split(job, method, executor)
+        measured = executor.traffic
     assert measured.sent == pytest.approx(predicted.sent, rel=0.02)
     assert measured.received == pytest.approx(predicted.received, rel=0.02)
     assert result.split is not None and result.split.bytes_measured == pytest.approx(predicted.both, rel=0.02)
@@ -48,8 +48,8 @@ def test_fewer_bits_train_as_well(codec: str) -> None:
     method = METHODS["local_sgd"](job, 3)
     found = {}
     for name in ("exact", codec):
-        with local_crew(job, method, 3, codec=name) as crew:
-            found[name] = train_split(job, method, crew)
+        with local_crew(job, method, 3, codec=name) as executor:
+            found[name] = train_split(job, method, executor)
     exact, rough = (found[name] for name in ("exact", codec))
     assert exact.split is not None and rough.split is not None
     assert rough.split.bytes_measured < 0.65 * exact.split.bytes_measured

@@ -21,7 +21,7 @@ from shoal.split.net._handshake import describe_job
 from shoal.split.net._wire import END, OUTCOME, TASK, Header, Message, Wire
 from shoal.split.net.coordinator import Distributed
 from shoal.split.net.launch import crew_of, fork_workers, local_crew
-from shoal.split.net.links import Address, Link, LinkLost, knock
+from shoal.split.net.links import Address, Link, LinkLost, connect
 from shoal.split.net.worker import serve_worker
 
 
@@ -64,11 +64,11 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 3, local_steps=4), list[str]()
-    with crew_of(job, method, 3, {"tell": lines.append}) as (crew, local):
-        between = Between(crew, lambda n: (tmp_path / "who").write_text(str(local[1].pid)) if n == 2 else None)  # type: ignore[arg-type]
+    with crew_of(job, method, 3, {"tell": lines.append}) as (executor, local):
+        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].pid)) if n == 2 else None)  # type: ignore[arg-type]
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 3, 2, 2]
-    (lost,) = crew.lost
+    (lost,) = executor.lost
     assert lost.round == 2 and lost.waited < lost.allowed and "closed" in lost.why
     assert any("lost worker" in line for line in lines)
     assert result.split is not None and result.split.lost == 1
@@ -77,19 +77,19 @@ def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path
 def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", stop, steps=40)
     method = LocalSGD(job, 3, local_steps=4)
-    with crew_of(job, method, 3, {"deadline": 1.5}) as (crew, local):
+    with crew_of(job, method, 3, {"deadline": 1.5}) as (executor, local):
 
         def act(number: int) -> None:
             if number == 1:
                 (tmp_path / "who").write_text(str(local[2].pid))
             if number == 4:
                 os.kill(local[2].pid, signal.SIGCONT)
-                until(lambda: len(crew._hall.waiting) == 1)
+                until(lambda: len(executor._hall.waiting) == 1)
 
-        between = Between(crew, act)
+        between = Between(executor, act)
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 2, 2, 3, 3, 3, 3, 3, 3]
-    (lost,) = crew.lost
+    (lost,) = executor.lost
     assert lost.round == 1 and "more than 1.5 s" in lost.why
     assert 1.5 <= lost.waited < 2.5  # it was waited for until the deadline, and not for ever
 
@@ -97,29 +97,29 @@ def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: P
 def test_those_who_finish_set_the_time_of_those_who_do_not(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", stop, steps=8)
     method = LocalSGD(job, 3, local_steps=4)
-    with crew_of(job, method, 3, {}) as (crew, local):
+    with crew_of(job, method, 3, {}) as (executor, local):
         (tmp_path / "who").write_text(str(local[0].pid))  # in the very first round: nothing has been measured
-        crew.deadline.margin = 0.5
-        between = Between(crew, lambda number: None)
+        executor.deadline.margin = 0.5
+        between = Between(executor, lambda number: None)
         result = train_split(job, method, between)
         os.kill(local[0].pid, signal.SIGKILL)
-    (lost,) = crew.lost
+    (lost,) = executor.lost
     assert result.status == "done" and between.sizes == [3, 2]
-    assert lost.waited < 0.5 * crew.deadline.first and lost.allowed < 0.5 * crew.deadline.first
+    assert lost.waited < 0.5 * executor.deadline.first and lost.allowed < 0.5 * executor.deadline.first
 
 
 def test_a_worker_joins_in_the_middle() -> None:
     job = a_job(steps=20)
     method = LocalSGD(job, 3, local_steps=4)
     late = fork_workers(1, job, method)[0]
-    with local_crew(job, method, 2) as crew:
+    with local_crew(job, method, 2) as executor:
 
         def act(number: int) -> None:
             if number == 2:
-                late.go(crew.address)
-                until(lambda: bool(crew._hall.waiting))
+                late.go(executor.address)
+                until(lambda: bool(executor._hall.waiting))
 
-        between = Between(crew, act)
+        between = Between(executor, act)
         result = train_split(job, method, between)
     late.end(time.monotonic() + 5)
     assert between.sizes == [2, 2, 3, 3, 3] and result.status == "done"
@@ -129,17 +129,17 @@ def test_all_are_lost_and_one_comes_back(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
     late = fork_workers(1, job, method)[0]
-    with crew_of(job, method, 1, {"tell": lines.append}) as (crew, local):
+    with crew_of(job, method, 1, {"tell": lines.append}) as (executor, local):
 
         def act(number: int) -> None:
             if number == 1:
                 (tmp_path / "who").write_text(str(local[0].pid))
             if number == 2:
-                late.go(crew.address)
+                late.go(executor.address)
 
-        result = train_split(job, method, Between(crew, act))
+        result = train_split(job, method, Between(executor, act))
     late.end(time.monotonic() + 5)
-    assert result.status == "done" and len(crew.lost) == 1
+    assert result.status == "done" and len(executor.lost) == 1
     assert any("no worker is left; waiting" in line for line in lines)
 
 
@@ -147,10 +147,10 @@ def test_nobody_comes() -> None:
     job = a_job()
     method = LocalSGD(job, 1)
     with (
-        Distributed(job, method, workers=1, start_seconds=0.2) as crew,
+        Distributed(job, method, workers=1, start_seconds=0.2) as executor,
         pytest.raises(SplitError, match=r"no worker came to 127.0.0.1:\d+ in 0.2 s; start one with `shoal split FILE"),
     ):
-        crew.roll(0)
+        executor.roll(0)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_a_worker_with_another_job_is_told_and_so_is_the_coordinator(
 ) -> None:
     job, wrong = a_job(steps=8), a_job(**{"steps": 8, **other})
     method, lines = LocalSGD(job, 2, local_steps=4), list[str]()
-    with crew_of(job, method, 1, {"tell": lines.append}, others=1) as (crew, _):
+    with crew_of(job, method, 1, {"tell": lines.append}, others=1) as (executor, _):
         stranger = fork_workers(1, wrong, LocalSGD(wrong, 2, local_steps=4))[0]
-        stranger.go(crew.address)
-        result = train_split(job, method, crew)  # begins without it, at once: 60 s are not waited for
+        stranger.go(executor.address)
+        result = train_split(job, method, executor)  # begins without it, at once: 60 s are not waited for
         stranger.end(time.monotonic() + 5)
-    assert result.status == "done" and not crew.lost
+    assert result.status == "done" and not executor.lost
     (told,) = [text for text in lines if "another job" in text]
     assert line in told and "\n" not in told
     (heard,) = [text for text in capfd.readouterr().err.splitlines() if "another job" in text]
@@ -186,12 +186,12 @@ def test_a_wrong_worker_that_comes_first_does_not_end_the_run() -> None:
     method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
     stranger = fork_workers(1, wrong, LocalSGD(wrong, 1, local_steps=4), tell=lambda line: None)[0]
     right = fork_workers(1, job, method)[0]
-    with Distributed(job, method, workers=1, tell=lines.append) as crew:
-        stranger.go(crew.address)
+    with Distributed(job, method, workers=1, tell=lines.append) as executor:
+        stranger.go(executor.address)
         stranger.end(time.monotonic() + 20)
         assert "another job" in lines[0]
-        right.go(crew.address)
-        assert train_split(job, method, crew).status == "done"
+        right.go(executor.address)
+        assert train_split(job, method, executor).status == "done"
     right.end(time.monotonic() + 5)
 
 
@@ -199,10 +199,10 @@ def test_where_all_are_refused_the_run_ends() -> None:
     job, wrong = a_job(), a_job(hparams={"lr": 0.5})
     method = LocalSGD(job, 1)
     stranger = fork_workers(1, wrong, LocalSGD(wrong, 1), tell=lambda line: None)[0]
-    with Distributed(job, method, workers=1, start_seconds=3.0) as crew:
-        stranger.go(crew.address)
+    with Distributed(job, method, workers=1, start_seconds=3.0) as executor:
+        stranger.go(executor.address)
         with pytest.raises(SplitError, match=r"no worker could join in 3 s: worker .* has another job"):
-            train_split(job, method, crew)
+            train_split(job, method, executor)
     stranger.end(time.monotonic() + 5)
 
 
@@ -211,19 +211,19 @@ def test_a_step_that_raises_everywhere_ends_the_run_with_its_words(tmp_path: Pat
     method = LocalSGD(job, 1, local_steps=4)
     (tmp_path / "who").write_text("all")
     with (
-        local_crew(job, method, 1) as crew,
+        local_crew(job, method, 1) as executor,
         pytest.raises(SplitError, match=r"worker 0 .*RuntimeError: the step is broken"),
     ):
-        train_split(job, method, crew)
+        train_split(job, method, executor)
 
 
 def test_a_step_that_raises_on_one_machine_costs_that_machine(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", fail)
     method = LocalSGD(job, 2, local_steps=4)
-    with crew_of(job, method, 2, {}) as (crew, local):
-        between = Between(crew, lambda n: (tmp_path / "who").write_text(str(local[0].pid)) if n == 1 else None)  # type: ignore[arg-type]
+    with crew_of(job, method, 2, {}) as (executor, local):
+        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[0].pid)) if n == 1 else None)  # type: ignore[arg-type]
         assert train_split(job, method, between).status == "done"
-    assert [lost.why for lost in crew.lost] == ["RuntimeError: the step is broken"]
+    assert [lost.why for lost in executor.lost] == ["RuntimeError: the step is broken"]
 
 
 def junk(link: Link, task: Message) -> None:
@@ -253,10 +253,10 @@ def another_round(link: Link, task: Message) -> None:
 def test_a_worker_that_answers_nonsense_is_let_go(answer: Callable[[Link, Message], None], line: str) -> None:
     job = a_job(steps=8)
     method = LocalSGD(job, 2, local_steps=4)
-    with crew_of(job, method, 1, {}, others=1) as (crew, _):
+    with crew_of(job, method, 1, {}, others=1) as (executor, _):
 
         def pretend() -> None:
-            link = knock(crew.address, {"name": "odd", "job": describe_job(job, method)}, 5)
+            link = connect(executor.address, {"name": "odd", "job": describe_job(job, method)}, 5)
             message = link.receive(20)
             assert message.header.kind == TASK
             answer(link, message)
@@ -264,11 +264,11 @@ def test_a_worker_that_answers_nonsense_is_let_go(answer: Callable[[Link, Messag
 
         odd = threading.Thread(target=pretend)
         odd.start()
-        between = Between(crew, lambda number: None)
+        between = Between(executor, lambda number: None)
         result = train_split(job, method, between)
         odd.join(10)
     assert result.status == "done" and between.sizes == [2, 1]
-    (lost,) = crew.lost
+    (lost,) = executor.lost
     assert line in lost.why
 
 
@@ -281,19 +281,19 @@ def test_no_coordinator_is_told() -> None:
 def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
     job = a_job()
     method, lines = LocalSGD(job, 1), list[str]()
-    crew = Distributed(job, method, workers=1)
+    executor = Distributed(job, method, workers=1)
 
     def lose() -> None:
-        crew.roll(0)
-        crew._members[0].link.cut()
-        crew._door.close()
-        crew._porter.join()
-        crew._door.end()
+        executor.roll(0)
+        executor._members[0].link.cut()
+        executor._door.close()
+        executor._porter.join()
+        executor._door.end()
 
     thread = threading.Thread(target=lose)
     thread.start()
     with pytest.raises(SplitError, match=r"lost the coordinator at .* and did not find it again in 0.5 s"):
-        serve_worker(job, method, crew.address, patience=0.5, tell=lines.append)
+        serve_worker(job, method, executor.address, patience=0.5, tell=lines.append)
     thread.join()
     assert any("joining again, for 0.5 s" in line for line in lines)
 
@@ -301,16 +301,16 @@ def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
 def test_workers_hear_why_the_coordinator_ended() -> None:
     job = a_job()
     method = LocalSGD(job, 1)
-    crew = Distributed(job, method, workers=1)
+    executor = Distributed(job, method, workers=1)
 
     def give_up() -> None:
-        crew.roll(0)
-        crew.close("the coordinator ended: disk full")
+        executor.roll(0)
+        executor.close("the coordinator ended: disk full")
 
     thread = threading.Thread(target=give_up)
     thread.start()
     with pytest.raises(SplitError, match="the coordinator ended: disk full"):
-        serve_worker(job, method, crew.address, patience=5)
+        serve_worker(job, method, executor.address, patience=5)
     thread.join()
 
 
@@ -333,22 +333,22 @@ def test_rows_of_a_private_shard_stay_and_are_read() -> None:
     own = [a_job(steps=8, data=(x[s::2][:50], y[s::2][:50])) for s in range(2)]
     method = LocalSGD(job, 2, local_steps=4)
     private = [fork_workers(1, mine, LocalSGD(mine, 2, local_steps=4), shard=s)[0] for s, mine in enumerate(own)]
-    with Distributed(job, method, workers=2) as crew:
+    with Distributed(job, method, workers=2) as executor:
         for worker in private:
-            worker.go(crew.address)
-        assert sorted(worker.shard for worker in crew.roll(0) if worker.shard is not None) == [0, 1]
-        result = train_split(job, method, crew)
+            worker.go(executor.address)
+        assert sorted(worker.shard for worker in executor.roll(0) if worker.shard is not None) == [0, 1]
+        result = train_split(job, method, executor)
     for worker in private:
         worker.end(time.monotonic() + 5)
-    assert result.status == "done" and not crew.lost
+    assert result.status == "done" and not executor.lost
 
 
 def test_lost_link_raises_at_once() -> None:
     job = a_job()
     method = LocalSGD(job, 1)
-    with Distributed(job, method, workers=1) as crew:
-        link = knock(crew.address, {"name": "me", "job": describe_job(job, method)}, 5)
-        crew.roll(0)
+    with Distributed(job, method, workers=1) as executor:
+        link = connect(executor.address, {"name": "me", "job": describe_job(job, method)}, 5)
+        executor.roll(0)
         link.cut()
         with pytest.raises(LinkLost, match="closed"):
             link.receive(60)

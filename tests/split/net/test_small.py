@@ -89,13 +89,13 @@ def test_what_is_no_speed_is_told(text: str) -> None:
 def test_a_link_is_measured_through_the_pair() -> None:
     job = a_job(steps=5)
     method = LocalSGD(job, 1)
-    with local_crew(job, method, 1) as crew:
-        crew.roll(0)
-        before = crew.traffic
-        speed = crew.probe()
-        assert crew.traffic.sent - before.sent > 1 << 16
-        crew.forget_traffic()
-        assert crew.traffic.both < 1000
+    with local_crew(job, method, 1) as executor:
+        executor.roll(0)
+        before = executor.traffic
+        speed = executor.probe()
+        assert executor.traffic.sent - before.sent > 1 << 16
+        executor.forget_traffic()
+        assert executor.traffic.both < 1000
     assert speed.bits > 1e6 and 0 < speed.latency < 1
 
 

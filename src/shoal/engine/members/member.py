@@ -23,7 +23,7 @@ from shoal.data import Pool, View
 from shoal.data.source import as_bytes
 from shoal.engine.optim import make_scheduler
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.python_state.saved_state import OwnState, storable
+from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.engine.tracing.trace import PRECISIONS
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
@@ -83,13 +83,13 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
-    own: OwnState = field(init=False)
+    own: SavedState = field(init=False)
     """Python state that no state_dict() has."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
     def __post_init__(self) -> None:
-        self.monitor, self.own = Monitor.of(self.job), OwnState()
+        self.monitor, self.own = Monitor.of(self.job), SavedState()
         large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
         self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
 

@@ -165,13 +165,13 @@ class Plan:
         return {index: part.tier for part in self.parts for index in part.members}
 
 
-def plan(requests: Sequence[Request], riding: Sequence[Part], device: Device) -> Plan:
+def plan(requests: Sequence[Request], running: Sequence[Part], device: Device) -> Plan:
     """Give every request a place, in their order, or the reason why it waits.
 
     Those who ride keep their places. A newcomer joins a part of its own kind, or opens one, if everything together
     then stays within the budget; one that does not fit is passed over, and the next is looked at.
     """
-    table = _Table(device, riding)
+    table = _Table(device, running)
     waiting = []
     for request in requests:
         if not table.place(request):
@@ -182,9 +182,9 @@ def plan(requests: Sequence[Request], riding: Sequence[Part], device: Device) ->
 class _Table:
     """Parts as they fill up."""
 
-    def __init__(self, device: Device, riding: Sequence[Part]) -> None:
+    def __init__(self, device: Device, running: Sequence[Part]) -> None:
         self.device = device
-        self.rows: list[_Seats] = [_Seats(replace_lists(part)) for part in riding]
+        self.rows: list[_Seats] = [_Seats(replace_lists(part)) for part in running]
 
     def place(self, request: Request) -> bool:
         own = next((seats for seats in self.rows if seats.takes(request)), None)

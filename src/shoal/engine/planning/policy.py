@@ -36,7 +36,7 @@ class Ticket:
     """Predicted work left; nan: not known."""
     bytes: int = 0
     """Predicted memory."""
-    riding: bool
+    running: bool
     ridden: float = 0.0
     """Device time it has had, in all its rides."""
     owner_ridden: float = 0.0
@@ -93,7 +93,7 @@ class Priority(Policy):
     slice_seconds: float | None = 10.0
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        return sorted(tickets, key=lambda t: (-t.priority, not t.riding))
+        return sorted(tickets, key=lambda t: (-t.priority, not t.running))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class ShortestFirst(Policy):
     """
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        return sorted(tickets, key=lambda t: (math.isnan(t.seconds), t.seconds, not t.riding))
+        return sorted(tickets, key=lambda t: (math.isnan(t.seconds), t.seconds, not t.running))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +125,11 @@ class RoundRobin(Sliced):
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
         def lined_up(t: Ticket) -> float:
-            return now - (now - t.since) % self.slice_seconds if t.riding else t.since
+            return now - (now - t.since) % self.slice_seconds if t.running else t.since
 
         # At one moment, those that had another slice were before those that had to leave, and of them the one whose
         # ride began later was before the other: the line stays as it was.
-        return sorted(tickets, key=lambda t: (lined_up(t), not t.riding, -t.since, t.turn))
+        return sorted(tickets, key=lambda t: (lined_up(t), not t.running, -t.since, t.turn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class FairShare(Sliced):
         for t in tickets:
             share[t.index] = t.owner_ridden + places[t.owner] * self.slice_seconds
             places[t.owner] += 1
-        return sorted(tickets, key=lambda t: (share[t.index], not t.riding))
+        return sorted(tickets, key=lambda t: (share[t.index], not t.running))
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -55,21 +55,21 @@ class Queue:
         assert ticket.index not in self._tickets
         self._owners[ticket.owner] += ticket.ridden
         self._tickets[ticket.index] = ticket
-        self.move(ticket.index, riding=ticket.riding, now=ticket.since)
+        self.move(ticket.index, running=ticket.running, now=ticket.since)
 
     def admit(self, fits: Fits, now: float) -> Admission:
         """Decide who rides from now on, and note it."""
         admission = admit(self.tickets, self.policy, fits, now)
         for index in admission.leave:
-            self.move(index, riding=False, now=now)
+            self.move(index, running=False, now=now)
         for index in admission.join:
-            self.move(index, riding=True, now=now)
+            self.move(index, running=True, now=now)
         return admission
 
-    def move(self, index: int, *, riding: bool, now: float) -> None:
+    def move(self, index: int, *, running: bool, now: float) -> None:
         """A job joins, or is sent back to wait."""
         self._turn += 1
-        self._tickets[index] = replace(self._tickets[index], riding=riding, since=now, turn=self._turn)
+        self._tickets[index] = replace(self._tickets[index], running=running, since=now, turn=self._turn)
 
     def rode(self, index: int, seconds: float, left: float) -> None:
         """A job had so much device time, and has so much left as far as is known."""
@@ -92,16 +92,16 @@ def admit(tickets: Sequence[Ticket], policy: Policy, fits: Fits, now: float) -> 
     held = False
     order = ranked(tickets, policy, now)
     for t in order:
-        if held and not t.riding:
+        if held and not t.running:
             continue
         if fits([*chosen, t]):
             chosen.append(t)
-        elif not t.riding and now - t.since > policy.patience:
+        elif not t.running and now - t.since > policy.patience:
             held = fits([t])
-    rides = {t.index for t in chosen}
+    runners = {t.index for t in chosen}
     return Admission(
-        join=[t.index for t in chosen if not t.riding],
-        leave=[t.index for t in order if t.riding and t.index not in rides],
+        join=[t.index for t in chosen if not t.running],
+        leave=[t.index for t in order if t.running and t.index not in runners],
     )
 
 
@@ -118,7 +118,7 @@ def ranked(tickets: Sequence[Ticket], policy: Policy, now: float) -> list[Ticket
 
     def rank(t: Ticket) -> tuple[int, float]:
         spent = now - t.since
-        if t.riding:
+        if t.running:
             return (0, 0.0) if policy.slice_seconds is None or spent < policy.slice_seconds else (2, 0.0)
         return (1, t.since) if spent > policy.patience * bisect_right(arrivals, t.since) else (2, 0.0)
 

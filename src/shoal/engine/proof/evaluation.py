@@ -30,7 +30,7 @@ from shoal.engine.tracing.trace import Trace
 from shoal.engine.tracing.trace import autocast as autocast_for
 
 if TYPE_CHECKING:
-    from shoal.engine.recipes.recipe import Evaluation, Kitchen
+    from shoal.engine.recipes.recipe import Evaluation, TraceCache
 
 from shoal.engine.proof.cases import (
     Case,
@@ -49,31 +49,35 @@ from shoal.engine.proof.cases import (
 
 
 def prove_evaluation(
-    models: Sequence[nn.Module], whats: Sequence[Evaluation], traces: Sequence[Trace], batch: Any, kitchen: Kitchen
+    models: Sequence[nn.Module],
+    whats: Sequence[Evaluation],
+    traces: Sequence[Trace],
+    batch: Any,
+    trace_cache: TraceCache,
 ) -> None:
     """See that models in eval mode give what their common program gives.
 
     Raises:
         Disproved: when it does not.
     """
-    key = ("evaluation", kitchen.proofs.number(skeleton(traces[0])))
+    key = ("evaluation", trace_cache.proofs.number(skeleton(traces[0])))
     cases = [Case(key, {0: t}, subject) for t, *subject in zip(traces, models, whats, strict=True)]
-    for rows in chosen(cases, kitchen.proofs, apart=False):
+    for rows in chosen(cases, trace_cache.proofs, apart=False):
         try:
             with same_world(*(case.subject[1].function for case in rows), caches=caches_of(rows)) as world:
                 try:
-                    reasons = _compare_outputs(rows, batch, kitchen, wide=whats[0].precision is None)
+                    reasons = _compare_outputs(rows, batch, trace_cache, wide=whats[0].precision is None)
                 except NotInFloat64:
-                    reasons = _compare_outputs(rows, batch, kitchen, wide=False)
-            note(kitchen.proofs, rows, [reason or world.reason for reason in reasons])
+                    reasons = _compare_outputs(rows, batch, trace_cache, wide=False)
+            note(trace_cache.proofs, rows, [reason or world.reason for reason in reasons])
         except Exception as error:
-            note(kitchen.proofs, rows, [unchecked(error)] * len(rows))
+            note(trace_cache.proofs, rows, [unchecked(error)] * len(rows))
     for case in cases:
-        if kitchen.proofs.reasons[case.kind]:
-            raise Disproved(kitchen.proofs.reasons[case.kind])
+        if trace_cache.proofs.reasons[case.kind]:
+            raise Disproved(trace_cache.proofs.reasons[case.kind])
 
 
-def _compare_outputs(rows: Sequence[Case], batch: Any, kitchen: Kitchen, *, wide: bool) -> list[str]:
+def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, *, wide: bool) -> list[str]:
     leaves = pytree.tree_leaves(batch)
     models = [copy.deepcopy(case.subject[0]).to(leaves[0].device) for case in rows]
     whats: list[Evaluation] = [case.subject[1] for case in rows]
@@ -82,10 +86,12 @@ def _compare_outputs(rows: Sequence[Case], batch: Any, kitchen: Kitchen, *, wide
         models, batch = [widen(model) for model in models], widen_leaves(batch)
         leaves = pytree.tree_leaves(batch)
     traces = [
-        twin_of(case.steps[0], wide, partial(kitchen.evaluation, model, what, batch, twice=False))
+        twin_of(case.steps[0], wide, partial(trace_cache.evaluation, model, what, batch, twice=False))
         for case, model, what in zip(rows, models, whats, strict=True)
     ]
-    program = Program(traces, device=device, stacked_batch=[False] * len(leaves), deterministic=kitchen.deterministic)
+    program = Program(
+        traces, device=device, stacked_batch=[False] * len(leaves), deterministic=trace_cache.deterministic
+    )
     if program.draws:
         return ["it draws random numbers in eval mode"] * len(rows)
     state = stacked_state(models, traces[0])

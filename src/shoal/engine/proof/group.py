@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.engine.members.member import Member
 from shoal.engine.proof.training import prove_training
 from shoal.engine.recipes.program import Program
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import difference, skeleton
@@ -27,13 +27,13 @@ class Group:
         return not self.reason
 
 
-def group(members: list[Member], kitchen: Kitchen) -> list[Group]:
+def group(members: list[Member], trace_cache: TraceCache) -> list[Group]:
     """Members by what they compute, in the order of the first of each group."""
     groups: list[Group] = []
     by_key: dict[Hashable, Group] = {}
     for member in members:
         try:
-            recipe = kitchen.recipe(member)
+            recipe = trace_cache.recipe(member)
         except Untraceable as refusal:
             groups.append(Group([member], reason=str(refusal)))
             continue
@@ -44,20 +44,20 @@ def group(members: list[Member], kitchen: Kitchen) -> list[Group]:
         by_key[recipe.key].recipes.append(recipe)
     for found in groups:
         if found.stackable:
-            found.reason = _refusal(found, kitchen)
-    return [proven for found in groups for proven in _proven(found, kitchen)]
+            found.reason = _refusal(found, trace_cache)
+    return [proven for found in groups for proven in _proven(found, trace_cache)]
 
 
-def _proven(found: Group, kitchen: Kitchen) -> list[Group]:
+def _proven(found: Group, trace_cache: TraceCache) -> list[Group]:
     """The group without those whose own step does something else than its graph: each of them is by itself."""
     if not found.recipes:
         return [found]
     reasons: dict[int, str] = {}
     if found.stackable:
-        reasons = prove_training(found.recipes, kitchen)
+        reasons = prove_training(found.recipes, trace_cache)
     if found.members[0].device.type == "cuda" and (reasons or not found.stackable):
         found.reason = found.reason or next(iter(reasons.values()))
-        reasons = prove_training(found.recipes, kitchen, solo=True)  # side by side on streams, then
+        reasons = prove_training(found.recipes, trace_cache, solo=True)  # side by side on streams, then
     kept = Group(
         [member for member in found.members if member.index not in reasons],
         [recipe for recipe in found.recipes if recipe.member.index not in reasons],
@@ -67,7 +67,7 @@ def _proven(found: Group, kitchen: Kitchen) -> list[Group]:
     return [*([kept] if kept.members else []), *apart]
 
 
-def _refusal(found: Group, kitchen: Kitchen) -> str:
+def _refusal(found: Group, trace_cache: TraceCache) -> str:
     """Try every step of the group with a member axis, on two members, before any training."""
     recipes = (found.recipes * 2)[: max(2, len(found.recipes))]
     for rows, graph in recipes[0].steps.items():
@@ -77,7 +77,7 @@ def _refusal(found: Group, kitchen: Kitchen) -> str:
                 [recipe.steps[rows] for recipe in recipes],
                 device=found.members[0].device,
                 stacked_batch=[True] * leaves,
-                deterministic=kitchen.deterministic,
+                deterministic=trace_cache.deterministic,
             )
         except NotStackable as refusal:
             return str(refusal)

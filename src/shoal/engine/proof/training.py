@@ -42,7 +42,7 @@ from shoal.utils.randomness import draw_step, generator_at
 from shoal.utils.tables import size as format_bytes
 
 if TYPE_CHECKING:
-    from shoal.engine.recipes.recipe import Kitchen, Recipe
+    from shoal.engine.recipes.recipe import Recipe, TraceCache
 
 from shoal.engine.proof.cases import (
     Case,
@@ -60,27 +60,27 @@ from shoal.engine.proof.cases import (
 )
 
 
-def prove_training(recipes: Sequence[Recipe], kitchen: Kitchen, *, solo: bool = False) -> dict[int, str]:
+def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
     """Why members of one recipe key may not train by their common program, by index; those who may are left out.
 
     `solo`: by a program of one member, without a member axis.
     """
-    proofs, key = kitchen.proofs, (kitchen.proofs.number(recipes[0].key), solo)
+    proofs, key = trace_cache.proofs, (trace_cache.proofs.number(recipes[0].key), solo)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
     for rows in chosen(cases, proofs, apart=solo):
-        note(proofs, rows, _reasons(rows, kitchen, solo))
+        note(proofs, rows, _reasons(rows, trace_cache, solo))
     reasons = {case.subject.member.index: proofs.reasons[case.kind] for case in cases}
     return {index: reason for index, reason in reasons.items() if reason}
 
 
-def proven_together(recipes: Sequence[Recipe], kitchen: Kitchen) -> bool:
+def proven_together(recipes: Sequence[Recipe], trace_cache: TraceCache) -> bool:
     """Whether members that were proven apart differ only in numbers that were proven to be each member's own."""
-    key = (kitchen.proofs.number(recipes[0].key), False)
+    key = (trace_cache.proofs.number(recipes[0].key), False)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
-    return lifted_places(cases) <= kitchen.proofs.lifted.get(cases[0].key, set())
+    return lifted_places(cases) <= trace_cache.proofs.lifted.get(cases[0].key, set())
 
 
-def _reasons(rows: Sequence[Case], kitchen: Kitchen, solo: bool) -> list[str]:
+def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[str]:
     """For each of these members, what differs; empty where nothing does."""
     members: list[Member] = [case.subject.member for case in rows]
     need = 4 * sum(memory.rough(case.subject) for case in rows)  # twice the bytes of an element, both ways
@@ -91,15 +91,15 @@ def _reasons(rows: Sequence[Case], kitchen: Kitchen, solo: bool) -> list[str]:
     try:
         with same_world(*((m.job.step, m.job.loss) for m in members), caches=caches_of(rows)) as world:
             try:
-                reasons = _compare_steps(rows, kitchen, wide=not narrow, solo=solo)
+                reasons = _compare_steps(rows, trace_cache, wide=not narrow, solo=solo)
             except NotInFloat64:
-                reasons = _compare_steps(rows, kitchen, wide=False, solo=solo)
+                reasons = _compare_steps(rows, trace_cache, wide=False, solo=solo)
         return [(reason and f"its own step does something else: {reason}") or world.reason for reason in reasons]
     except Exception as error:
         return [unchecked(error)] * len(rows)
 
 
-def _compare_steps(rows: Sequence[Case], kitchen: Kitchen, *, wide: bool, solo: bool) -> list[str]:
+def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, *, wide: bool, solo: bool) -> list[str]:
     """Two steps both ways; the second on the shortest batch there is, which all members share.
 
     The second step is compared for the first member alone: what a step leaves behind shows in anybody's.
@@ -111,20 +111,20 @@ def _compare_steps(rows: Sequence[Case], kitchen: Kitchen, *, wide: bool, solo: 
         batches = [_batch(member, size, place, wide) for place, member in enumerate(members)]
         batches = batches if apart else batches[-1:] * len(members)
         traces = [
-            _step_trace(case.steps[size], member, batch, kitchen, wide)
+            _step_trace(case.steps[size], member, batch, trace_cache, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = in_float64(wide, _run_program, members, traces, batches, apart, solo, kitchen.deterministic)
+        by_program = in_float64(wide, _run_program, members, traces, batches, apart, solo, trace_cache.deterministic)
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = in_float64(wide, _run_step, member, fresh_copy(batches[place]))
-            kitchen.proofs.steps += 1
+            trace_cache.proofs.steps += 1
             reason = difference(by_itself, by_program[place])
             if reason and is_coarse(traces[place]):
                 other = replace(member, model=rounded(member.model, start, traces[place]), rng=generator_at(stream))
                 slack = _run_step(other, rounded_leaves(batches[place], traces[place]))
                 reason = difference(by_itself, by_program[place], slack, coarsest(traces[place]))
-                kitchen.proofs.steps += 1
+                trace_cache.proofs.steps += 1
             reasons[place] = reasons[place] or reason
             _descend(member.model)
     return reasons
@@ -144,9 +144,9 @@ def _batch(member: Member, size: int, place: int, wide: bool) -> Any:
     return widen_leaves(batch) if wide else batch
 
 
-def _step_trace(recorded: Trace, member: Member, batch: Any, kitchen: Kitchen, wide: bool) -> Trace:
+def _step_trace(recorded: Trace, member: Member, batch: Any, trace_cache: TraceCache, wide: bool) -> Trace:
     """The graph of the copy's step: the one that will train, or in float64 its twin of the same operators."""
-    return twin_of(recorded, wide, partial(kitchen.step_on, member, batch, twice=False))
+    return twin_of(recorded, wide, partial(trace_cache.step_on, member, batch, twice=False))
 
 
 def _run_program(

@@ -27,7 +27,7 @@ Saved = Mapping[str, Plain]
 MODULES = "the random numbers of the modules `random` and `numpy`"
 
 
-class OwnState:
+class SavedState:
     """The Python state of one member. Made anew in each process; what was saved elsewhere is loaded."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def _is_torchs(scheduler: Any) -> bool:
     return type(scheduler).__module__ == lr_scheduler.__name__ and all(map(_is_torchs, parts))
 
 
-def share(states: Sequence[OwnState]) -> None:
+def share(states: Sequence[SavedState]) -> None:
     """Note what several of these can change: which of them did cannot be told, so it is not saved."""
     keepers = [state.job for state in states if state.job is not None]
     holders = Counter(handle for keeper in keepers for handle in keeper.handles())

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from shoal.engine import rules
-from shoal.engine.rules.op_context import NotStackable, Site
+from shoal.engine.rules.op_context import NotStackable, OpContext
 from shoal.engine.tracing.signature import Path, PerMember, difference, lift, skeleton
 from shoal.engine.tracing.trace import Trace, origin, written_params
 from shoal.utils.randomness import Draw
@@ -192,7 +192,7 @@ class Program:
             names = [argument.name for argument in node.target._schema.arguments]
             run = _plain(node.target, names, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
-        site = Site(
+        site = OpContext(
             node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw,
             self.deterministic,
         )  # fmt: skip

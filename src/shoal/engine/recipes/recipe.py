@@ -159,7 +159,7 @@ class _Record:
     """Objects whose ids are in its key: while they live, no others have them."""
 
 
-class Kitchen:
+class TraceCache:
     """Makes recipes, tracing each distinct step once."""
 
     def __init__(self, *, deterministic: bool = False) -> None:

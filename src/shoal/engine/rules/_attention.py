@@ -14,7 +14,7 @@ from shoal.engine.rules._linear import batched, widened
 from shoal.engine.rules._per_member import spread
 from shoal.engine.rules._product import product
 from shoal.engine.rules._registry import in_full_precision, numbers_of, once_per_member, rule
-from shoal.engine.rules.op_context import NotStackable, Run, Site, fold, pad_dims, unfold
+from shoal.engine.rules.op_context import NotStackable, OpContext, Run, fold, pad_dims, unfold
 from shoal.engine.tracing.signature import PerMember
 from shoal.utils.randomness import Draw
 
@@ -24,26 +24,26 @@ _WHOLE = (torch.float32, torch.float64)
 
 
 @rule(aten.scaled_dot_product_attention.default, steady=True)
-def attention(site: Site) -> Run:
+def attention(ctx: OpContext) -> Run:
     """Torch's own operator over the members' batches; by hand where weights are dropped. With `deterministic` by hand
     always: others in the stack may drop some."""
-    drops = any(p > 0 for p in numbers_of(site.args[4], max(site.members, 1)))
-    steady = site.deterministic and site.members > 0
-    if steady and not in_full_precision(site):
+    drops = any(p > 0 for p in numbers_of(ctx.args[4], max(ctx.members, 1)))
+    steady = ctx.deterministic and ctx.members > 0
+    if steady and not in_full_precision(ctx):
         if drops:
             raise NotStackable("attention with dropout in half precision, with bits that must not depend on others")
-        return once_per_member(site)
+        return once_per_member(ctx)
     if drops or steady:
-        return _by_hand(site, drops)
-    if not site.members:
-        return site.call
-    ndim = site.ndim(0)
-    alike = len({tuple(site.meta(i).shape[:-2]) for i in range(3)}) == 1 or site.args[7]
-    if ndim < 3 or site.varies or not alike:
-        return once_per_member(site)
-    members, flags = site.members, [site.stacked(i) for i in range(3)]
-    has_mask = site.args[3] is not None
-    mask_stacked, mask_ndim = has_mask and site.stacked(3), site.ndim(3) if has_mask else 0
+        return _by_hand(ctx, drops)
+    if not ctx.members:
+        return ctx.call
+    ndim = ctx.ndim(0)
+    alike = len({tuple(ctx.meta(i).shape[:-2]) for i in range(3)}) == 1 or ctx.args[7]
+    if ndim < 3 or ctx.varies or not alike:
+        return once_per_member(ctx)
+    members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
+    has_mask = ctx.args[3] is not None
+    mask_stacked, mask_ndim = has_mask and ctx.stacked(3), ctx.ndim(3) if has_mask else 0
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: Any, causal: bool, *rest: Any, **named: Any
@@ -59,22 +59,22 @@ def attention(site: Site) -> Run:
     return run
 
 
-def _by_hand(site: Site, drops: bool) -> Run:
+def _by_hand(ctx: OpContext, drops: bool) -> Run:
     """Attention as torch's own reference computes it, with the member's own draws where weights are dropped."""
-    members, grouped = site.members, bool(site.args[7])
-    q_meta, k_meta, v_meta = (site.meta(i) for i in range(3))
+    members, grouped = ctx.members, bool(ctx.args[7])
+    q_meta, k_meta, v_meta = (ctx.meta(i) for i in range(3))
     ndim = q_meta.dim()
     if not members and ndim < 3:
         raise NotStackable("attention with dropout on rows that are not in a batch")
-    p = numbers_of(site.args[4], max(members, 1))
-    shape = (*site.out.shape[:-1], k_meta.shape[-2])
-    draw = site.draw(Draw("dropout", shape, site.out.dtype, None, tuple((v,) for v in p))) if drops else lambda: None
-    flags = [bool(members) and site.args[i] is not None and site.stacked(i) for i in range(4)]
-    mask_ndim = site.ndim(3) if site.args[3] is not None else 0
-    scale = _scale(site)
+    p = numbers_of(ctx.args[4], max(members, 1))
+    shape = (*ctx.out.shape[:-1], k_meta.shape[-2])
+    draw = ctx.draw(Draw("dropout", shape, ctx.out.dtype, None, tuple((v,) for v in p))) if drops else lambda: None
+    flags = [bool(members) and ctx.args[i] is not None and ctx.stacked(i) for i in range(4)]
+    mask_ndim = ctx.ndim(3) if ctx.args[3] is not None else 0
+    scale = _scale(ctx)
     repeats = [1, *(q_meta.shape[-3] // meta.shape[-3] if grouped else 1 for meta in (k_meta, v_meta))]
 
-    softmax = _softmax if site.args[3] is None else _masked_softmax
+    softmax = _softmax if ctx.args[3] is None else _masked_softmax
 
     def lead(x: Tensor, own: int, times: int) -> Tensor:
         """All leading dimensions of the result; heads that queries share are written out."""
@@ -98,7 +98,7 @@ def _by_hand(site: Site, drops: bool) -> Run:
         if known and q.dtype in _WHOLE and not torch.is_autocast_enabled(q.device.type):
             out: Tensor = Attention.apply(q, k, v, mask, draw(), scale, softmax)  # type: ignore[no-untyped-call]
             return out
-        if mask is not None and site.deterministic:
+        if mask is not None and ctx.deterministic:
             mask = spread(mask, shape) if flags[3] else mask
         root = scale**0.5
         weights = batched(q * root, k.mT * root)
@@ -119,11 +119,11 @@ def _masked_softmax(weights: Tensor) -> Tensor:
     return share
 
 
-def _scale(site: Site) -> Any:
+def _scale(ctx: OpContext) -> Any:
     """What the products are multiplied by: a number, or a column of them."""
-    given, width = site.args[6], site.meta(0).shape[-1]
+    given, width = ctx.args[6], ctx.meta(0).shape[-1]
     if isinstance(given, PerMember):
-        return site.column(given, len(site.out.shape), site.out.dtype)
+        return ctx.column(given, len(ctx.out.shape), ctx.out.dtype)
     return 1 / math.sqrt(width) if given is None else given
 
 

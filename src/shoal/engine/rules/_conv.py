@@ -19,7 +19,7 @@ from shoal.engine.rules import op_context
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._product import SIDE, Linear
 from shoal.engine.rules._registry import once_per_member, rule
-from shoal.engine.rules.op_context import Run, Site, fold, unfold
+from shoal.engine.rules.op_context import OpContext, Run, fold, unfold
 
 aten = torch.ops.aten
 
@@ -32,16 +32,16 @@ _CONV = {
 
 
 @rule(*_CONV)
-def convolution(site: Site) -> Run:
-    spatial = _CONV[site.op]
-    if op_context.one_by_one(site) and _few_inputs(site):
-        return _as_product(site)
-    if op_context.one_by_one(site) or site.ndim(0) != spatial + 2 or not site.stacked(1):
-        return once_per_member(site)
-    members, has_x, op = site.members, site.stacked(0), site.call
-    has_b = site.args[2] is not None and site.stacked(2)
+def convolution(ctx: OpContext) -> Run:
+    spatial = _CONV[ctx.op]
+    if op_context.one_by_one(ctx) and _few_inputs(ctx):
+        return _as_product(ctx)
+    if op_context.one_by_one(ctx) or ctx.ndim(0) != spatial + 2 or not ctx.stacked(1):
+        return once_per_member(ctx)
+    members, has_x, op = ctx.members, ctx.stacked(0), ctx.call
+    has_b = ctx.args[2] is not None and ctx.stacked(2)
     group_at = 6
-    groups = site.args[group_at]
+    groups = ctx.args[group_at]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         x = widened(x, has_x, members)
@@ -59,19 +59,19 @@ _FEW = 32
 """Numbers that one output sees, up to which a CPU is faster when it lays them out and multiplies: first layers."""
 
 
-def _few_inputs(site: Site) -> bool:
-    if site.op is not aten.conv2d.default or site.ndim(0) != 4 or site.varies or not site.stacked(1):
+def _few_inputs(ctx: OpContext) -> bool:
+    if ctx.op is not aten.conv2d.default or ctx.ndim(0) != 4 or ctx.varies or not ctx.stacked(1):
         return False
-    *_, dilation, groups = site.args
-    return math.prod(site.meta(1).shape[1:]) <= _FEW and groups == 1 and all(n == 1 for n in dilation)
+    *_, dilation, groups = ctx.args
+    return math.prod(ctx.meta(1).shape[1:]) <= _FEW and groups == 1 and all(n == 1 for n in dilation)
 
 
-def _as_product(site: Site) -> Run:
+def _as_product(ctx: OpContext) -> Run:
     """A convolution as one product over the members, where its input needs no gradient, in full precision."""
-    members, has_x, one_by_one = site.members, site.stacked(0), once_per_member(site)
-    has_b = site.args[2] is not None and site.stacked(2)
-    stride, padding = (_pair(site.args[place]) for place in (3, 4))
-    channels, height, width = site.meta(1).shape[1:]
+    members, has_x, one_by_one = ctx.members, ctx.stacked(0), once_per_member(ctx)
+    has_b = ctx.args[2] is not None and ctx.stacked(2)
+    stride, padding = (_pair(ctx.args[place]) for place in (3, 4))
+    channels, height, width = ctx.meta(1).shape[1:]
     inputs = channels * height * width
     more = -inputs % SIDE
 
@@ -119,19 +119,19 @@ _ROWWISE = {
 _SAMPLE_DIMS = {op: dims for dims, names in _ROWWISE.items() for op in _rowwise(*names.split())}
 
 
-def _only_picks(site: Site) -> bool:
+def _only_picks(ctx: OpContext) -> bool:
     """Largest numbers, and those that are only put elsewhere."""
-    return site.name.split(".")[0].startswith(("max_pool", "adaptive_max_pool", "pixel_", "channel_shuffle"))
+    return ctx.name.split(".")[0].startswith(("max_pool", "adaptive_max_pool", "pixel_", "channel_shuffle"))
 
 
 @rule(*_SAMPLE_DIMS, steady=_only_picks)
-def rowwise(site: Site) -> Run:
+def rowwise(ctx: OpContext) -> Run:
     """Members are more rows of the batch."""
-    sample = _SAMPLE_DIMS[site.op]
-    if site.varies or site.ndim(0) not in (sample, sample + 1):
-        return once_per_member(site)
-    op, members, batched = site.call, site.members, site.ndim(0) == sample + 1
-    if site.op is aten.max_pool2d.default and site.device.type == "cpu" and batched and site.meta(0).shape[1] >= _MANY:
+    sample = _SAMPLE_DIMS[ctx.op]
+    if ctx.varies or ctx.ndim(0) not in (sample, sample + 1):
+        return once_per_member(ctx)
+    op, members, batched = ctx.call, ctx.members, ctx.ndim(0) == sample + 1
+    if ctx.op is aten.max_pool2d.default and ctx.device.type == "cpu" and batched and ctx.meta(0).shape[1] >= _MANY:
         return lambda x, *rest: unfold(MaxPool2d.apply(fold(x), *rest), members)  # type: ignore[no-untyped-call]
 
     def unfolded(value: Any) -> Any:

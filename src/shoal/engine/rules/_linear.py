@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.engine.rules._product import Affine, Linear, Product
 from shoal.engine.rules._registry import general, in_full_precision, once_per_member, rule
-from shoal.engine.rules.op_context import NotStackable, Run, Site, pad_dims
+from shoal.engine.rules.op_context import NotStackable, OpContext, Run, pad_dims
 
 aten = torch.ops.aten
 
@@ -30,12 +30,12 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 @rule(aten.linear.default, steady=in_full_precision)
-def linear(site: Site) -> Run:
-    members, (has_x, has_w) = site.members, (site.stacked(0), site.stacked(1))
-    has_bias = site.args[2] is not None
-    has_b = has_bias and site.stacked(2)
-    lead = tuple(site.out.shape[:-1])
-    if site.device.type == "cpu" and has_w and len(lead) >= 1:
+def linear(ctx: OpContext) -> Run:
+    members, (has_x, has_w) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
+    has_bias = ctx.args[2] is not None
+    has_b = has_bias and ctx.stacked(2)
+    lead = tuple(ctx.out.shape[:-1])
+    if ctx.device.type == "cpu" and has_w and len(lead) >= 1:
         return _cpu_linear(members, has_x, has_b, lead)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,10 +90,10 @@ def batched(x: Tensor, y: Tensor) -> Tensor:
 
 
 @rule(aten.addmm.default)
-def addmm(site: Site) -> Run:
-    if site.varies or any(value != 1 for value in site.args[3:]):
-        return general(site)
-    members, flags = site.members, [site.stacked(i) for i in range(3)]
+def addmm(ctx: OpContext) -> Run:
+    if ctx.varies or any(value != 1 for value in ctx.args[3:]):
+        return general(ctx)
+    members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
         own = bias.dim() - flags[0]
@@ -106,12 +106,12 @@ def addmm(site: Site) -> Run:
 
 
 @rule(aten.matmul.default, aten.mm.default, aten.bmm.default, steady=in_full_precision)
-def matmul(site: Site) -> Run:
-    a, b = site.ndim(0), site.ndim(1)
+def matmul(ctx: OpContext) -> Run:
+    a, b = ctx.ndim(0), ctx.ndim(1)
     if a == 0 or b == 0:
-        return once_per_member(site)
-    members, (has_a, has_b) = site.members, (site.stacked(0), site.stacked(1))
-    out_shape = tuple(site.out.shape)
+        return once_per_member(ctx)
+    members, (has_a, has_b) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
+    out_shape = tuple(ctx.out.shape)
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         x, y = widened(x, has_a, members), widened(y, has_b, members)
@@ -134,12 +134,12 @@ def matmul(site: Site) -> Run:
 
 
 @rule(aten.einsum.default)
-def einsum(site: Site) -> Run:
+def einsum(ctx: OpContext) -> Run:
     """The member axis is one more letter, in front of every stacked operand and of the result."""
-    equation, operands = site.args[0], site.args[1]
+    equation, operands = ctx.args[0], ctx.args[1]
     letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
     left, arrow, right = equation.replace(" ", "").partition("->")
-    flags = [site.carries(operand) for operand in operands]
+    flags = [ctx.carries(operand) for operand in operands]
     terms = [letter + term if flag else term for term, flag in zip(left.split(","), flags, strict=True)]
     if not arrow:
         labels = sorted(c for c in set(left) - set(",.") if left.replace("...", "").count(c) == 1)
@@ -149,16 +149,16 @@ def einsum(site: Site) -> Run:
 
 
 @rule(aten.embedding.default, steady=in_full_precision)
-def embedding(site: Site) -> Run:
-    weight_stacked = site.stacked(0)
-    _, _, padding, by_frequency, sparse = site.args
+def embedding(ctx: OpContext) -> Run:
+    weight_stacked = ctx.stacked(0)
+    _, _, padding, by_frequency, sparse = ctx.args
     if sparse:
         raise NotStackable("an Embedding with sparse gradients")
     if by_frequency or not weight_stacked:
-        return once_per_member(site)
-    members, rows = site.members, site.meta(0).shape[0]
-    ndim = site.ndim(1)
-    offset = (torch.arange(members, device=site.device) * rows).view(-1, *[1] * ndim)
+        return once_per_member(ctx)
+    members, rows = ctx.members, ctx.meta(0).shape[0]
+    ndim = ctx.ndim(1)
+    offset = (torch.arange(members, device=ctx.device) * rows).view(-1, *[1] * ndim)
 
     def run(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
         outside = (indices < 0) | (indices >= rows)  # must raise as it does alone, not read the next member's table
@@ -172,15 +172,15 @@ def embedding(site: Site) -> Run:
 
 
 @rule(aten.embedding_renorm_.default)
-def embedding_renorm(site: Site) -> Run:
+def embedding_renorm(ctx: OpContext) -> Run:
     """On a GPU for all members at once, and for one alone too: torch's kernel there scales a row once or twice where a
     batch has its index twice, as the timing of its blocks will have it."""
-    if site.device.type == "cpu" or (site.members and not site.stacked(0)):
-        return once_per_member(site) if site.members else site.call
-    has_index = site.stacked(1)
+    if ctx.device.type == "cpu" or (ctx.members and not ctx.stacked(0)):
+        return once_per_member(ctx) if ctx.members else ctx.call
+    has_index = ctx.stacked(1)
 
     def run(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-        wide = weight if site.members else weight.unsqueeze(0)  # [M, R, D]
+        wide = weight if ctx.members else weight.unsqueeze(0)  # [M, R, D]
         index = indices.reshape(wide.shape[0], -1) if has_index else indices.reshape(1, -1).expand(wide.shape[0], -1)
         norm = torch.linalg.vector_norm(wide, norm_type, dim=2)
         read = torch.zeros_like(norm, dtype=torch.bool).scatter(1, index, True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._registry import in_full_precision, once_per_member, rule
-from shoal.engine.rules.op_context import Run, Site, dims, fold, pad_dims, unfold
+from shoal.engine.rules.op_context import OpContext, Run, dims, fold, pad_dims, unfold
 from shoal.engine.tracing.signature import PerMember
 
 aten = torch.ops.aten
@@ -25,20 +25,20 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-def _is_steady(site: Site) -> bool:
+def _is_steady(ctx: OpContext) -> bool:
     """Differences and their squares, element against element."""
-    plain = site.op in (aten.mse_loss.default, aten.l1_loss.default) and site.meta(0).shape == site.meta(1).shape
-    return plain and in_full_precision(site)
+    plain = ctx.op in (aten.mse_loss.default, aten.l1_loss.default) and ctx.meta(0).shape == ctx.meta(1).shape
+    return plain and in_full_precision(ctx)
 
 
 @rule(*_ELEMENTWISE, steady=_is_steady)
-def elementwise(site: Site) -> Run:
-    place = _ELEMENTWISE[site.op]
-    reduction = site.args[place]
-    if site.varies or not (site.stacked(0) or site.stacked(1)):
-        return once_per_member(site)
-    members, op = site.members, site.call
-    tensors = [(i, site.stacked(i), site.ndim(i)) for i in range(min(place, 4)) if hasattr(site.args[i], "meta")]
+def elementwise(ctx: OpContext) -> Run:
+    place = _ELEMENTWISE[ctx.op]
+    reduction = ctx.args[place]
+    if ctx.varies or not (ctx.stacked(0) or ctx.stacked(1)):
+        return once_per_member(ctx)
+    members, op = ctx.members, ctx.call
+    tensors = [(i, ctx.stacked(i), ctx.ndim(i)) for i in range(min(place, 4)) if hasattr(ctx.args[i], "meta")]
     wide = max(ndim for _, _, ndim in tensors)
 
     def run(*args: Any) -> Tensor:
@@ -47,7 +47,7 @@ def elementwise(site: Site) -> Run:
             values[i] = pad_dims(widened(values[i], stacked, members), ndim, wide)
         values[place] = _NONE
         loss = op(*values)
-        return _reduced(loss.contiguous() if site.deterministic else loss, reduction)
+        return _reduced(loss.contiguous() if ctx.deterministic else loss, reduction)
 
     return run
 
@@ -63,15 +63,15 @@ def _reduced(values: Tensor, reduction: int) -> Tensor:
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, steady=in_full_precision)
-def cross_entropy(site: Site) -> Run:
+def cross_entropy(ctx: OpContext) -> Run:
     """Class indices: rows of all members in one call, then each member's own mean over its counted rows."""
-    args = (*site.args, 0.0)[:6]
-    logits, target, smoothing = site.meta(0), site.meta(1), args[5]
-    if target.dtype.is_floating_point or logits.dim() < 2 or not site.stacked(0):
-        return once_per_member(site)
-    members, reduction, ignore = site.members, args[3], args[4]
-    flags = (site.stacked(1), args[2] is not None and site.stacked(2))
-    logs = site.op is aten.nll_loss_nd.default
+    args = (*ctx.args, 0.0)[:6]
+    logits, target, smoothing = ctx.meta(0), ctx.meta(1), args[5]
+    if target.dtype.is_floating_point or logits.dim() < 2 or not ctx.stacked(0):
+        return once_per_member(ctx)
+    members, reduction, ignore = ctx.members, args[3], args[4]
+    flags = (ctx.stacked(1), args[2] is not None and ctx.stacked(2))
+    logs = ctx.op is aten.nll_loss_nd.default
 
     def run(x: Tensor, y: Tensor, weight: Tensor | None, *_: Any) -> Tensor:
         y = widened(y, flags[0], members)
@@ -89,7 +89,7 @@ def cross_entropy(site: Site) -> Run:
         plain, extra = _averaged(rows, share, reduction), _averaged(spread, share, reduction)
         return _mixed(plain, extra, smoothing, classes)
 
-    if not site.deterministic and not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
+    if not ctx.deterministic and not flags[1] and reduction == _NONE and smoothing == 0.0 and not logs:
         return lambda x, y, weight, *_: unfold(
             F.cross_entropy(
                 fold(x), fold(widened(y, flags[0], members)), weight, reduction="none", ignore_index=ignore

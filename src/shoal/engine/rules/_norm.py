@@ -11,18 +11,18 @@ from torch import Tensor
 from shoal.engine.rules import op_context
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._registry import numbers_of, once_per_member, rule
-from shoal.engine.rules.op_context import Run, Site, fold, pad_dims, unfold
+from shoal.engine.rules.op_context import OpContext, Run, fold, pad_dims, unfold
 
 aten = torch.ops.aten
 
 
 @rule(aten.layer_norm.default)
-def layer_norm(site: Site) -> Run:
+def layer_norm(ctx: OpContext) -> Run:
     """Rows are normalised alike; scale and shift are the member's own."""
-    if site.varies or not site.stacked(0):
-        return once_per_member(site)
-    ndim, flags = site.ndim(0), [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
-    one, zero = _neutral(site)
+    if ctx.varies or not ctx.stacked(0):
+        return once_per_member(ctx)
+    ndim, flags = ctx.ndim(0), [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
+    one, zero = _neutral(ctx)
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
         out = F.layer_norm(_wide(x), shape, one, zero, eps)
@@ -39,11 +39,11 @@ def layer_norm(site: Site) -> Run:
     return run
 
 
-def _neutral(site: Site) -> tuple[Tensor | None, Tensor | None]:
+def _neutral(ctx: OpContext) -> tuple[Tensor | None, Tensor | None]:
     """A scale of one and a shift of zero: on a CPU torch normalises faster with them than without."""
-    if site.device.type != "cpu":
+    if ctx.device.type != "cpu":
         return None, None
-    shape, dtype = site.args[1], _wide(torch.empty(0, dtype=site.meta(0).dtype)).dtype
+    shape, dtype = ctx.args[1], _wide(torch.empty(0, dtype=ctx.meta(0).dtype)).dtype
     return torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
 
@@ -74,10 +74,10 @@ def _summed(x: Tensor, axes: list[int]) -> Tensor:
 
 
 @rule(aten.rms_norm.default)
-def rms_norm(site: Site) -> Run:
-    if site.varies or not site.stacked(0):
-        return once_per_member(site)
-    ndim, has_w = site.ndim(0), site.args[2] is not None and site.stacked(2)
+def rms_norm(ctx: OpContext) -> Run:
+    if ctx.varies or not ctx.stacked(0):
+        return once_per_member(ctx)
+    ndim, has_w = ctx.ndim(0), ctx.args[2] is not None and ctx.stacked(2)
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
         out = F.rms_norm(_wide(x), shape, None, eps)
@@ -89,11 +89,11 @@ def rms_norm(site: Site) -> Run:
 
 
 @rule(aten.group_norm.default)
-def group_norm(site: Site) -> Run:
-    if site.varies or not site.stacked(0):
-        return once_per_member(site)
-    members, ndim = site.members, site.ndim(0)
-    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+def group_norm(ctx: OpContext) -> Run:
+    if ctx.varies or not ctx.stacked(0):
+        return once_per_member(ctx)
+    members, ndim = ctx.members, ctx.ndim(0)
+    flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
 
     def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
         out = unfold(F.group_norm(fold(_wide(x)), groups, None, None, eps), members)
@@ -117,18 +117,18 @@ def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
 
 
 @rule(aten.batch_norm.default, aten.instance_norm.default, steady=True)
-def batch_norm(site: Site) -> Run:
+def batch_norm(ctx: OpContext) -> Run:
     """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
-    if op_context.one_by_one(site) or site.op is aten.instance_norm.default or not site.stacked(0) or site.ndim(0) < 2:
-        return once_per_member_in_place(site)
-    members, ndim = site.members, site.ndim(0)
-    momentum = torch.tensor(numbers_of(site.args[6], members), dtype=torch.float64, device=site.device).view(-1, 1)
-    eps = torch.tensor(numbers_of(site.args[7], members), dtype=torch.float64, device=site.device).view(
+    if op_context.one_by_one(ctx) or ctx.op is aten.instance_norm.default or not ctx.stacked(0) or ctx.ndim(0) < 2:
+        return once_per_member_in_place(ctx)
+    members, ndim = ctx.members, ctx.ndim(0)
+    momentum = torch.tensor(numbers_of(ctx.args[6], members), dtype=torch.float64, device=ctx.device).view(-1, 1)
+    eps = torch.tensor(numbers_of(ctx.args[7], members), dtype=torch.float64, device=ctx.device).view(
         -1, 1, 1, *[1] * (ndim - 2)
     )
-    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
     axes = [1, *range(3, ndim + 1)]
-    dtype = site.out.dtype
+    dtype = ctx.out.dtype
 
     def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
         wide = _wide(x)
@@ -152,11 +152,11 @@ def batch_norm(site: Site) -> Run:
     return run
 
 
-def once_per_member_in_place(site: Site) -> Run:
+def once_per_member_in_place(ctx: OpContext) -> Run:
     """The operator once per member. It writes the running averages without its schema saying so."""
-    members, op = site.members, site.call
-    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
-    columns = [numbers_of(value, members) if i > 4 else None for i, value in enumerate(site.args)]
+    members, op = ctx.members, ctx.call
+    flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
+    columns = [numbers_of(value, members) if i > 4 else None for i, value in enumerate(ctx.args)]
 
     def run(*args: Any) -> Tensor:
         wide = [

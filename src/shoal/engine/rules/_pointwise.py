@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from shoal.engine.rules._per_member import spread
 from shoal.engine.rules._registry import in_full_precision, mutates, once_per_member, rule
-from shoal.engine.rules.op_context import Run, Site, pad_dims
+from shoal.engine.rules.op_context import OpContext, Run, pad_dims
 from shoal.engine.tracing.signature import PerMember
 
 aten = torch.ops.aten
@@ -89,25 +89,25 @@ _HALF = (torch.bfloat16, torch.float16)
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 
 
-def _is_steady(site: Site) -> bool:
+def _is_steady(ctx: OpContext) -> bool:
     """IEEE arithmetic, or whole vectors of a function that no number of the member's own goes into."""
-    if not in_full_precision(site):
+    if not in_full_precision(ctx):
         return False
-    return (_exact(site) and not _fuses(site)) or (site.out.numel() % _LANES == 0 and not site.could_vary)
+    return (_exact(ctx) and not _fuses(ctx)) or (ctx.out.numel() % _LANES == 0 and not ctx.could_vary)
 
 
 @rule("pointwise", steady=_is_steady)
-def pointwise(site: Site) -> Run:
+def pointwise(ctx: OpContext) -> Run:
     """Any operator tagged elementwise, in place or not."""
-    out = site.out
-    if site.varies and not (_takes_columns(site) and out.dtype in (torch.float32, torch.float64)):
-        return once_per_member(site)
-    if _rounds_late(site):
-        return once_per_member(site)
-    if site.device.type == "cpu" and out.numel() % _LANES and not _exact(site):
-        return once_per_member(site)  # the remainder of the loop would fall on the last member and give it other bits
-    plans = [_plan(site, index, value) for index, value in enumerate(site.args)]
-    op = site.call
+    out = ctx.out
+    if ctx.varies and not (_takes_columns(ctx) and out.dtype in (torch.float32, torch.float64)):
+        return once_per_member(ctx)
+    if _rounds_late(ctx):
+        return once_per_member(ctx)
+    if ctx.device.type == "cpu" and out.numel() % _LANES and not _exact(ctx):
+        return once_per_member(ctx)  # the remainder of the loop would fall on the last member and give it other bits
+    plans = [_plan(ctx, index, value) for index, value in enumerate(ctx.args)]
+    op = ctx.call
 
     def run(*args: Any) -> Any:
         return op(*[value if plan is None else plan(value) for plan, value in zip(plans, args, strict=True)])
@@ -126,27 +126,27 @@ def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return op(F.pad(x.flatten(1), (0, -own % _LANES)))[:, :own].view(x.shape)
 
 
-def _takes_columns(site: Site) -> bool:
+def _takes_columns(ctx: OpContext) -> bool:
     """Does every number that differs stand where a tensor may stand (not, say, in `alpha`)?"""
-    types = [str(argument.type) for argument in site.op._schema.arguments]
-    varying = [kind for kind, value in zip(types, site.args, strict=True) if isinstance(value, PerMember)]
-    return site.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
+    types = [str(argument.type) for argument in ctx.op._schema.arguments]
+    varying = [kind for kind, value in zip(types, ctx.args, strict=True) if isinstance(value, PerMember)]
+    return ctx.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
 
 
-def _plan(site: Site, index: int, value: Any) -> Any:
+def _plan(ctx: OpContext, index: int, value: Any) -> Any:
     """How one argument is lined up; None where it is passed as it is."""
     if isinstance(value, PerMember):
-        column = site.column(value, site.out.dim(), site.out.dtype)
+        column = ctx.column(value, ctx.out.dim(), ctx.out.dtype)
         return lambda _: column
     if not isinstance(value, Node):
         return None
-    own, wanted, stacked = site.ndim(index), site.out.dim(), site.carries(value)
-    dtype = _common_dtype(site) if own == 0 and _promotes(site, index) else None
-    if dtype == site.meta(index).dtype:
+    own, wanted, stacked = ctx.ndim(index), ctx.out.dim(), ctx.carries(value)
+    dtype = _common_dtype(ctx) if own == 0 and _promotes(ctx, index) else None
+    if dtype == ctx.meta(index).dtype:
         dtype = None
     wanted = wanted if stacked else own
-    shape = tuple(site.out.shape)
-    spreads = site.deterministic and stacked and tuple(site.meta(index).shape) != shape
+    shape = tuple(ctx.out.shape)
+    spreads = ctx.deterministic and stacked and tuple(ctx.meta(index).shape) != shape
     if dtype is None and own == wanted and not spreads:
         return None
 
@@ -157,36 +157,36 @@ def _plan(site: Site, index: int, value: Any) -> Any:
     return plan
 
 
-def _rounds_late(site: Site) -> bool:
+def _rounds_late(ctx: OpContext) -> bool:
     """Half precision on a CPU takes a number of more digits as it is, and rounds the result alone."""
-    if site.device.type != "cpu":
+    if ctx.device.type != "cpu":
         return False
-    wide = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(site))
-    return wide and _common_dtype(site) in _HALF
+    wide = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(ctx))
+    return wide and _common_dtype(ctx) in _HALF
 
 
-def _promotes(site: Site, index: int) -> bool:
+def _promotes(ctx: OpContext, index: int) -> bool:
     """Does this argument take part in type promotion? Masks do not."""
-    return site.op._schema.arguments[index].name not in ("condition", "mask")
+    return ctx.op._schema.arguments[index].name not in ("condition", "mask")
 
 
-def _promoted(site: Site) -> list[Tensor]:
+def _promoted(ctx: OpContext) -> list[Tensor]:
     """The arguments that take part in type promotion."""
     return [
-        site.meta(i)
-        for i, value in enumerate(site.args)
-        if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _promotes(site, i)
+        ctx.meta(i)
+        for i, value in enumerate(ctx.args)
+        if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _promotes(ctx, i)
     ]
 
 
-def _common_dtype(site: Site) -> torch.dtype:
+def _common_dtype(ctx: OpContext) -> torch.dtype:
     """The dtype in which the operator computes for one member.
 
     A tensor without dimensions has less of a say in it than others, or none. With a member axis it would have the same
     say as they; so it is cast beforehand to what they agree on alone.
     """
-    tensors = _promoted(site)
-    if mutates(site.node):
+    tensors = _promoted(ctx)
+    if mutates(ctx.node):
         return tensors[0].dtype
     wide, weak = ({t.dtype for t in tensors if bool(t.dim()) == has_dims} for has_dims in (True, False))
     agreed = [reduce(torch.promote_types, dtypes) for dtypes in (wide, weak) if dtypes]
@@ -195,28 +195,28 @@ def _common_dtype(site: Site) -> torch.dtype:
     return torch.result_type(torch.empty(1, dtype=agreed[0]), torch.empty((), dtype=agreed[1]))
 
 
-def _fuses(site: Site) -> bool:
+def _fuses(ctx: OpContext) -> bool:
     """Is there a sum of a product in it, which a compiler may round once in one part of a loop and twice in another?"""
-    names = [argument.name for argument in site.op._schema.arguments]
-    scaled = "alpha" in names and site.args[names.index("alpha")] != 1
-    return scaled or site.name.split(".")[0].rstrip("_") in ("addcmul", "addcdiv", "lerp")
+    names = [argument.name for argument in ctx.op._schema.arguments]
+    scaled = "alpha" in names and ctx.args[names.index("alpha")] != 1
+    return scaled or ctx.name.split(".")[0].rstrip("_") in ("addcmul", "addcdiv", "lerp")
 
 
-def _exact(site: Site) -> bool:
-    name = site.name.split(".")[0]
+def _exact(ctx: OpContext) -> bool:
+    name = ctx.name.split(".")[0]
     return name.rstrip("_") in _EXACT or name in _EXACT
 
 
 @rule(aten.copy_.default, aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar, steady=in_full_precision)
-def in_place(site: Site) -> Run:
-    return pointwise(site)
+def in_place(ctx: OpContext) -> Run:
+    return pointwise(ctx)
 
 
 @rule(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
-def filled(site: Site) -> Run:
+def filled(ctx: OpContext) -> Run:
     """With a tensor of one number, of which each member may have its own: torch takes nothing with dimensions there."""
-    place = len(site.args) - 1
-    return once_per_member(site) if site.stacked(place) else pointwise(site)
+    place = len(ctx.args) - 1
+    return once_per_member(ctx) if ctx.stacked(place) else pointwise(ctx)
 
 
 def _cast_like(x: Tensor, other: Tensor) -> Tensor:
@@ -230,31 +230,31 @@ def _cast_like(x: Tensor, other: Tensor) -> Tensor:
     aten.empty_like.default, aten.full_like.default,
     steady=True,
 )  # fmt: skip
-def same_shape(site: Site) -> Run:
+def same_shape(ctx: OpContext) -> Run:
     """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""
-    if site.varies:
-        return once_per_member(site)
-    names = [argument.name for argument in site.op._schema.arguments]
+    if ctx.varies:
+        return once_per_member(ctx)
+    names = [argument.name for argument in ctx.op._schema.arguments]
     if "memory_format" in names:
         place = names.index("memory_format")
-        if site.args[place] not in (None, torch.contiguous_format, torch.preserve_format):
-            plain = torch.contiguous_format if site.op is aten.contiguous.default else None
-            call = site.call
+        if ctx.args[place] not in (None, torch.contiguous_format, torch.preserve_format):
+            plain = torch.contiguous_format if ctx.op is aten.contiguous.default else None
+            call = ctx.call
             return lambda *args: call(*args[:place], plain, *args[place + 1 :])
-    return site.call
+    return ctx.call
 
 
 @rule(aten.type_as.default, steady=True)
-def type_as(site: Site) -> Run:
+def type_as(ctx: OpContext) -> Run:
     return _cast_like
 
 
 @rule(aten.prelu.default, steady=in_full_precision)
-def prelu(site: Site) -> Run:
+def prelu(ctx: OpContext) -> Run:
     """The slope runs along dimension 1 (the channels) of the input."""
-    if not site.stacked(0) or not site.stacked(1):
-        return once_per_member(site)
-    ndim, count, dtype = site.ndim(0), site.meta(1).numel(), site.out.dtype
+    if not ctx.stacked(0) or not ctx.stacked(1):
+        return once_per_member(ctx)
+    ndim, count, dtype = ctx.ndim(0), ctx.meta(1).numel(), ctx.out.dtype
 
     def run(x: Tensor, slope: Tensor) -> Tensor:
         x, slope = x.to(dtype), slope.to(dtype)
@@ -262,7 +262,7 @@ def prelu(site: Site) -> Run:
         if count > 1:
             shape[2 if ndim > 1 else 1] = count
         slope = slope.reshape(shape)
-        slope = spread(slope, tuple(x.shape[1:])) if site.deterministic else slope
+        slope = spread(slope, tuple(x.shape[1:])) if ctx.deterministic else slope
         return torch.where(x > 0, x, slope * x)
 
     return run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.rules._registry import numbers_of, rule
-from shoal.engine.rules.op_context import NotStackable, Run, Site
+from shoal.engine.rules.op_context import NotStackable, OpContext, Run
 from shoal.engine.tracing.signature import PerMember
 from shoal.utils.randomness import Draw
 
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 _ALPHA = 1.7580993408473766  # the constant of SELU that alpha dropout keeps
 
 
-def _rates(site: Site) -> tuple[tuple[float], ...]:
+def _rates(ctx: OpContext) -> tuple[tuple[float], ...]:
     """The dropout rate(s): one for all where they agree."""
-    value = site.args[1]
+    value = ctx.args[1]
     return tuple((p,) for p in value.values) if isinstance(value, PerMember) else ((value,),)
 
 
@@ -28,9 +28,9 @@ def _dense(meta: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(meta).stride())
 
 
-def _lone(site: Site, x: Tensor) -> Tensor:
+def _lone(ctx: OpContext, x: Tensor) -> Tensor:
     """A shared tensor needs the member axis before members' own noise meets it."""
-    return x if not site.members or site.stacked(0) else x.unsqueeze(0)
+    return x if not ctx.members or ctx.stacked(0) else x.unsqueeze(0)
 
 
 @rule(
@@ -40,35 +40,35 @@ def _lone(site: Site, x: Tensor) -> Tensor:
     aten.feature_dropout_.default,
     steady=True,
 )
-def dropout(site: Site) -> Run:
-    rates, training = _rates(site), site.args[2]
+def dropout(ctx: OpContext) -> Run:
+    rates, training = _rates(ctx), ctx.args[2]
     if not training or all(p == 0 for (p,) in rates):
         return lambda x, *_: x
-    meta = site.meta(0)
-    in_place = site.op._schema.is_mutable
-    if "feature" in site.name:
+    meta = ctx.meta(0)
+    in_place = ctx.op._schema.is_mutable
+    if "feature" in ctx.name:
         shape: tuple[int, ...] = (*meta.shape[:2], *[1] * (meta.dim() - 2))
-        draw = site.draw(Draw("dropout", shape, meta.dtype, None, rates))
+        draw = ctx.draw(Draw("dropout", shape, meta.dtype, None, rates))
     else:
-        draw = site.draw(Draw("dropout", tuple(meta.shape), meta.dtype, _dense(meta), rates))
+        draw = ctx.draw(Draw("dropout", tuple(meta.shape), meta.dtype, _dense(meta), rates))
     if in_place:
         return lambda x, *_: x.mul_(draw())
-    return lambda x, *_: _lone(site, x) * draw()
+    return lambda x, *_: _lone(ctx, x) * draw()
 
 
 @rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default, steady=True)
-def alpha_dropout(site: Site) -> Run:
-    rates, training = _rates(site), site.args[2]
+def alpha_dropout(ctx: OpContext) -> Run:
+    rates, training = _rates(ctx), ctx.args[2]
     if not training or all(p == 0 for (p,) in rates):
         return lambda x, *_: x
-    meta = site.meta(0)
-    feature = "feature" in site.name
+    meta = ctx.meta(0)
+    feature = "feature" in ctx.name
     shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
     stride = None if feature else _dense(meta)
-    draw = site.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # of rate 0 or 1 it draws nothing, as torch
+    draw = ctx.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # of rate 0 or 1 it draws nothing, as torch
     a = tuple(0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
     columns = [
-        _numbers(site, values, meta)
+        _numbers(ctx, values, meta)
         for values in (a, tuple(_ALPHA * x for x in a), tuple(_ALPHA * x * p for x, (p,) in zip(a, rates, strict=True)))
     ]
     scale, slope, shift = columns
@@ -76,45 +76,45 @@ def alpha_dropout(site: Site) -> Run:
     def run(x: Tensor, *_: Any) -> Tensor:
         noise = (draw() != 0).to(meta.dtype)
         b = (noise - 1) * slope + shift
-        out: Tensor = _lone(site, x) * (noise * scale) + b
+        out: Tensor = _lone(ctx, x) * (noise * scale) + b
         return out
 
     return run
 
 
-def _numbers(site: Site, values: tuple[float, ...], meta: Tensor) -> Any:
-    return values[0] if len(values) == 1 else site.column(PerMember(values), meta.dim(), meta.dtype)
+def _numbers(ctx: OpContext, values: tuple[float, ...], meta: Tensor) -> Any:
+    return values[0] if len(values) == 1 else ctx.column(PerMember(values), meta.dim(), meta.dtype)
 
 
-def _plain(site: Site, kind: str, numbers: tuple[float, ...]) -> Run:
+def _plain(ctx: OpContext, kind: str, numbers: tuple[float, ...]) -> Run:
     """A tensor made of fresh draws, of the shape and layout it has alone."""
-    out = site.out
-    if "generator" in site.op._schema.overload_name and site.args[1] is not None:
-        raise NotStackable(f"{site.name} draws from a generator of its own")
-    draw = site.draw(Draw(kind, tuple(out.shape), out.dtype, tuple(out.stride()), (numbers,)))
+    out = ctx.out
+    if "generator" in ctx.op._schema.overload_name and ctx.args[1] is not None:
+        raise NotStackable(f"{ctx.name} draws from a generator of its own")
+    draw = ctx.draw(Draw(kind, tuple(out.shape), out.dtype, tuple(out.stride()), (numbers,)))
     return lambda *_: draw()
 
 
 @rule(aten.rand.default, aten.rand_like.default, steady=True)
-def rand(site: Site) -> Run:
-    return _plain(site, "uniform", (0.0, 1.0))
+def rand(ctx: OpContext) -> Run:
+    return _plain(ctx, "uniform", (0.0, 1.0))
 
 
 @rule(aten.randn.default, aten.randn_like.default, steady=True)
-def randn(site: Site) -> Run:
-    return _plain(site, "normal", (0.0, 1.0))
+def randn(ctx: OpContext) -> Run:
+    return _plain(ctx, "normal", (0.0, 1.0))
 
 
 @rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype, steady=True)
-def randint(site: Site) -> Run:
-    names = [argument.name for argument in site.op._schema.arguments]
-    low = site.args[names.index("low")] if "low" in names else 0
-    return _plain(site, "integer", (low, site.args[names.index("high")]))
+def randint(ctx: OpContext) -> Run:
+    names = [argument.name for argument in ctx.op._schema.arguments]
+    low = ctx.args[names.index("low")] if "low" in names else 0
+    return _plain(ctx, "integer", (low, ctx.args[names.index("high")]))
 
 
 @rule(aten.randperm.default, steady=True)
-def randperm(site: Site) -> Run:
-    return _plain(site, "permutation", ())
+def randperm(ctx: OpContext) -> Run:
+    return _plain(ctx, "permutation", ())
 
 
 _FILLS = {
@@ -126,18 +126,18 @@ _FILLS = {
 
 
 @rule(*_FILLS, steady=True)
-def fill(site: Site) -> Run:
-    given, generator = site.args[1:-1], site.args[-1]
+def fill(ctx: OpContext) -> Run:
+    given, generator = ctx.args[1:-1], ctx.args[-1]
     if generator is not None:
-        raise NotStackable(f"{site.name} with a generator of its own")
-    columns = [numbers_of(value, site.members) for value in given]
-    numbers = tuple(zip(*columns, strict=True)) if site.varies else (tuple(given),)
-    meta = site.meta(0)
-    draw = site.draw(Draw(_FILLS[site.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), numbers))
+        raise NotStackable(f"{ctx.name} with a generator of its own")
+    columns = [numbers_of(value, ctx.members) for value in given]
+    numbers = tuple(zip(*columns, strict=True)) if ctx.varies else (tuple(given),)
+    meta = ctx.meta(0)
+    draw = ctx.draw(Draw(_FILLS[ctx.op], tuple(meta.shape), meta.dtype, tuple(meta.stride()), numbers))
     return lambda x, *_: x.copy_(draw())
 
 
 @rule(aten.bernoulli.default, steady=True)
-def bernoulli(site: Site) -> Run:
+def bernoulli(ctx: OpContext) -> Run:
     """A coin per element with its own probability: alone on CPU, torch compares a uniform draw with it."""
     raise NotStackable("torch.bernoulli of a tensor of probabilities")

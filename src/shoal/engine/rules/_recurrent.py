@@ -12,7 +12,7 @@ from shoal.engine.rules._linear import affine, widened
 from shoal.engine.rules._lstm import lstm
 from shoal.engine.rules._pointwise import aligned
 from shoal.engine.rules._registry import in_full_precision, numbers_of, once_per_member, rule
-from shoal.engine.rules.op_context import NotStackable, Run, Site
+from shoal.engine.rules.op_context import NotStackable, OpContext, Run
 from shoal.utils.randomness import Draw
 
 aten = torch.ops.aten
@@ -64,14 +64,14 @@ _CELLS: dict[Any, Cell] = {
 
 
 @rule(*_CELLS, steady=in_full_precision)
-def cell(site: Site) -> Run:
-    step = _CELLS[site.op]
-    if site.ndim(0) != 2:
-        return once_per_member(site)
-    members = site.members
+def cell(ctx: OpContext) -> Run:
+    step = _CELLS[ctx.op]
+    if ctx.ndim(0) != 2:
+        return once_per_member(ctx)
+    members = ctx.members
     is_lstm = step is _lstm
-    nested = [site.carries(v) for v in site.args[1]] if is_lstm else [site.stacked(1)]
-    flags = [value is not None and site.stacked(i) for i, value in enumerate(site.args)]
+    nested = [ctx.carries(v) for v in ctx.args[1]] if is_lstm else [ctx.stacked(1)]
+    flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
 
     def run(x: Tensor, hx: Any, *weights: Any) -> Any:
         state = tuple(widened(h, f, members) for h, f in zip(hx if is_lstm else (hx,), nested, strict=True))
@@ -86,27 +86,27 @@ def cell(site: Site) -> Run:
 
 
 @rule(*_LAYERS, steady=True)
-def layers(site: Site) -> Run:
+def layers(ctx: OpContext) -> Run:
     """Stacked, bidirectional layers with dropout between them, as torch lays them out."""
-    step = _LAYERS[site.op]
+    step = _LAYERS[ctx.op]
     is_lstm = step is _lstm
-    _, hx, weights, biases, count, rate, training, bidirectional, batch_first = site.args
+    _, hx, weights, biases, count, rate, training, bidirectional, batch_first = ctx.args
     directions = 2 if bidirectional else 1
     per_cell = 4 if biases else 2
-    members = site.members
-    draws = _between_layers(site, numbers_of(rate, max(members, 1)), training, count, directions, batch_first)
+    members = ctx.members
+    draws = _between_layers(ctx, numbers_of(rate, max(members, 1)), training, count, directions, batch_first)
     if not members:
         if draws:
-            raise NotStackable(f"{site.name} with dropout between its layers")
-        return site.call
-    odd = len(weights) != count * directions * per_cell or site.ndim(0) != 3
-    if odd or (site.deterministic and not in_full_precision(site)):
+            raise NotStackable(f"{ctx.name} with dropout between its layers")
+        return ctx.call
+    odd = len(weights) != count * directions * per_cell or ctx.ndim(0) != 3
+    if odd or (ctx.deterministic and not in_full_precision(ctx)):
         if draws:
-            raise NotStackable(f"{site.name} with dropout between its layers, in half precision or with projections")
-        return once_per_member(site)
-    x_stacked = site.stacked(0)
-    h_stacked = [site.carries(h) for h in hx] if is_lstm else [site.stacked(1)]
-    w_stacked = [site.carries(w) for w in weights]
+            raise NotStackable(f"{ctx.name} with dropout between its layers, in half precision or with projections")
+        return once_per_member(ctx)
+    x_stacked = ctx.stacked(0)
+    h_stacked = [ctx.carries(h) for h in hx] if is_lstm else [ctx.stacked(1)]
+    w_stacked = [ctx.carries(w) for w in weights]
 
     def run(x: Tensor, hx: Any, params: list[Tensor], *_: Any) -> Any:
         x = widened(x, x_stacked, members)
@@ -156,15 +156,13 @@ def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bo
 
 
 def _between_layers(
-    site: Site, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool
+    ctx: OpContext, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool
 ) -> list[Callable[[], Tensor]]:
     """A mask for what every layer but the last hands on; torch drops it in time-major order."""
     if not training or count < 2 or all(rate == 0 for rate in rates):
         return []
-    x = site.meta(0)
+    x = ctx.meta(0)
     steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
-    hidden = site.args[2][1].meta["val"].shape[1] * directions
+    hidden = ctx.args[2][1].meta["val"].shape[1] * directions
     shape = (steps, batch, hidden)
-    return [
-        site.draw(Draw("dropout", shape, x.dtype, None, tuple((rate,) for rate in rates))) for _ in range(count - 1)
-    ]
+    return [ctx.draw(Draw("dropout", shape, x.dtype, None, tuple((rate,) for rate in rates))) for _ in range(count - 1)]

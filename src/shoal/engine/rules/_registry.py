@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from shoal.engine.rules.op_context import NotStackable, Rule, Run, Site, per_member
+from shoal.engine.rules.op_context import NotStackable, OpContext, Rule, Run, per_member
 from shoal.engine.tracing.signature import PerMember
 
-Steady = Callable[[Site], bool]
+Steady = Callable[[OpContext], bool]
 """Whether a rule gives a member the same bits in any company, on a CPU with one thread."""
 
 _RULES: dict[Any, Rule] = {}
@@ -34,37 +34,37 @@ def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
         for op in ops:
             assert op not in _RULES, f"two rules for {op}"
             _RULES[op] = function
-            _STEADY[op] = steady if callable(steady) else lambda site, steady=steady: steady  # type: ignore[misc]
+            _STEADY[op] = steady if callable(steady) else lambda ctx, steady=steady: steady  # type: ignore[misc]
         return function
 
     return register
 
 
-def is_steady(site: Site) -> bool:
+def is_steady(ctx: OpContext) -> bool:
     """Whether the rule that serves this operator is steady here."""
-    key = site.op if site.op in _RULES else "pointwise" if torch.Tag.pointwise in site.op.tags else None
-    return key is not None and _STEADY[key](site)
+    key = ctx.op if ctx.op in _RULES else "pointwise" if torch.Tag.pointwise in ctx.op.tags else None
+    return key is not None and _STEADY[key](ctx)
 
 
 WHOLE = (torch.float32, torch.float64)
 """Dtypes whose arithmetic is the same in the vector part of a loop and in its remainder."""
 
 
-def in_full_precision(site: Site) -> bool:
+def in_full_precision(ctx: OpContext) -> bool:
     """Are all numbers here whole numbers, truth values or floats of full precision?"""
-    leaves = [*pytree.tree_leaves(site.args, is_leaf=_is_node), site.node]
+    leaves = [*pytree.tree_leaves(ctx.args, is_leaf=_is_node), ctx.node]
     values = [value for leaf in leaves if _is_node(leaf) for value in pytree.tree_leaves(leaf.meta.get("val"))]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return all(t.dtype in WHOLE or not (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
-def find(site: Site) -> Run:
+def find(ctx: OpContext) -> Run:
     """The site's operator with a member axis.
 
     Raises:
         NotStackable: when nothing exact is known.
     """
-    return in_own_dtype(site, _find(site))
+    return in_own_dtype(ctx, _find(ctx))
 
 
 def refuse_side_writes(op: Any) -> None:
@@ -98,41 +98,41 @@ def side_writes(op: Any) -> list[str]:
 _STATISTICS = ("running_mean", "running_var")
 
 
-def _find(site: Site) -> Run:
-    if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(site.node.meta.get("val"))):
-        raise NotStackable(f"{site.name} gives no tensor")
-    if any(argument.is_out for argument in site.op._schema.arguments) and not all(
-        site.stacked(i) for i, argument in enumerate(site.op._schema.arguments) if argument.is_out
+def _find(ctx: OpContext) -> Run:
+    if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(ctx.node.meta.get("val"))):
+        raise NotStackable(f"{ctx.name} gives no tensor")
+    if any(argument.is_out for argument in ctx.op._schema.arguments) and not all(
+        ctx.stacked(i) for i, argument in enumerate(ctx.op._schema.arguments) if argument.is_out
     ):
-        raise NotStackable(f"{site.name} writes into a tensor that members would share (out=)")
-    own = _RULES.get(site.op)
-    if own is None and torch.Tag.nondeterministic_seeded in site.op.tags:
-        raise NotStackable(f"{site.name} draws random numbers in a way that has no stream per member")
-    if site.deterministic and site.members and not is_steady(site):
-        return general(site)
+        raise NotStackable(f"{ctx.name} writes into a tensor that members would share (out=)")
+    own = _RULES.get(ctx.op)
+    if own is None and torch.Tag.nondeterministic_seeded in ctx.op.tags:
+        raise NotStackable(f"{ctx.name} draws random numbers in a way that has no stream per member")
+    if ctx.deterministic and ctx.members and not is_steady(ctx):
+        return general(ctx)
     if own is not None:
-        return own(site)
-    if torch.Tag.pointwise in site.op.tags:
-        return _RULES["pointwise"](site)
-    return general(site)
+        return own(ctx)
+    if torch.Tag.pointwise in ctx.op.tags:
+        return _RULES["pointwise"](ctx)
+    return general(ctx)
 
 
 _HALF = (torch.bfloat16, torch.float16)
 _MIXED: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
 
 
-def in_own_dtype(site: Site, run: Run) -> Run:
+def in_own_dtype(ctx: OpContext, run: Run) -> Run:
     """Half precision: compute in the dtype in which the operator itself computes, and hand on the dtype it hands on.
 
     Autocast knows operators by name: it runs a cross entropy in float32, but not the softmax and gather that a rule
     makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
     traced is in the dtypes of its inputs and of its result.
     """
-    if not _mixed(site.node.graph) or mutates(site.node) or _is_view(site):
+    if not _mixed(ctx.node.graph) or mutates(ctx.node) or _is_view(ctx):
         return run
-    outputs = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    outputs = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
     wide = all(value.dtype not in _HALF for value in outputs)
-    inputs = pytree.tree_leaves(site.args, is_leaf=_is_node)
+    inputs = pytree.tree_leaves(ctx.args, is_leaf=_is_node)
     narrow = wide and any(_is_node(node) and getattr(node.meta.get("val"), "dtype", None) in _HALF for node in inputs)
 
     def widened(value: Any) -> Any:
@@ -141,7 +141,7 @@ def in_own_dtype(site: Site, run: Run) -> Run:
     def with_dtypes(*args: Any) -> Any:
         if narrow:
             args = pytree.tree_map(widened, args)
-        with torch.autocast(site.device.type, enabled=False) if wide else nullcontext():
+        with torch.autocast(ctx.device.type, enabled=False) if wide else nullcontext():
             flat, spec = pytree.tree_flatten(run(*args))
         dtypes = iter(outputs)
         return pytree.tree_unflatten([v.to(next(dtypes).dtype) if isinstance(v, Tensor) else v for v in flat], spec)
@@ -161,57 +161,57 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, Node)
 
 
-def general(site: Site) -> Run:
+def general(ctx: OpContext) -> Run:
     """vmap where it has a rule for the operator, otherwise the operator once per member.
 
     With `deterministic` vmap is for views alone, which compute nothing.
     """
-    moves = _is_view(site) or torch.Tag.inplace_view in site.op.tags
-    if site.varies or (site.deterministic and not moves):
-        return once_per_member(site)
-    batched = vmapped(site)
-    return once_per_member(site) if batched is None or not _works(site, batched) else batched
+    moves = _is_view(ctx) or torch.Tag.inplace_view in ctx.op.tags
+    if ctx.varies or (ctx.deterministic and not moves):
+        return once_per_member(ctx)
+    batched = vmapped(ctx)
+    return once_per_member(ctx) if batched is None or not _works(ctx, batched) else batched
 
 
-def once_per_member(site: Site) -> Run:
+def once_per_member(ctx: OpContext) -> Run:
     """The operator once per member; refused for a view that a later in-place operator could be writing through."""
-    if any(argument.is_out for argument in site.op._schema.arguments):
-        raise NotStackable(f"{site.name} writes its result into another tensor (out=)")
-    if _is_view(site) and any(mutates(node) for node in site.node.graph.nodes):
-        raise NotStackable(f"{site.name} is a view of a tensor that is changed in place")
-    if torch.Tag.inplace_view in site.op.tags:
-        raise NotStackable(f"{site.name} changes the shape or the layout of a tensor in place")
-    return per_member(site.call, site)
+    if any(argument.is_out for argument in ctx.op._schema.arguments):
+        raise NotStackable(f"{ctx.name} writes its result into another tensor (out=)")
+    if _is_view(ctx) and any(mutates(node) for node in ctx.node.graph.nodes):
+        raise NotStackable(f"{ctx.name} is a view of a tensor that is changed in place")
+    if torch.Tag.inplace_view in ctx.op.tags:
+        raise NotStackable(f"{ctx.name} changes the shape or the layout of a tensor in place")
+    return per_member(ctx.call, ctx)
 
 
-def vmapped(site: Site) -> Run:
+def vmapped(ctx: OpContext) -> Run:
     """The operator under `torch.vmap`, members first in every stacked argument and in every result."""
-    in_dims = tuple(_in_dims(site, value) for value in site.args)
+    in_dims = tuple(_in_dims(ctx, value) for value in ctx.args)
 
     def run(*args: Any) -> Any:
-        return torch.vmap(site.call, in_dims=in_dims, randomness="error")(*args)
+        return torch.vmap(ctx.call, in_dims=in_dims, randomness="error")(*args)
 
     return run
 
 
-def _in_dims(site: Site, value: Any) -> Any:
+def _in_dims(ctx: OpContext, value: Any) -> Any:
     if isinstance(value, Node):
-        return 0 if site.carries(value) else None
-    if isinstance(value, list | tuple) and site.stacked(site.args.index(value)):
-        return [_in_dims(site, item) for item in value]
+        return 0 if ctx.carries(value) else None
+    if isinstance(value, list | tuple) and ctx.stacked(ctx.args.index(value)):
+        return [_in_dims(ctx, item) for item in value]
     return None
 
 
-def _works(site: Site, run: Run) -> bool:
+def _works(ctx: OpContext, run: Run) -> bool:
     """Try it on fake tensors: right shapes, and no warning that vmap falls back to its own slow loop."""
-    fake = next(value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor))
+    fake = next(value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor))
     mode = getattr(fake, "fake_mode", None)
     assert mode is not None
 
     def widen(value: Any) -> Any:
         if isinstance(value, Node):
             meta = value.meta["val"]
-            return meta.new_empty((site.members, *meta.shape)) if site.carries(value) else meta
+            return meta.new_empty((ctx.members, *meta.shape)) if ctx.carries(value) else meta
         if isinstance(value, list | tuple):
             return [widen(item) for item in value]
         return value
@@ -222,20 +222,20 @@ def _works(site: Site, run: Run) -> bool:
     try:
         with mode, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("error")
-            result = run(*(widen(value) for value in site.args))
+            result = run(*(widen(value) for value in ctx.args))
     except Exception:
         return False
     finally:
         functorch._set_vmap_fallback_enabled(slow_loop)
     found = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-    alone = [value for value in pytree.tree_leaves(site.node.meta["val"]) if isinstance(value, Tensor)]
+    alone = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
     return len(found) == len(alone) and all(
-        a.shape == (site.members, *b.shape) and a.dtype == b.dtype for a, b in zip(found, alone, strict=True)
+        a.shape == (ctx.members, *b.shape) and a.dtype == b.dtype for a, b in zip(found, alone, strict=True)
     )
 
 
-def _is_view(site: Site) -> bool:
-    return any(result.alias_info is not None for result in site.op._schema.returns) and not mutates(site.node)
+def _is_view(ctx: OpContext) -> bool:
+    return any(result.alias_info is not None for result in ctx.op._schema.returns) and not mutates(ctx.node)
 
 
 def mutates(node: Node) -> bool:

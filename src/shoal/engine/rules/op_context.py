@@ -21,12 +21,12 @@ class NotStackable(Exception):
 
 
 Run = Callable[..., Any]
-"""What a rule returns: called with the node's arguments, members first wherever `Site.stacked` says so."""
-Rule = Callable[["Site"], Run]
+"""What a rule returns: called with the node's arguments, members first wherever `OpContext.stacked` says so."""
+Rule = Callable[["OpContext"], Run]
 
 
 @dataclass(slots=True)
-class Site:
+class OpContext:
     """What is known before the first step: the operator, its arguments' shapes alone, which of them carry members."""
 
     node: Node
@@ -103,9 +103,9 @@ class Site:
         return lambda: self.noise(index)
 
 
-def one_by_one(site: Site) -> bool:
+def one_by_one(ctx: OpContext) -> bool:
     """Whether large kernels run once per member: on a CPU, where each is long enough and its bits are then its own."""
-    return site.device.type == "cpu"
+    return ctx.device.type == "cpu"
 
 
 def meta_of(value: Any) -> Tensor:
@@ -140,24 +140,24 @@ def unfold(x: Tensor, members: int) -> Tensor:
     return wide
 
 
-def per_member(op: Run, site: Site) -> Run:
+def per_member(op: Run, ctx: OpContext) -> Run:
     """The operator itself, once for every member: exact for whatever the operator is, and as slow as running alone.
 
     Stacked arguments are unbound and results stacked, so that autograd pays one copy each way; with `deterministic`
     they are copied apart, see `apart`.
     """
-    members, target = site.members, site.op._schema.arguments[:1]
+    members, target = ctx.members, ctx.op._schema.arguments[:1]
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in target)
-    pickers = [_picker(site, value) for value in site.args]
+    pickers = [_picker(ctx, value) for value in ctx.args]
 
     def run(*args: Any) -> Any:
         if writes and isinstance(args[0], Tensor):
             others = zip(pickers[1:], args[1:], strict=True)
-            return _written(op, args[0], [pick(value) for pick, value in others], site)
+            return _written(op, args[0], [pick(value) for pick, value in others], ctx)
         columns = [pick(value) for pick, value in zip(pickers, args, strict=True)]
         results = [op(*[column[m] for column in columns]) for m in range(members)]
         leaves = [pytree.tree_flatten(result) for result in results]
-        join = together if site.deterministic else torch.stack
+        join = together if ctx.deterministic else torch.stack
         stacked = [
             join(parts) if isinstance(parts[0], Tensor) else parts[0]
             for parts in zip(*(x for x, _ in leaves), strict=True)
@@ -167,18 +167,18 @@ def per_member(op: Run, site: Site) -> Run:
     return run
 
 
-def _picker(site: Site, value: Any) -> Callable[[Any], Sequence[Any]]:
+def _picker(ctx: OpContext, value: Any) -> Callable[[Any], Sequence[Any]]:
     """Takes one argument apart, a value for each member."""
-    members = site.members
+    members = ctx.members
     if isinstance(value, PerMember):
         return lambda _: value.values
-    if isinstance(value, Node) and site.carries(value):
-        if not site.deterministic:
+    if isinstance(value, Node) and ctx.carries(value):
+        if not ctx.deterministic:
             return lambda x: x.unbind(0)
         layout = layout_of(meta_of(value))
         return lambda x: rows(x, layout)
     if isinstance(value, list | tuple):
-        inner = [_picker(site, item) for item in value]
+        inner = [_picker(ctx, item) for item in value]
 
         def picked(values: Any) -> Sequence[Any]:
             columns = [pick(item) for pick, item in zip(inner, values, strict=True)]
@@ -188,17 +188,17 @@ def _picker(site: Site, value: Any) -> Callable[[Any], Sequence[Any]]:
     return lambda x: (x,) * members
 
 
-def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], site: Site) -> Tensor:
+def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], ctx: OpContext) -> Tensor:
     """An operator that changes its first argument. Where autograd looks on, members have it to themselves until all are
     through: it does not let one of many views be written to, nor anything that was written next to what it keeps."""
-    rest = [[column[m] for column in others] for m in range(site.members)]
+    rest = [[column[m] for column in others] for m in range(ctx.members)]
     tensors = [target, *pytree.tree_leaves(rest)]
     watched = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    if not watched and not site.deterministic:
+    if not watched and not ctx.deterministic:
         for row, own in zip(target.unbind(0), rest, strict=True):
             op(row, *own)
         return target
-    copies = rows(target, layout_of(meta_of(site.args[0])))
+    copies = rows(target, layout_of(meta_of(ctx.args[0])))
     for copy, own in zip(copies, rest, strict=True):
         op(copy, *own)
     return target.copy_(together(copies))

@@ -15,8 +15,8 @@ from shoal.errors import ShoalWarning
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
-    from shoal.engine.runtime.planning_context import Board
-    from shoal.engine.runtime.unit_runner import Ride
+    from shoal.engine.runtime.planning_context import PlanningContext
+    from shoal.engine.runtime.unit_runner import UnitRunner
 
 MOST_CHANGES, FEW_BATCHES = 8, 8
 """After so many changes, with fewer batches from one to the next, recording each time costs more than it gains."""
@@ -25,8 +25,8 @@ MOST_CHANGES, FEW_BATCHES = 8, 8
 class Renewals:
     """Sees to it that units compute what their members' steps would compute now."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    def __init__(self, planning: PlanningContext) -> None:
+        self.planning = planning
         self.due = True
         """Whether code of the user's has run since the last look."""
         self._unstacked: dict[int, str] = {}
@@ -34,12 +34,12 @@ class Renewals:
         self._changes: dict[int, list[int]] = {}
         """The batches that a member had had when its step changed."""
 
-    def look_within(self, rides: Sequence[Ride]) -> None:
+    def look_within(self, runners: Sequence[UnitRunner]) -> None:
         """After batches, and before any epoch is closed: has something changed what steps read in the meantime?"""
-        ending = any(m.place == m.num_batches or not m.batches_left for ride in rides for m in ride.members)
-        changes = self.board.watch.changes() if ending and not self.due else {}
-        for ride in rides:
-            for member in ride.members:
+        ending = any(m.place == m.num_batches or not m.batches_left for runner in runners for m in runner.members)
+        changes = self.planning.watch.changes() if ending and not self.due else {}
+        for runner in runners:
+            for member in runner.members:
                 if member.index in changes and member.index not in self._unstacked:
                     what = say(changes[member.index])
                     self._unstacked[member.index] = f"what its step reads changes during an epoch ({what})"
@@ -51,35 +51,35 @@ class Renewals:
                     )
         self.due = self.due or ending
 
-    def take_out(self, rides: list[Ride], waiting: Iterable[Member]) -> list[Member]:
+    def take_out(self, runners: list[UnitRunner], waiting: Iterable[Member]) -> list[Member]:
         """Members whose steps have become others, with new recipes, taken out of their rides; empty ones go too."""
-        moved = self._renew(rides, waiting)
+        moved = self._renew(runners, waiting)
         members: list[Member] = []
-        for ride in rides if moved else ():
-            slots = [slot for slot, member in enumerate(ride.members) if member.index in moved]
-            members += ride.eject(slots) if slots else []
+        for runner in runners if moved else ():
+            slots = [slot for slot, member in enumerate(runner.members) if member.index in moved]
+            members += runner.eject(slots) if slots else []
         if members:
-            rides[:] = [ride for ride in rides if ride.members]
-            self.board.executor.forget()
+            runners[:] = [runner for runner in runners if runner.members]
+            self.planning.executor.forget()
         return members
 
-    def _renew(self, rides: Sequence[Ride], waiting: Iterable[Member]) -> set[int]:
+    def _renew(self, runners: Sequence[UnitRunner], waiting: Iterable[Member]) -> set[int]:
         """New recipes where they are due; whose steps have become others by it."""
-        if not self.due or not all(ride.unit.settled for ride in rides):
+        if not self.due or not all(runner.unit.settled for runner in runners):
             return set()
         self.due = False
-        alive = {member.index: member for ride in rides for member in ride.members}
+        alive = {member.index: member for runner in runners for member in runner.members}
         alive |= {member.index: member for member in waiting}
-        self.board.watch.keep(alive.keys())
-        changes = self.board.watch.changes()
+        self.planning.watch.keep(alive.keys())
+        changes = self.planning.watch.changes()
         if not changes:
             return set()
-        for ride in rides:
-            slots = [slot for slot, member in enumerate(ride.members) if member.index in changes]
+        for runner in runners:
+            slots = [slot for slot, member in enumerate(runner.members) if member.index in changes]
             if slots:
-                ride.unit.write_back(slots)
-                ride.unit.forget_evaluations()
-        moved = self.board.renew([alive[index] for index in changes], self._unstacked)
+                runner.unit.write_back(slots)
+                runner.unit.forget_evaluations()
+        moved = self.planning.renew([alive[index] for index in changes], self._unstacked)
         for index in moved:
             noted = self._changes.setdefault(index, [])
             noted.append(alive[index].batches)

@@ -16,9 +16,9 @@ from shoal.engine.planning.planner import Plan
 from shoal.engine.runtime import workers
 from shoal.engine.runtime._turns import turn
 from shoal.engine.runtime.forking import processes_for
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import forget, fork
-from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
@@ -27,18 +27,18 @@ from shoal.preparation.checks import prepare
 class TimedPack:
     """A pack in the middle of its training; `step(n)` takes every member n batches further."""
 
-    def __init__(self, board: Board, members: Sequence[Member], count: int = 1) -> None:
-        own, *others = workers.deal(members, board, count) if count > 1 else [list(members)]
-        self.plan = board.whole_plan(members)
+    def __init__(self, planning: PlanningContext, members: Sequence[Member], count: int = 1) -> None:
+        own, *others = workers.deal(members, planning, count) if count > 1 else [list(members)]
+        self.plan = planning.whole_plan(members)
         self.device = members[0].device
-        self._helpers = [fork(partial(_serve, board, share)) for share in others if share]
+        self._helpers = [fork(partial(_serve, planning, share)) for share in others if share]
         self._threads = torch.get_num_threads()
         if self._helpers:
             torch.set_num_threads(1)  # as each of them has
-        units = board.units(own)
-        if board.gpu:
+        units = planning.units(own)
+        if planning.gpu:
             self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
-        self._own = _Steps([unit for unit, _ in units], board.executor)
+        self._own = _Steps([unit for unit, _ in units], planning.executor)
         self._latest: dict[int, float] = {}
 
     @property
@@ -83,26 +83,26 @@ class _Steps:
 
     def __init__(self, units: list[Unit], executor: Executor) -> None:
         self.latest: dict[int, float] = {}
-        self.rides = [Ride(unit, Host()) for unit in units]
+        self.runners = [UnitRunner(unit, UnitListener()) for unit in units]
         self.executor = executor
 
     def step(self, n: int) -> dict[int, float]:
         """The members' latest losses, by their places."""
-        left = {id(ride): n for ride in self.rides}
-        while ready := [ride for ride in self.rides if left[id(ride)] and ride.ready()]:
-            turns = [min(left[id(ride)], ride.next_batches()) for ride in ready]
+        left = {id(runner): n for runner in self.runners}
+        while ready := [runner for runner in self.runners if left[id(runner)] and runner.ready()]:
+            turns = [min(left[id(runner)], runner.next_batches()) for runner in ready]
             turn(ready, turns, self.executor, self._look)
-            for ride, batches in zip(ready, turns, strict=True):
-                left[id(ride)] -= batches
+            for runner, batches in zip(ready, turns, strict=True):
+                left[id(runner)] -= batches
         return self.latest
 
-    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
-        self.latest |= {member.index: member.losses[-1] for member in ride.members if member.losses}
+    def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
+        self.latest |= {member.index: member.losses[-1] for member in runner.members if member.losses}
 
 
-def _serve(board: Board, members: Sequence[Member], pipe: Connection) -> None:
+def _serve(planning: PlanningContext, members: Sequence[Member], pipe: Connection) -> None:
     """A helper's life: step when told to."""
-    steps = _Steps([unit for unit, _ in board.units(members)], Executor())
+    steps = _Steps([unit for unit, _ in planning.units(members)], Executor())
     while True:
         pipe.send(steps.step(pipe.recv()))
 
@@ -110,6 +110,6 @@ def _serve(board: Board, members: Sequence[Member], pipe: Connection) -> None:
 def open_pack(jobs: Sequence[Job], device: torch.device | str, compile: bool | Literal["auto"] = "auto") -> TimedPack:
     """Build, group and plan these jobs as `shoal.train` would, and stop before the first batch."""
     members = prepare(jobs, torch.device(device))
-    board = Board(members, compile=compile)
-    count = processes_for(members, board, None)
-    return TimedPack(board, members, count)
+    planning = PlanningContext(members, compile=compile)
+    count = processes_for(members, planning, None)
+    return TimedPack(planning, members, count)

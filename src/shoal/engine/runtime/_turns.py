@@ -6,65 +6,65 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
 
-Look = Callable[[Ride, Outcome, int], None]
+Look = Callable[[UnitRunner, Outcome, int], None]
 
 
 def turn(
-    rides: list[Ride],
+    runners: list[UnitRunner],
     batches: list[int],
     executor: Executor,
     look: Look | None = None,
-    done: Callable[[Sequence[Ride]], None] | None = None,
+    done: Callable[[Sequence[UnitRunner]], None] | None = None,
 ) -> list[Outcome]:
     """So many batches of each ride, and what came of them.
 
     `done` is called when all have had their batches and before any epoch is closed; `look` sees each before its own is.
     """
-    for ride in rides:
-        ride.begin()
-        ride.start()
-    work = [(ride.unit, count) for ride, count in zip(rides, batches, strict=True)]
-    outcomes = executor.run(work, partial(_look_ahead, rides, batches))
+    for runner in runners:
+        runner.begin()
+        runner.start()
+    work = [(runner.unit, count) for runner, count in zip(runners, batches, strict=True)]
+    outcomes = executor.run(work, partial(_look_ahead, runners, batches))
     if done is not None:
-        done(rides)
-    for ride, count, outcome in zip(rides, batches, outcomes, strict=True):
+        done(runners)
+    for runner, count, outcome in zip(runners, batches, outcomes, strict=True):
         if look is not None:
-            look(ride, outcome, count)
-        ride.settle(outcome)
+            look(runner, outcome, count)
+        runner.finish_turn(outcome)
     return outcomes
 
 
-def _look_ahead(rides: list[Ride], batches: list[int]) -> None:
+def _look_ahead(runners: list[UnitRunner], batches: list[int]) -> None:
     """What an executor may do while it waits for a device."""
-    for ride, count in zip(rides, batches, strict=True):
-        ride.look_ahead(count)
+    for runner, count in zip(runners, batches, strict=True):
+        runner.look_ahead(count)
 
 
 def run(units: list[Unit], executor: Executor | None = None, watch: Callable[[Member], None] | None = None) -> None:
     """Train these units' members to their ends, all of them at once."""
-    rides = [Ride(unit, _Watching(watch)) for unit in units]
+    runners = [UnitRunner(unit, _Watching(watch)) for unit in units]
     try:
-        while rides := [ride for ride in rides if ride.ready()]:
-            turn(rides, [ride.next_batches() for ride in rides], executor or Executor())
-            rides += [Ride(unit, ride.host) for ride in rides for unit, _ in ride.separate()]
+        while runners := [runner for runner in runners if runner.ready()]:
+            turn(runners, [runner.next_batches() for runner in runners], executor or Executor())
+            runners += [UnitRunner(unit, runner.host) for runner in runners for unit, _ in runner.separate()]
     except KeyboardInterrupt:
-        for ride in rides:
-            ride.cancel()
+        for runner in runners:
+            runner.cancel()
         raise
 
 
-class _Watching(Host):
+class _Watching(UnitListener):
     def __init__(self, watch: Callable[[Member], None] | None) -> None:
         self.watch = watch or (lambda member: None)
 
-    def epoch(self, ride: Ride, slot: int) -> None:
-        self.watch(ride.members[slot])
+    def epoch(self, runner: UnitRunner, slot: int) -> None:
+        self.watch(runner.members[slot])
 
-    def left(self, ride: Ride, slot: int) -> None:
-        self.watch(ride.members[slot])
+    def left(self, runner: UnitRunner, slot: int) -> None:
+        self.watch(runner.members[slot])

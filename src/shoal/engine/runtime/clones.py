@@ -31,13 +31,13 @@ WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
 """With another one of these, what was best before says nothing."""
 
 
-def newcomer(run: Run, job: Job) -> Member:
+def new_member(run: Run, job: Job) -> Member:
     """A member for a job that was not in the run's list."""
     index = 1 + max(member.index for member in run.everybody)
     named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
     if any(member.name == named.name for member in run.everybody):
         raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
-    member = prepare([named], run.board.device)[0]
+    member = prepare([named], run.planning.device)[0]
     member.index = index
     return member
 
@@ -64,7 +64,7 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
         raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
     job = dataclasses.replace(source.job, name=name, hparams={**source.job.hparams, **hparams}, **given)
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
-        member = newcomer(run, job)
+        member = new_member(run, job)
     state = copy.deepcopy(run.written(source).state())
     if source.own.job is not None:
         state["python"] = _apart(member, source, state["python"], given)

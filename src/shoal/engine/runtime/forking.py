@@ -18,7 +18,7 @@ from shoal.engine.units.trials import lone_seconds
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
-    from shoal.engine.runtime.planning_context import Board
+    from shoal.engine.runtime.planning_context import PlanningContext
 
 HEAVY_SECONDS = 0.02
 """Of a step, from which a network is large enough for threads to matter."""
@@ -26,21 +26,21 @@ MANY_STEPS = 100
 """Steps of work from which it is worth a trial of a few."""
 
 
-def processes_for(members: Sequence[Member], board: Board, threads: int | None) -> int:
+def processes_for(members: Sequence[Member], planning: PlanningContext, threads: int | None) -> int:
     """How many processes these members are worth; `threads` as in `workers_for`."""
-    count = workers_for(threads, board.device, predicted_seconds(board, members))
+    count = workers_for(threads, planning.device, predicted_seconds(planning, members))
     told = "SHOAL_WORKERS" in os.environ
-    return count if count == 1 or told or _apart_pays(members, board, count) else 1
+    return count if count == 1 or told or _apart_pays(members, planning, count) else 1
 
 
-def _apart_pays(members: Sequence[Member], board: Board, count: int) -> bool:
+def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
     """Whether so many processes at once are faster, tried on the largest of the networks where large ones are most of
     the work."""
     if torch.get_num_threads() == 1:
         return True
-    alone = {m.index: board.request(m).alone or 0.0 for m in members if movable(m, board)}
+    alone = {m.index: planning.request(m).alone or 0.0 for m in members if movable(m, planning)}
     heavy = [member for member in members if alone.get(member.index, 0.0) >= HEAVY_SECONDS]
-    total, work = predicted_seconds(board, members), predicted_seconds(board, heavy) if heavy else 0.0
+    total, work = predicted_seconds(planning, members), predicted_seconds(planning, heavy) if heavy else 0.0
     if work < total / 2:
         return True
     largest = max(heavy, key=lambda member: alone[member.index])
@@ -51,9 +51,9 @@ def _apart_pays(members: Sequence[Member], board: Board, count: int) -> bool:
 
 def _at_once(member: Member, count: int) -> float:
     """Seconds of a step while so many processes do the same."""
-    crew = [fork(partial(_timed, member)) for _ in range(count)]
+    handles = [fork(partial(_timed, member)) for _ in range(count)]
     found = []
-    for pid, pipe in crew:
+    for pid, pipe in handles:
         with suppress(EOFError):
             found.append(pipe.recv())
         forget(pipe)

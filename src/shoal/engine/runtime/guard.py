@@ -21,10 +21,10 @@ from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import deal
 from shoal.engine.planning.planner import Part
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Line, forget, fork
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.workers import Crewman
+from shoal.engine.runtime.workers import WorkerHandle
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import context_lost
 from shoal.errors import MemberError, ShoalError, describe
@@ -38,9 +38,9 @@ class NotGuarded(ShoalError):
     """No child process could use the GPU."""
 
 
-Build = Callable[[Sequence[Member]], Board]
+Build = Callable[[Sequence[Member]], PlanningContext]
 """The board of members that are on their device."""
-Make = Callable[[Sequence[Member], Board, Callable[[Event], None]], Run]
+Make = Callable[[Sequence[Member], PlanningContext, Callable[[Event], None]], Run]
 
 
 def can_guard() -> bool:
@@ -62,7 +62,7 @@ def run_guarded(
     device: torch.device,
     build: Build,
     make: Make,
-    put_back: Callable[[Member], None],
+    requeue: Callable[[Member], None],
     tell: Callable[[Event], None],
 ) -> tuple[list[Part], dict[str, Any]]:
     """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment.
@@ -74,15 +74,15 @@ def run_guarded(
         alive = [member for member in members if member.status == "running"]
         if not alive:
             return [], {}
-        child = Guarded(alive, device, build, make, put_back)
+        child = Guarded(alive, device, build, make, requeue)
         try:
             if not child.start():
                 raise NotGuarded
             try:
-                child.settle(tell, wait=True)
+                child.drain_messages(tell, wait=True)
             except KeyboardInterrupt:
                 child.cancel()
-                child.settle(tell, wait=True)
+                child.drain_messages(tell, wait=True)
                 raise
         finally:
             child.close()
@@ -90,7 +90,7 @@ def run_guarded(
             return child.found, child.stamp
         left = [member for member in alive if member.status == "running"]
         for member in left:
-            put_back(member)
+            requeue(member)
         culprit = blame(left, device, child.targets)
         if culprit is None:
             raise ShoalError(
@@ -107,7 +107,7 @@ def run_guarded(
     raise ShoalError(f"the GPU was lost {MOST_CULPRITS} times")
 
 
-class Guarded(Crewman):
+class Guarded(WorkerHandle):
     """The child that trains, as its parent sees it."""
 
     def __init__(
@@ -116,10 +116,10 @@ class Guarded(Crewman):
         device: torch.device,
         build: Build,
         make: Make,
-        put_back: Callable[[Member], None],
+        requeue: Callable[[Member], None],
     ) -> None:
         super().__init__(members, None, None)  # type: ignore[arg-type]  # its board is made in the child
-        self.device, self.build, self.make, self._put_back = device, build, make, put_back
+        self.device, self.build, self.make, self._put_back = device, build, make, requeue
         self.lost: str | None = None
         self.targets: dict[int, int] = {}
         """Batches that each member may have had when the context was lost."""
@@ -141,14 +141,14 @@ class Guarded(Crewman):
         try:
             with timed("data"):
                 to_device(members, self.device)
-            board = self.build(members)
-            run = self.make(members, board, line.tell)
+            planning = self.build(members)
+            run = self.make(members, planning, line.tell)
             run.before = lambda targets: line.send("targets", targets)
             signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
             line.send("stamp", environment(self.device))
             run.go()
             line.send("times", times.seconds)
-            line.send("done", board.plan.parts)
+            line.send("done", planning.plan.parts)
         except KeyboardInterrupt:
             line.send("done", [])
         except Exception as error:
@@ -170,7 +170,7 @@ class Guarded(Crewman):
     def parts(self, parts: list[Part]) -> None:
         self.found = parts
 
-    def put_back(self, member: Member) -> None:
+    def requeue(self, member: Member) -> None:
         self._put_back(member)
 
 

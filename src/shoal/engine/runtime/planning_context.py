@@ -15,7 +15,7 @@ from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.planner import Device, Kinds, Part, Plan, Request, cost, plan
 from shoal.engine.proof.group import Group, group
 from shoal.engine.python_state.watch import Watch
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
@@ -24,10 +24,10 @@ from shoal.jobs.early_stopping import Monitor
 from shoal.utils.set_up_times import timed
 
 if TYPE_CHECKING:
-    from shoal.engine.runtime.unit_runner import Ride
+    from shoal.engine.runtime.unit_runner import UnitRunner
 
 
-class Board:
+class PlanningContext:
     """What is known of all members before any of them rides, and the plan as it comes about."""
 
     def __init__(
@@ -40,13 +40,13 @@ class Board:
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
     ) -> None:
-        """`timed`: may a clock have a say in tiers? `deterministic`: see `Kitchen`. `tiers`: those that members had in
-        the run that is resumed; they have them again."""
+        """`timed`: whether measured times may decide tiers. `deterministic`: see `TraceCache`. `tiers`: those that members
+        had in the run that is resumed; they have them again."""
         self.device = members[0].device
         self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
         self.gpu = self.device.type == "cuda"
         self.budget: float = math.inf if budget is None else budget
-        self.kitchen = Kitchen(deterministic=deterministic)
+        self.trace_cache = TraceCache(deterministic=deterministic)
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()
@@ -69,7 +69,7 @@ class Board:
         """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
         self.arranged: Callable[[], object] = lambda: None
         """Called when `forms` has changed."""
-        self.put_back: Callable[[Member], None] = beginning
+        self.requeue: Callable[[Member], None] = beginning
         """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
         self.add(members)
 
@@ -78,9 +78,9 @@ class Board:
         with timed("traces"):
             for member in members:
                 self._look_at(member)
-            groups = group(list(members), self.kitchen)
+            groups = group(list(members), self.trace_cache)
         with timed("trials"):
-            tried = try_out(groups, self.kitchen) if self.timed and not self.gpu else {}
+            tried = try_out(groups, self.trace_cache) if self.timed and not self.gpu else {}
         with timed("costs"):
             found = requests(groups, tried, self.tiers, exact=self._matters(groups))
         self._take(groups, found)
@@ -99,7 +99,7 @@ class Board:
         """Whether a member's step is still the one that it was."""
         before = self.recipes.get(member.index)
         try:
-            return before is not None and self.kitchen.recipe(member).same_steps(before)
+            return before is not None and self.trace_cache.recipe(member).same_steps(before)
         except Untraceable:
             return False
 
@@ -117,12 +117,12 @@ class Board:
         """
         self.watch.drop(member.index for member in members)
         for member in members:
-            self.kitchen.forget(member.model)
+            self.trace_cache.forget(member.model)
         for member in members:
             if member.index not in unstacked:
                 self._look_at(member)
         moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
-        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.kitchen)
+        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.trace_cache)
         groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
         rest = {member.index for own in self.groups for member in own.members} - moved
         self.groups = [only for own in self.groups if (only := _only(own, rest)).members]
@@ -181,20 +181,20 @@ class Board:
 
     # --- units ------------------------------------------------------------------------------------------------------
 
-    def seats(self, rides: Sequence[Ride], members: Sequence[Member]) -> list[tuple[Ride, Recipe]]:
+    def seats(self, runners: Sequence[UnitRunner], members: Sequence[Member]) -> list[tuple[UnitRunner, Recipe]]:
         """Which rides these members may join, all of them together; those who may join none are left out."""
-        found: list[tuple[Ride, Recipe]] = []
+        found: list[tuple[UnitRunner, Recipe]] = []
         for member in members:
-            for ride in (ride for ride in rides if ride.members):
-                recipe = self.seat(ride, member, [other for own, other in found if own is ride])
+            for runner in (runner for runner in runners if runner.members):
+                recipe = self.seat(runner, member, [other for own, other in found if own is runner])
                 if recipe is not None:
-                    found.append((ride, recipe))
+                    found.append((runner, recipe))
                     break
         return found
 
-    def seat(self, ride: Ride, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+    def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
         """The recipe by which a member may join a ride, beside others who are about to; None where it may not."""
-        request, recipe, unit = self.request(member), self.recipes.get(member.index), ride.unit
+        request, recipe, unit = self.request(member), self.recipes.get(member.index), runner.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
         others = [*unit.members, *(other.member for other in beside)]
@@ -217,12 +217,12 @@ class Board:
             parts: list[Part] = []
             units: list[Unit] = []
             for own, compile in self._to_compile(groups):
-                some, built = arrange(own, self.kitchen, compile, self.tiers)
+                some, built = arrange(own, self.trace_cache, compile, self.tiers)
                 parts, units = parts + some, units + built
             self._note_forms(units)
         else:
             parts = self._parts_of(groups)
-            units = build(Plan(str(self.device), parts), groups, self.kitchen)
+            units = build(Plan(str(self.device), parts), groups, self.trace_cache)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
 
@@ -262,25 +262,25 @@ class Board:
         self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
         return plan([self.request(member)], (), Device(str(self.device))).parts[0]
 
-    def boarded(self, ride: Ride, part: Part) -> None:
+    def boarded(self, runner: UnitRunner, part: Part) -> None:
         """A ride begins."""
         again = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
         before = next(again, None)  # the same members, with another step
-        self._parts[ride.number] = before or part
+        self._parts[runner.number] = before or part
         if before is None:
             self.plan.parts.append(part)
 
-    def joined(self, ride: Ride, member: Member) -> None:
+    def joined(self, runner: UnitRunner, member: Member) -> None:
         """A member has joined a ride."""
-        part = self._parts[ride.number]
+        part = self._parts[runner.number]
         if member.index not in part.members:
             part.members.append(member.index)
             part.names.append(member.name)
 
-    def noted(self, ride: Ride, seconds: float, batches: int) -> int | None:
+    def noted(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
         """Take in what a turn did cost; the bytes in use, where that is known."""
         used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
-        part = self._parts.get(ride.number)
+        part = self._parts.get(runner.number)
         if part is not None and seconds > 0:
             part.note(seconds, batches, used)
         return used

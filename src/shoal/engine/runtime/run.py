@@ -18,9 +18,9 @@ from shoal.engine.planning.limits import Limits
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import Queue
 from shoal.engine.runtime._turns import turn
-from shoal.engine.runtime.unit_runner import Host, Ride
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Outcome, out_of_memory, words
-from shoal.reporting.events import Event, Riding, happened
+from shoal.reporting.events import Event, MembersRunning, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.engine.members.member import Member
     from shoal.engine.planning.planner import Part
     from shoal.engine.runtime.commands import Controls
-    from shoal.engine.runtime.planning_context import Board
+    from shoal.engine.runtime.planning_context import PlanningContext
     from shoal.engine.tiers.unit import Unit
     from shoal.reporting.callbacks import Callbacks, Ending
     from shoal.storage.run_folder import RunFolder
@@ -39,21 +39,21 @@ SAFER = 0.9
 """After memory was full: the share of what rode then that may ride from there on."""
 
 
-class Run(Host):
+class Run(UnitListener):
     """Members on one device: some ride, the others wait."""
 
     def __init__(
-        self, members: Sequence[Member], board: Board, *, policy: Policy | None = None,
+        self, members: Sequence[Member], planning: PlanningContext, *, policy: Policy | None = None,
         tell: Callable[[Event], None] | None = None, callbacks: Callbacks | None = None,
         folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
     ) -> None:  # fmt: skip
-        self.board, self.folder, self.callbacks, self.controls = board, folder, callbacks, controls
+        self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
         self.members = {member.index: member for member in members}
         self._kept = set(self.members)
         """Whom the folder knows: not those that come later."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
-        self.rides: list[Ride] = []
-        self.riding = Riding()
+        self.runners: list[UnitRunner] = []
+        self.running = MembersRunning()
         self._listener = tell
         self._queue = Queue(policy or Fifo())
         self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
@@ -100,29 +100,29 @@ class Run(Host):
     def _cancel(self) -> None:
         if self._interrupted:
             self._save(now=True)
-        for ride in self.rides:
-            ride.cancel()
+        for runner in self.runners:
+            runner.cancel()
         for member in self.waiting.values():
             member.status = "cancelled"
-        self.rides, self.waiting = [], {}
+        self.runners, self.waiting = [], {}
 
     # --- who rides --------------------------------------------------------------------------------------------------
 
     def _ticket(self, member: Member) -> Ticket:
         now, job = time.monotonic(), member.job
-        seconds, size = self.board.cost(member)
+        seconds, size = self.planning.cost(member)
         return Ticket(
             index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
-            seconds=seconds, bytes=size, riding=False, ridden=member.seconds,
+            seconds=seconds, bytes=size, running=False, ridden=member.seconds,
         )  # fmt: skip
 
     def _admit(self) -> None:
         """Let those join who should ride now, and take places from those who should not."""
         sliced = self._queue.policy.slice_seconds is not None
-        if not self.waiting or not (self._changed or sliced) or not all(ride.unit.settled for ride in self.rides):
+        if not self.waiting or not (self._changed or sliced) or not all(runner.unit.settled for runner in self.runners):
             return
         self._changed = False
-        self._limits.lift({self.board.request(member).key for member in (*self.waiting.values(), *self._riding())})
+        self._limits.lift({self.planning.request(member).key for member in (*self.waiting.values(), *self._running())})
         enough = self._fits(self._queue.tickets)
         admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
         if admission.leave:
@@ -130,25 +130,25 @@ class Run(Host):
         joining = [self.waiting.pop(index) for index in admission.join]
         if joining:
             self._seat(joining)
-        if not self.rides and not self._changed:
+        if not self.runners and not self._changed:
             self._give_up()
 
     def _fits(self, tickets: list[Ticket]) -> bool:
         members, room = [self.members[ticket.index] for ticket in tickets], self._room
-        return len(tickets) <= self._limits.members and (room == math.inf or self.board.bytes(members) <= room)
+        return len(tickets) <= self._limits.members and (room == math.inf or self.planning.bytes(members) <= room)
 
-    def _riding(self) -> list[Member]:
-        return [member for ride in self.rides for member in ride.members]
+    def _running(self) -> list[Member]:
+        return [member for runner in self.runners for member in runner.members]
 
     @property
     def _room(self) -> float:
-        return min(self.board.budget, self._limits.bytes)
+        return min(self.planning.budget, self._limits.bytes)
 
     def _give_up(self) -> None:
         """Nobody rides and nobody fits: the first in line will not, however long it waits."""
         for index in list(self.waiting):
             member = self.waiting.pop(index)
-            need, most = self.board.bytes([member]), self._room
+            need, most = self.planning.bytes([member]), self._room
             member.status = "failed"
             member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
             self._queue.remove(index)
@@ -156,165 +156,165 @@ class Run(Host):
 
     def _seat(self, members: list[Member]) -> None:
         """Give members places: beside others that do the same, or in units of their own."""
-        seated = self.board.seats(self.rides, members)
-        for ride in {ride: None for ride, _ in seated}:
-            ride.join([recipe for own, recipe in seated if own is ride])
-        for ride, recipe in seated:
-            self.board.joined(ride, recipe.member)
-            self._tell_join(ride, recipe.member)
+        seated = self.planning.seats(self.runners, members)
+        for runner in {runner: None for runner, _ in seated}:
+            runner.join([recipe for own, recipe in seated if own is runner])
+        for runner, recipe in seated:
+            self.planning.joined(runner, recipe.member)
+            self._tell_join(runner, recipe.member)
         found = {recipe.member.index for _, recipe in seated}
         rest = [member for member in members if member.index not in found]
         built = self._units(rest) if rest else []
         for unit, part in built:
-            ride = Ride(unit, self, next(self.numbers))
-            self.rides.append(ride)
-            self.board.boarded(ride, part)
-            for member in ride.members:
-                self._tell_join(ride, member)
-        if built and self.board.gpu:
+            runner = UnitRunner(unit, self, next(self.numbers))
+            self.runners.append(runner)
+            self.planning.boarded(runner, part)
+            for member in runner.members:
+                self._tell_join(runner, member)
+        if built and self.planning.gpu:
             garbage_collection.freeze()
 
     def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:
         """Units of these members; none where memory does not hold them all, and then fewer are tried."""
         try:
-            return self.board.units(members)
+            return self.planning.units(members)
         except Exception as error:
             if not out_of_memory(error):
                 raise
             said = words(error)
-        self.board.executor.forget()
+        self.planning.executor.forget()
         self._changed = True
-        riding = self._riding()
-        if not riding and len(members) == 1:
+        running = self._running()
+        if not running and len(members) == 1:
             members[0].error = f"memory was full ({said}) with nobody beside it; use a smaller network"
             members[0].status = "failed"
             self._limits.forget()
             self._queue.remove(members[0].index)
             self._tell_leave(members[0])
             return []
-        fewer = [*riding, *members[: len(members) // 2]]
-        self._may_ride(fewer, [*riding, *members], members)
+        fewer = [*running, *members[: len(members) // 2]]
+        self._may_ride(fewer, [*running, *members], members)
         sizes = [len(members) // 2, len(members) - len(members) // 2]
         self.tell("split", unit=None, reason=f"memory was full ({said})", sizes=sizes)
         for member in members:
             self.waiting[member.index] = member
-            self._queue.move(member.index, riding=False, now=time.monotonic())
+            self._queue.move(member.index, running=False, now=time.monotonic())
         return []
 
-    def _tell_join(self, ride: Ride, member: Member) -> None:
-        predicted = self.board.predicted(member)
-        self.tell("join", member, tier=ride.unit.tier, unit=ride.number, size=len(ride.members), **predicted)
+    def _tell_join(self, runner: UnitRunner, member: Member) -> None:
+        predicted = self.planning.predicted(member)
+        self.tell("join", member, tier=runner.unit.tier, unit=runner.number, size=len(runner.members), **predicted)
 
     def _eject(self, indices: set[int]) -> None:
-        for ride in self.rides:
-            slots = [slot for slot, member in enumerate(ride.members) if member.index in indices]
-            for member in ride.eject(slots) if slots else []:
+        for runner in self.runners:
+            slots = [slot for slot, member in enumerate(runner.members) if member.index in indices]
+            for member in runner.eject(slots) if slots else []:
                 self.waiting[member.index] = member
                 self._unsaved.append(member)
                 self.tell("preempt", member, by=self._queue.policy.name)
-        self.rides = [ride for ride in self.rides if ride.members]
+        self.runners = [runner for runner in self.runners if runner.members]
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self.rides = [ride for ride in self.rides if ride.ready()]
-        self._seat(self.board.renewals.take_out(self.rides, self.waiting.values()))
-        if not self.rides:
+        self.runners = [runner for runner in self.runners if runner.ready()]
+        self._seat(self.planning.renewals.take_out(self.runners, self.waiting.values()))
+        if not self.runners:
             return
-        apart = 1 if self.board.gpu else len(self.rides)  # on a CPU one comes after the other
+        apart = 1 if self.planning.gpu else len(self.runners)  # on a CPU one comes after the other
         seconds = max(min(0.02, self._turn_seconds), self._turn_seconds / apart)
-        batches = [ride.next_batches(seconds) for ride in self.rides]
+        batches = [runner.next_batches(seconds) for runner in self.runners]
         if self.before is not None:
-            pairs = zip(self.rides, batches, strict=True)
-            self.before({m.index: m.batches + count for ride, count in pairs for m in ride.members})
-        outcomes = turn(self.rides, batches, self.board.executor, self._look, self.board.renewals.look_within)
-        full = [(r, o.full) for r, o in zip(self.rides, outcomes, strict=True) if o.full and r.members]
-        self.rides += [own for ride in self.rides for own in self._separate(ride)]
-        self.rides = [ride for ride in self.rides if ride.members]
+            pairs = zip(self.runners, batches, strict=True)
+            self.before({m.index: m.batches + count for runner, count in pairs for m in runner.members})
+        outcomes = turn(self.runners, batches, self.planning.executor, self._look, self.planning.renewals.look_within)
+        full = [(r, o.full) for r, o in zip(self.runners, outcomes, strict=True) if o.full and r.members]
+        self.runners += [own for runner in self.runners for own in self._separate(runner)]
+        self.runners = [runner for runner in self.runners if runner.members]
         if full:
             self._make_room(*full[0])
 
-    def _separate(self, ride: Ride) -> list[Ride]:
+    def _separate(self, runner: UnitRunner) -> list[UnitRunner]:
         """Rides of their own for members that cannot go on beside the others."""
-        units = ride.separate()
+        units = runner.separate()
         if units:
-            self.tell("split", unit=ride.number, reason=units[0][1], sizes=[len(ride.members), *[1] * len(units)])
-        rides = []
+            self.tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
+        runners = []
         for unit, reason in units:
-            rides.append(Ride(unit, self, next(self.numbers)))
-            self.board.boarded(rides[-1], self.board.alone(unit.members[0], reason))
-            self._tell_join(rides[-1], unit.members[0])
-        return rides
+            runners.append(UnitRunner(unit, self, next(self.numbers)))
+            self.planning.boarded(runners[-1], self.planning.alone(unit.members[0], reason))
+            self._tell_join(runners[-1], unit.members[0])
+        return runners
 
-    def _look(self, ride: Ride, outcome: Outcome, done: int) -> None:
+    def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
         """A ride's turn is over; what came of it is settled after this."""
-        share = outcome.seconds / max(1, len(ride.members))
-        for member in ride.members:
-            left = self.board.seconds_left(member, ride.batch_seconds / max(1, len(ride.members)))
+        share = outcome.seconds / max(1, len(runner.members))
+        for member in runner.members:
+            left = self.planning.seconds_left(member, runner.batch_seconds / max(1, len(runner.members)))
             self._queue.rode(member.index, share, left)
-        size = self.board.noted(ride, outcome.seconds, done)
+        size = self.planning.noted(runner, outcome.seconds, done)
         self.tell(
-            "turn", unit=ride.number, tier=ride.unit.tier, members=len(ride.members), batches=done,
+            "turn", unit=runner.number, tier=runner.unit.tier, members=len(runner.members), batches=done,
             seconds=outcome.seconds, bytes=size,
         )  # fmt: skip
 
-    def _make_room(self, ride: Ride, said: str) -> None:
+    def _make_room(self, runner: UnitRunner, said: str) -> None:
         """Memory was full: half of the ride's members wait until there is room, or all others do."""
-        everybody = self._riding()
-        slots = list(range(len(ride.members)))
+        everybody = self._running()
+        slots = list(range(len(runner.members)))
         reason = f"memory was full ({said})"
         if len(slots) > 1:
             half = slots[len(slots) // 2 :]
             sizes = [len(slots) - len(half), len(half)]
-            gone = {ride.members[slot].index for slot in half}
-        elif len(self.rides) > 1:
-            gone = {member.index for other in self.rides if other is not ride for member in other.members}
+            gone = {runner.members[slot].index for slot in half}
+        elif len(self.runners) > 1:
+            gone = {member.index for other in self.runners if other is not runner for member in other.members}
             sizes = [1, len(gone)]
         else:
-            member = ride.members[0]
+            member = runner.members[0]
             member.error = f"{reason} with nobody beside it; use a smaller batch_size, or accumulate"
-            ride.leave({0: "failed"})
-            self.rides = []
+            runner.leave({0: "failed"})
+            self.runners = []
             self._limits.forget()
             return
-        self.board.full(ride.members)
-        self.tell("split", unit=ride.number, reason=reason, sizes=sizes)
-        self.board.executor.forget()
+        self.planning.full(runner.members)
+        self.tell("split", unit=runner.number, reason=reason, sizes=sizes)
+        self.planning.executor.forget()
         stay = [member for member in everybody if member.index not in gone]
-        if self.board.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
-            self._may_ride(stay, everybody, ride.members)
-            gone |= {member.index for member in ride.members}
+        if self.planning.gpu:  # who stays is built anew: a smaller stack beside the one that fills it would not fit
+            self._may_ride(stay, everybody, runner.members)
+            gone |= {member.index for member in runner.members}
             self._changed = True
         else:
-            self._may_ride(stay, everybody, ride.members, least=SAFER * self.board.bytes(everybody))
+            self._may_ride(stay, everybody, runner.members, least=SAFER * self.planning.bytes(everybody))
         for index in gone:
-            self._queue.move(index, riding=False, now=time.monotonic())
+            self._queue.move(index, running=False, now=time.monotonic())
         self._eject(gone)
-        self.board.executor.forget()
+        self.planning.executor.forget()
 
     def _may_ride(self, fewer: list[Member], all: list[Member], full: list[Member], least: float = 0.0) -> None:
         """From now on no more may ride than these, of all who did not fit; so many bytes in any case. `full`: those
         whose unit it was."""
-        most = max(least, self.board.bytes(fewer))
-        alike = self.board.bytes(fewer) >= self.board.bytes(all)  # one alone is two rows, too
-        kinds = {self.board.request(member).key for member in full}
+        most = max(least, self.planning.bytes(fewer))
+        alike = self.planning.bytes(fewer) >= self.planning.bytes(all)  # one alone is two rows, too
+        kinds = {self.planning.request(member).key for member in full}
         self._limits.lower(most, len(fewer) if alike else math.inf, kinds)
 
     # --- what is told and saved -------------------------------------------------------------------------------------
 
     def tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
         event = happened(kind, member, **data)
-        self.riding(event)
+        self.running(event)
         if self._listener is not None:
             self._listener(event)
 
-    def epoch(self, ride: Ride, slot: int) -> Ending | None:
-        member = ride.members[slot]
+    def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
+        member = runner.members[slot]
         self.tell("epoch", member, **member.history[-1])
-        return None if self.callbacks is None else self.callbacks.after(member, partial(ride.unit.write_back, [slot]))
+        return None if self.callbacks is None else self.callbacks.after(member, partial(runner.unit.write_back, [slot]))
 
-    def left(self, ride: Ride, slot: int) -> Ending | None:
-        member = ride.members[slot]
+    def left(self, runner: UnitRunner, slot: int) -> Ending | None:
+        member = runner.members[slot]
         ending = None if self.callbacks is None else self.callbacks.after(member)
         if ending is not None:
             member.status, member.error = ending.status, ending.error
@@ -343,10 +343,10 @@ class Run(Host):
         members = [m for m in members if m.status == "running" or not self.folder.passing]
         if due:
             self._saved = start
-            for ride in self.rides:
-                if ride.unit.settled:
-                    ride.unit.write_back()
-                    members += ride.members
+            for runner in self.runners:
+                if runner.unit.settled:
+                    runner.unit.write_back()
+                    members += runner.members
         members = [member for member in members if member.index in self._kept]
         if members:
             self.folder.save_many(members)
@@ -359,8 +359,8 @@ class Run(Host):
         """Do what was asked for since the last round; whether there is something to train."""
         for order in self.controls.take() if self.controls is not None else []:
             order(self)
-            self.board.renewals.due = True
-        return bool(self.waiting or self.rides)
+            self.planning.renewals.due = True
+        return bool(self.waiting or self.runners)
 
     def end(self, index: int, status: str, error: str | None = None) -> bool:
         """End a member here and now; whether it was still under way."""
@@ -370,22 +370,22 @@ class Run(Host):
             self._queue.remove(index)
             self._gone(member)
             return True
-        ride = next((ride for ride in self.rides if self.members.get(index) in ride.members), None)
-        if ride is None:
+        runner = next((runner for runner in self.runners if self.members.get(index) in runner.members), None)
+        if runner is None:
             return False
-        slot = ride.members.index(self.members[index])
-        (member := ride.members[slot]).error = error
-        ride.leave({slot: status})
+        slot = runner.members.index(self.members[index])
+        (member := runner.members[slot]).error = error
+        runner.leave({slot: status})
         if status == "cancelled":  # for good, and not until the run is resumed
             self._queue.remove(index)
             self._changed = True
             self._unsaved.append(member)
-        self.rides = [other for other in self.rides if other.members]
+        self.runners = [other for other in self.runners if other.members]
         return True
 
     def add(self, member: Member) -> None:
         """One more member, which waits for its place."""
-        self.board.add([member])
+        self.planning.add([member])
         self._queue.add(self._ticket(member))
         self.members[member.index] = self.waiting[member.index] = member
         self.everybody.append(member)
@@ -393,7 +393,7 @@ class Run(Host):
 
     def written(self, member: Member) -> Member:
         """A member with all that it has become."""
-        for ride in self.rides:
-            if member in ride.members:
-                ride.unit.write_back([ride.members.index(member)])
+        for runner in self.runners:
+            if member in runner.members:
+                runner.unit.write_back([runner.members.index(member)])
         return member

@@ -27,20 +27,20 @@ STREAM_CHUNK = 8
 """Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
 
 
-class Host:
+class UnitListener:
     """Who hears of a ride's members. This one does not care."""
 
-    def epoch(self, ride: Ride, slot: int) -> Ending | None:
+    def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         """A member has ended an epoch; how it must end here, if it must."""
 
-    def left(self, ride: Ride, slot: int) -> Ending | None:
+    def left(self, runner: UnitRunner, slot: int) -> Ending | None:
         """A member is about to go, written back and with its status; another end for it, if it must be another."""
 
 
-class Ride:
+class UnitRunner:
     """A unit with its members, each at its own place in its own training."""
 
-    def __init__(self, unit: Unit, host: Host, number: int = 0) -> None:
+    def __init__(self, unit: Unit, host: UnitListener, number: int = 0) -> None:
         self.unit = unit
         self.host = host
         self.number = number
@@ -99,7 +99,7 @@ class Ride:
         """Remember where everybody is: `settle` looks at what came after."""
         self._before = [member.place for member in self.members]
 
-    def settle(self, outcome: Outcome) -> None:
+    def finish_turn(self, outcome: Outcome) -> None:
         """Take in what a turn did: who failed, who diverged, who is at the end of an epoch or of its training."""
         members = self.members
         ends: dict[int, str] = {}

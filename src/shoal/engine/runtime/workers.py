@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Kinds, Part
-from shoal.engine.runtime.planning_context import Board
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Line, ending, forget, fork, take
 from shoal.engine.runtime.run import Run
 from shoal.errors import describe
@@ -79,12 +79,12 @@ def free_cores(count: int) -> float:
     So many processes count for a moment; what each got of a core is added up. On a busy core a worker would only make
     the others wait for it.
     """
-    crew = []
+    handles = []
     with suppress(OSError):  # no more processes may be had
         for _ in range(count):
-            crew.append(fork(_spin))
+            handles.append(fork(_spin))
     total = 0.0
-    for pid, pipe in crew:
+    for pid, pipe in handles:
         with suppress(EOFError):
             total += pipe.recv()
         forget(pipe)
@@ -99,17 +99,17 @@ def _spin(pipe: Connection) -> None:
     pipe.send((process_time() - used) / (perf_counter() - start))
 
 
-def movable(member: Member, board: Board) -> bool:
+def movable(member: Member, planning: PlanningContext) -> bool:
     """Whether a member may train in another process."""
-    return member.index in board.recipes and not member.data.source.streamed
+    return member.index in planning.recipes and not member.data.source.streamed
 
 
-def deal(members: Sequence[Member], board: Board, count: int) -> list[list[Member]]:
+def deal(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
     """Members dealt out to `count` processes, the first of which is this one.
 
     Stacks stay whole where that gives the processes equal work, and are halved, the largest first, where it does not.
     """
-    pieces = [_Piece(kind, _weight(kind, board), movable(kind[0], board)) for kind in _kinds(members, board)]
+    pieces = [_Piece(kind, _weight(kind, planning), movable(kind[0], planning)) for kind in _kinds(members, planning)]
     while True:
         shares = _dealt(pieces, count)
         busiest = max(shares, key=_load)
@@ -117,7 +117,7 @@ def deal(members: Sequence[Member], board: Board, count: int) -> list[list[Membe
         if cut is None or _load(busiest) <= EVEN * sum(p.weight for p in pieces) / count:
             break
         pieces.remove(cut)
-        pieces += [_Piece(half, _weight(half, board), True) for half in (cut.members[::2], cut.members[1::2])]
+        pieces += [_Piece(half, _weight(half, planning), True) for half in (cut.members[::2], cut.members[1::2])]
     return [sorted((m for piece in share for m in piece.members), key=lambda m: m.index) for share in shares]
 
 
@@ -142,39 +142,39 @@ def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
     return shares
 
 
-def _kinds(members: Sequence[Member], board: Board) -> list[list[Member]]:
+def _kinds(members: Sequence[Member], planning: PlanningContext) -> list[list[Member]]:
     """Members that could be one stack; the others by themselves."""
     kinds: dict[object, list[Member]] = {}
     for member in members:
-        request = board.request(member)
-        alone = request.tier == "serial" or not movable(member, board)
+        request = planning.request(member)
+        alone = request.tier == "serial" or not movable(member, planning)
         kinds.setdefault(member.index if alone else request.key, []).append(member)
     return list(kinds.values())
 
 
-def _weight(members: Sequence[Member], board: Board) -> float:
+def _weight(members: Sequence[Member], planning: PlanningContext) -> float:
     """Seconds of work left in members of one kind, as far as can be said beforehand.
 
     A step is taken to cost something by itself and something for each member; those with less to do leave earlier.
     """
     batches = [member.batches_left for member in members]
-    timed = [member for member in members if _step_seconds([member], board) is not None]
+    timed = [member for member in members if _step_seconds([member], planning) is not None]
     if not timed:
         return sum(n * _least_seconds(member) for n, member in zip(batches, members, strict=True))
     count, some = len(timed), timed[: max(1, len(timed) // 2)]
-    whole, half = (_step_seconds(own, board) or 0.0 for own in (timed, some))
+    whole, half = (_step_seconds(own, planning) or 0.0 for own in (timed, some))
     each = max(0.0, whole - half) / max(1, count - len(some))
     return max(0.0, whole - each * count) * max(batches) + each * sum(batches)
 
 
-def _step_seconds(members: Sequence[Member], board: Board) -> float | None:
-    return Kinds(map(board.request, members)).predictions().get("step_seconds")
+def _step_seconds(members: Sequence[Member], planning: PlanningContext) -> float | None:
+    return Kinds(map(planning.request, members)).predictions().get("step_seconds")
 
 
-def predicted_seconds(board: Board, members: Sequence[Member]) -> float:
+def predicted_seconds(planning: PlanningContext, members: Sequence[Member]) -> float:
     """What these members take in one process: from timed steps, else from the size of the networks (too little rather
     than too much)."""
-    return sum(_weight(kind, board) for kind in _kinds(members, board))
+    return sum(_weight(kind, planning) for kind in _kinds(members, planning))
 
 
 def _least_seconds(member: Member) -> float:
@@ -189,23 +189,25 @@ MakeRun = Callable[[Sequence[Member], Callable[[Event], None]], Run]
 
 def run_shared(
     members: Sequence[Member],
-    board: Board,
+    planning: PlanningContext,
     count: int,
     make: MakeRun,
     tell: Callable[[Event], None],
     everybody: list[Member] | None = None,
 ) -> None:
     """Train these members in `count` processes, this one included; those that come later are added to `everybody`."""
-    own, *others = deal(members, board, count) if count > 1 else [list(members)]
-    board.budget /= max(1, count)
-    crew = [Crewman(share, board, make, (1 + place, count)) for place, share in enumerate(others, 1) if share]
+    own, *others = deal(members, planning, count) if count > 1 else [list(members)]
+    planning.budget /= max(1, count)
+    handles = [
+        WorkerHandle(share, planning, make, (1 + place, count)) for place, share in enumerate(others, 1) if share
+    ]
     threads = torch.get_num_threads()
     try:
-        for worker in crew:
+        for worker in handles:
             if not worker.start():
                 own += worker.members.values()
                 tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
-        alive = [worker for worker in crew if worker.started]
+        alive = [worker for worker in handles if worker.started]
         if alive:
             torch.set_num_threads(1)  # as each of them has: more would take their cores
         mine = make(own, tell)
@@ -215,34 +217,34 @@ def run_shared(
         try:
             mine.go()
             for worker in alive:
-                worker.settle(tell, wait=True)
+                worker.drain_messages(tell, wait=True)
         except KeyboardInterrupt:
             for worker in alive:
                 worker.cancel()
             for worker in alive:
-                worker.settle(tell, wait=True)
+                worker.drain_messages(tell, wait=True)
             raise
     finally:
         torch.set_num_threads(threads)
-        for worker in crew:
+        for worker in handles:
             worker.close()
 
 
-def _settle(crew: list[Crewman], tell: Callable[[Event], None]) -> None:
-    for worker in crew:
-        worker.settle(tell, wait=False)
+def _settle(handles: list[WorkerHandle], tell: Callable[[Event], None]) -> None:
+    for worker in handles:
+        worker.drain_messages(tell, wait=False)
 
 
-class Crewman:
+class WorkerHandle:
     """One worker process, as its parent sees it."""
 
     def __init__(
-        self, members: Sequence[Member], board: Board, make: MakeRun, numbers: tuple[int, int] = (1, 1)
+        self, members: Sequence[Member], planning: PlanningContext, make: MakeRun, numbers: tuple[int, int] = (1, 1)
     ) -> None:
         self._numbers = numbers
         self.members = {member.index: member for member in members}
         self._all = dict(self.members)
-        self._board, self._make = board, make
+        self._planning, self._make = planning, make
         self.started = False
         self.problem = ""
         """Why it could not begin."""
@@ -255,11 +257,11 @@ class Crewman:
 
     def body(self, members: Sequence[Member], pipe: Connection) -> None:
         """The worker's life."""
-        _train(members, self._board, self._make, Line(pipe), self._numbers)
+        _train(members, self._planning, self._make, Line(pipe), self._numbers)
 
-    def put_back(self, member: Member) -> None:
+    def requeue(self, member: Member) -> None:
         """To where it was last saved, or to its beginning."""
-        self._board.put_back(member)
+        self._planning.requeue(member)
 
     def start(self) -> bool:
         """Fork; whether the worker is up and can train."""
@@ -290,7 +292,7 @@ class Crewman:
         except (EOFError, OSError):
             inbox.put(None)
 
-    def settle(self, tell: Callable[[Event], None], *, wait: bool) -> None:
+    def drain_messages(self, tell: Callable[[Event], None], *, wait: bool) -> None:
         """Carry what has come from the worker into the members; with `wait`, until it is done."""
         while not self._done:
             try:
@@ -315,7 +317,7 @@ class Crewman:
 
     def parts(self, parts: list[Part]) -> None:
         """Take in the worker's plan, with what was measured."""
-        self._board.plan.parts += parts
+        self._planning.plan.parts += parts
 
     def heard(self, kind: str, content: list[Any]) -> None:
         """Something else was said."""
@@ -335,7 +337,7 @@ class Crewman:
         if not self._again:
             self._again = True
             for member in self.members.values():
-                self.put_back(member)
+                self.requeue(member)
                 tell(happened("note", member, text=f"its worker process {how}; it goes on in another one"))
             self._inbox = queue.SimpleQueue()
             if self.start():
@@ -375,12 +377,14 @@ class Crewman:
             forget(self._pipe)
 
 
-def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line, numbers: tuple[int, int]) -> None:
+def _train(
+    members: Sequence[Member], planning: PlanningContext, make: MakeRun, line: Line, numbers: tuple[int, int]
+) -> None:
     """Train, tell, send members back."""
     try:
         x = torch.ones(1, requires_grad=True)
         x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
-        board.plan.parts = []
+        planning.plan.parts = []
         run = make(members, line.tell)
         run.numbers = itertools.count(*numbers)
         signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
@@ -395,4 +399,4 @@ def _train(members: Sequence[Member], board: Board, make: MakeRun, line: Line, n
     except Exception as error:
         line.raised(error)
         return
-    line.send("done", board.plan.parts)
+    line.send("done", planning.plan.parts)

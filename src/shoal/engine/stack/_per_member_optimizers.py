@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.engine.stack.optimizers import Grads, Span, StackedOptimizer
 
 
-class OwnOptimizers:
+class PerMemberOptimizers:
     """Classes without a rule: the real object of each member, on a twin of its model with its slices as weights."""
 
     def __init__(self, span: Span) -> None:
@@ -82,10 +82,10 @@ class OwnOptimizers:
         schedule = self.schedules[slot]
         return None if schedule is None else copy.deepcopy(schedule.state_dict())
 
-    def merged(self, span: Span, other: StackedOptimizer | OwnOptimizers) -> OwnOptimizers:
+    def merged(self, span: Span, other: StackedOptimizer | PerMemberOptimizers) -> PerMemberOptimizers:
         """For rows of both's members: the optimizer and scheduler objects themselves."""
-        assert isinstance(other, OwnOptimizers)
-        new = object.__new__(OwnOptimizers)
+        assert isinstance(other, PerMemberOptimizers)
+        new = object.__new__(PerMemberOptimizers)
         new.span = span
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
@@ -98,9 +98,9 @@ class OwnOptimizers:
         """After some of the objects were at work elsewhere: their parameters have to be this stack's again."""
         self._point()
 
-    def keep(self, span: Span, rows: list[int]) -> OwnOptimizers:
+    def keep(self, span: Span, rows: list[int]) -> PerMemberOptimizers:
         """The same optimizer objects, on the members' new slices."""
-        kept = object.__new__(OwnOptimizers)
+        kept = object.__new__(PerMemberOptimizers)
         slots = rows[: len(span.recipes)]
         kept.span = span
         kept.twins = [self.twins[slot] for slot in slots]

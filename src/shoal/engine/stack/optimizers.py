@@ -27,7 +27,7 @@ from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, fused_update, transfer
 from shoal.engine.stack._flat_state import FlatUpdate
-from shoal.engine.stack._per_member_optimizers import OwnOptimizers
+from shoal.engine.stack._per_member_optimizers import PerMemberOptimizers
 from shoal.engine.stack.fused_update import FusedAdam
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def spans(stack: Stack) -> Iterator[Span]:
 class Optimizers:
     """The parts of a stack's update. Rows and slots here are the stack's, those of a part are counted from its own."""
 
-    def __init__(self, parts: Sequence[StackedOptimizer | OwnOptimizers]) -> None:
+    def __init__(self, parts: Sequence[StackedOptimizer | PerMemberOptimizers]) -> None:
         self.parts = list(parts)
         assert len({kind(part.span.recipes[0]) for part in self.parts}) == len(self.parts), "a kind has one part"
 
@@ -105,7 +105,7 @@ class Optimizers:
         """Of members wherever they are in their training."""
         return cls([_part(span) for span in spans(stack)])
 
-    def at(self, row: int) -> StackedOptimizer | OwnOptimizers:
+    def at(self, row: int) -> StackedOptimizer | PerMemberOptimizers:
         """The part that has a row."""
         return next(part for part in self.parts if part.span.start <= row < part.span.stop)
 
@@ -127,7 +127,7 @@ class Optimizers:
 
     def failures(self) -> dict[int, Exception]:
         """Whose optimizer raised in the last update, by slots, and what; the others have had theirs."""
-        own = [part for part in self.parts if isinstance(part, OwnOptimizers)]
+        own = [part for part in self.parts if isinstance(part, PerMemberOptimizers)]
         return {part.span.start + slot: error for part in own for slot, error in part.failed.items()}
 
     def rows(self, slot: int) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Optimizers:
     def merged(self, stack: Stack, other: Optimizers) -> Optimizers:
         """For a stack of both's members, ordered as `ordered` orders them."""
         mine, theirs = self._by_kind(), other._by_kind()
-        parts: list[StackedOptimizer | OwnOptimizers] = []
+        parts: list[StackedOptimizer | PerMemberOptimizers] = []
         for span in spans(stack):
             a, b = (found.get(kind(span.recipes[0])) for found in (mine, theirs))
             if a is not None and b is not None:
@@ -158,12 +158,12 @@ class Optimizers:
                 parts.append(only.keep(span, span.rows))
         return Optimizers(parts)
 
-    def _by_kind(self) -> dict[Hashable, StackedOptimizer | OwnOptimizers]:
+    def _by_kind(self) -> dict[Hashable, StackedOptimizer | PerMemberOptimizers]:
         return {kind(part.span.recipes[0]): part for part in self.parts}
 
     def keep(self, stack: Stack, rows: Sequence[int]) -> Optimizers:
         """For a stack whose rows were these rows of this one."""
-        parts: list[StackedOptimizer | OwnOptimizers] = []
+        parts: list[StackedOptimizer | PerMemberOptimizers] = []
         for span in spans(stack):
             own = rows[span.start : span.stop]
             part = self.at(own[0])
@@ -179,7 +179,7 @@ class Optimizers:
             first = mine.span.start
             if isinstance(mine, StackedOptimizer) and isinstance(part, StackedOptimizer):
                 mine.take(part, [row - first for row, _ in pairs], [own - span.start for _, own in pairs])
-            elif isinstance(mine, OwnOptimizers):
+            elif isinstance(mine, PerMemberOptimizers):
                 mine.take()
 
     def put(self, rows: Sequence[int], index: Tensor, other: Optimizers) -> None:
@@ -192,8 +192,8 @@ class Optimizers:
             mine.put([row - first for row in rows[own]], index[own] - first, part)
 
 
-def _part(span: Span) -> StackedOptimizer | OwnOptimizers:
-    return OwnOptimizers(span) if span.recipes[0].optimizer.flags is None else StackedOptimizer(span)
+def _part(span: Span) -> StackedOptimizer | PerMemberOptimizers:
+    return PerMemberOptimizers(span) if span.recipes[0].optimizer.flags is None else StackedOptimizer(span)
 
 
 class StackedOptimizer:
@@ -310,7 +310,7 @@ class StackedOptimizer:
         assert runner is not None
         return runner.scheduler_state
 
-    def merged(self, span: Span, other: StackedOptimizer | OwnOptimizers) -> StackedOptimizer:
+    def merged(self, span: Span, other: StackedOptimizer | PerMemberOptimizers) -> StackedOptimizer:
         """For rows of both's members; a term that only some of them have is zero for the others."""
         assert isinstance(other, StackedOptimizer)
         count = len(self.plans)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.optim import ScheduleRunner
-from shoal.engine.stack._per_member_optimizers import OwnOptimizers
+from shoal.engine.stack._per_member_optimizers import PerMemberOptimizers
 from shoal.engine.stack.optimizers import StackedOptimizer
 from shoal.engine.stack.stack import Stack
 
@@ -81,10 +81,10 @@ class Rates:
         for part in self.parts:
             part.skip(steps)
 
-    def settle_rates(self) -> None:
+    def sync_schedules(self) -> None:
         """Note the learning rates of the last step taken."""
         for part in self.parts:
-            part.settle_rates()
+            part.sync_schedules()
 
     def settle(self) -> None:
         """Catch the schedules up with the steps that were taken from the table."""
@@ -162,11 +162,11 @@ class _Ruled:
     def failures(self) -> dict[int, Exception]:
         if not self.failed:
             return {}
-        self.settle_rates()
+        self.sync_schedules()
         self.settle()
         return {slot: runner.error for slot, runner in self._moving() if runner.error is not None}
 
-    def settle_rates(self) -> None:
+    def sync_schedules(self) -> None:
         names = self.optimizer.columns.names
         if self.table is not None and self._ahead and "lr" in names:
             self.last = self.table[0, names.index("lr"), : len(self.last), self._ahead - 1].tolist()
@@ -212,7 +212,7 @@ class _Own:
     table: Tensor | None = None
     raises_in: int | None = None
 
-    def __init__(self, optimizer: OwnOptimizers) -> None:
+    def __init__(self, optimizer: PerMemberOptimizers) -> None:
         self.optimizer, self.span = optimizer, optimizer.span
         self.first = self.span.start
         self.last = self._current()
@@ -247,7 +247,7 @@ class _Own:
     def skip(self, steps: int) -> None:
         raise AssertionError("steps of optimizers without a rule are never out of sight")
 
-    def settle_rates(self) -> None:
+    def sync_schedules(self) -> None:
         """`step` has noted them."""
 
     def settle(self) -> None:

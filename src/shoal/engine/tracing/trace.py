@@ -55,7 +55,7 @@ class Trace:
     skeleton: Hashable | None = None
     """What `signature.skeleton` found."""
     kind: int = -1
-    """Equal for graphs of code that differs in floating-point numbers alone; see `Kitchen.graph`."""
+    """Equal for graphs of code that differs in floating-point numbers alone; see `TraceCache.graph`."""
     checked: bool = False
     """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
     caches: bool = False

@@ -18,7 +18,7 @@ import torch
 
 from shoal.data.source import TensorSource
 from shoal.engine.planning import perf_cache
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.captured.graphs import RECORDER, clear, held, trim
@@ -81,7 +81,7 @@ def why_not(recipe: Recipe) -> str:
 
 def choose(
     recipes: Sequence[Recipe],
-    kitchen: Kitchen,
+    trace_cache: TraceCache,
     cache: Cache,
     compile: bool | Literal["auto"],
     *,
@@ -92,7 +92,7 @@ def choose(
 
     `recorded`: the form that these had in the run that is resumed. They have it again if it can be captured.
     """
-    trials = Trials(recipes, kitchen, cache)
+    trials = Trials(recipes, trace_cache, cache)
     with timed("trials"):
         before = _recorded(recorded, len(recipes), compile, stackable)
         form = None if before is None else trials.time(before)
@@ -127,8 +127,8 @@ _made_here: set[_Place] = set()
 class Trials:
     """Forms that are tried for one group of members."""
 
-    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache) -> None:
-        self.recipes, self.kitchen, self.cache = recipes, kitchen, cache
+    def __init__(self, recipes: Sequence[Recipe], trace_cache: TraceCache, cache: Cache) -> None:
+        self.recipes, self.trace_cache, self.cache = recipes, trace_cache, cache
         self.spent = 0.0
         """What the last trial took, compiling aside."""
         self._last: tuple[Form, CapturedUnit] | None = None
@@ -166,7 +166,7 @@ class Trials:
 
     def _build(self, form: Form) -> CapturedUnit:
         with timed("units"):
-            unit = CapturedUnit(self.recipes, self.kitchen, self.cache, chunk=form.chunk, compiled=form.compiled)
+            unit = CapturedUnit(self.recipes, self.trace_cache, self.cache, chunk=form.chunk, compiled=form.compiled)
         unit.step_seconds = form.seconds
         return unit
 

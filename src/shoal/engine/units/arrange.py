@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.engine.planning.planner import Part
 from shoal.engine.proof.group import Group, told
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -18,7 +18,7 @@ from shoal.engine.units._choose_form import choose, why_not
 
 def arrange(
     groups: list[Group],
-    kitchen: Kitchen,
+    trace_cache: TraceCache,
     compile: bool | Literal["auto"],
     recorded: Mapping[int, str] | None = None,
 ) -> tuple[list[Part], list[Unit]]:
@@ -30,7 +30,7 @@ def arrange(
     recorded = recorded or {}
     parts: list[Part] = []
     units: list[Unit] = []
-    cache: Cache = kitchen.executables
+    cache: Cache = trace_cache.executables
     for found in groups:
         reason = told(found, groups)
         for member in found.members:
@@ -40,7 +40,7 @@ def arrange(
                 parts.append(Part("serial", [member.index], [member.name], why))
                 units.append(SerialUnit(member))
         for form, recipes in _alike(found.recipes, recorded):
-            part, unit = _captured(found, recipes, kitchen, cache, compile, reason, form)
+            part, unit = _captured(found, recipes, trace_cache, cache, compile, reason, form)
             parts.append(part)
             units += unit
     return parts, units
@@ -49,7 +49,7 @@ def arrange(
 def _captured(
     found: Group,
     recipes: list[Recipe],
-    kitchen: Kitchen,
+    trace_cache: TraceCache,
     cache: Cache,
     compile: bool | Literal["auto"],
     reason: str,
@@ -60,12 +60,12 @@ def _captured(
     refused = why_not(recipes[0])
     chosen = None
     if not refused:
-        chosen = choose(recipes, kitchen, cache, compile, stackable=found.stackable, recorded=recorded)
+        chosen = choose(recipes, trace_cache, cache, compile, stackable=found.stackable, recorded=recorded)
     if chosen is None:
         why = f"{reason}; not captured: {refused or 'the device refused'}"
         if not found.stackable:
             return Part("serial", places, names, why), [SerialUnit(member) for member in members]
-        return Part("stacked", places, names, why), [StackedUnit(recipes, kitchen)]
+        return Part("stacked", places, names, why), [StackedUnit(recipes, trace_cache)]
     form, unit = chosen
     predicted = {"step_seconds": form.seconds}
     if form.compiled:

@@ -12,7 +12,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.planner import Curve, Device, Part, Plan, Request, Waiting, pays_after, plan
 from shoal.engine.proof.group import Group, group, told
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import Executor, Unit
@@ -32,14 +32,14 @@ def decide(
     *,
     budget: int | None = None,
     tiers: Mapping[int, str] | None = None,
-    riding: Sequence[Part] = (),
+    running: Sequence[Part] = (),
 ) -> Plan:
     """A tier for every group: stacked where that is exact and does not lose, serial otherwise; then who rides now.
 
     `tiers`: those that members had in the run that is resumed; they have them again.
     """
     asked = requests(groups, tried, tiers, exact=_tight(groups, budget))
-    return plan(asked, riding, room(groups, device, budget))
+    return plan(asked, running, room(groups, device, budget))
 
 
 def room(groups: list[Group], device: str, budget: int | None) -> Device:
@@ -120,14 +120,14 @@ def _request(
     )
 
 
-def build(plan: Plan, groups: list[Group], kitchen: Kitchen) -> list[Unit]:
+def build(plan: Plan, groups: list[Group], trace_cache: TraceCache) -> list[Unit]:
     """The units a plan asks for."""
     recipes = {recipe.member.index: recipe for found in groups for recipe in found.recipes}
     members: dict[int, Member] = {member.index: member for found in groups for member in found.members}
     units: list[Unit] = []
     for part in plan.parts:
         if part.tier == "stacked":
-            units.append(StackedUnit([recipes[i] for i in part.members], kitchen))
+            units.append(StackedUnit([recipes[i] for i in part.members], trace_cache))
         else:
             for i in part.members:
                 unit = SerialUnit(members[i])
@@ -149,19 +149,19 @@ def arrange(
     `budget`: bytes that may be used; members that do not fit are in `plan.waiting`, and have no unit.
     `tiers`: those of the run that is resumed, by members' places.
     """
-    kitchen = Kitchen()
-    groups = group(members, kitchen)
+    trace_cache = TraceCache()
+    groups = group(members, trace_cache)
     if members[0].device.type == "cuda":
         from shoal.engine.tiers.captured.executor import CapturedExecutor
         from shoal.engine.units.arrange import arrange as arrange_captured
 
         seated, waiting = _seated(groups, str(members[0].device), budget)
-        parts, units = arrange_captured(seated, kitchen, compile, tiers)
+        parts, units = arrange_captured(seated, trace_cache, compile, tiers)
         _fill(parts, seated)
         return Plan(str(members[0].device), parts, waiting, budget), units, CapturedExecutor()
-    tried = try_out(groups, kitchen) if timed else {}
+    tried = try_out(groups, trace_cache) if timed else {}
     plan = decide(groups, str(members[0].device), tried, budget=budget, tiers=tiers)
-    return plan, build(plan, groups, kitchen), Executor()
+    return plan, build(plan, groups, trace_cache), Executor()
 
 
 def _seated(groups: list[Group], device: str, budget: int | None) -> tuple[list[Group], list[Waiting]]:
@@ -215,18 +215,18 @@ def _compiling(known: perf_cache.Entry, tier: str, members: int) -> dict[str, fl
     return found if pays is None else found | {"compile_pays_after_steps": float(pays)}
 
 
-def try_out(groups: list[Group], kitchen: Kitchen) -> Verdicts:
+def try_out(groups: list[Group], trace_cache: TraceCache) -> Verdicts:
     """What trials say about every group that can be stacked."""
     tried: Verdicts = {}
     for found in groups:
         if not found.stackable:
             continue
-        said = verdicts(found.recipes, kitchen)
+        said = verdicts(found.recipes, trace_cache)
         stacked = [r for r in found.recipes if r.member.index in said and not said[r.member.index].reason]
         if stacked:  # the pack's own size is tried with the optimizer that most of them have
             kinds = Counter(recipe.optimizer.key for recipe in stacked)
             usual = next(r for r in stacked if r.optimizer.key == kinds.most_common(1)[0][0])
-            refine(usual, kitchen, len(stacked), said[usual.member.index])
+            refine(usual, trace_cache, len(stacked), said[usual.member.index])
         tried |= said
     return tried
 

@@ -25,7 +25,7 @@ from shoal.engine.members.member import Member, autocast, make_optimizer, run_st
 from shoal.engine.planning import perf_cache
 from shoal.engine.planning.perf_cache import digest
 from shoal.engine.planning.planner import Curve
-from shoal.engine.recipes.recipe import Kitchen, Recipe, plan_optimizer
+from shoal.engine.recipes.recipe import Recipe, TraceCache, plan_optimizer
 from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -108,7 +108,7 @@ def num_steps(member: Member) -> int:
     return (job.epochs or 0) * -(-member.num_batches // job.accumulate)
 
 
-def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
+def verdicts(recipes: list[Recipe], trace_cache: TraceCache) -> dict[int, Verdict]:
     """What trials say about members of one recipe key, by their places; those left out are stacked, as is the rule.
 
     Each is tried with its own optimizer: members that have the same one share a trial.
@@ -120,7 +120,7 @@ def verdicts(recipes: list[Recipe], kitchen: Kitchen) -> dict[int, Verdict]:
             continue
         kind = recipe.optimizer.key
         if kind not in said:
-            said[kind] = verdict(recipe, kitchen)
+            said[kind] = verdict(recipe, trace_cache)
         own = said[kind]
         if own is not None:
             found[recipe.member.index] = own
@@ -142,14 +142,14 @@ def result_bytes(recipe: Recipe) -> int:
     return sum(v.numel() * v.element_size() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
 
 
-def verdict(recipe: Recipe, kitchen: Kitchen) -> Verdict | None:
+def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
     """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
         found = _remembered(key)
         if found is None:
             try:
-                found = trial(recipe, kitchen)
+                found = trial(recipe, trace_cache)
             except Exception:  # whatever it is will show in training, where it ends its own member
                 return None
             perf_cache.remember(key, asdict(found))
@@ -174,7 +174,7 @@ def seconds_curve(recipe: Recipe, found: Verdict | None, tier: str = "stacked") 
     return Curve.of([*said, *(seen.points if seen is not None else ())])
 
 
-def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
+def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, found: Verdict) -> None:
     """Time a stack of a pack's own size, where that is cheap and far from what was tried; it changes no tier."""
     rows = min(rows, MOST_ROWS)
     curve = seconds_curve(recipe, found)
@@ -183,16 +183,16 @@ def refine(recipe: Recipe, kitchen: Kitchen, rows: int, found: Verdict) -> None:
     if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
         return
     try:
-        seconds = step_seconds(recipe, kitchen, rows)
+        seconds = step_seconds(recipe, trace_cache, rows)
     except Exception:  # whatever it is will show in training, where it ends its own member
         return
     perf_cache.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
 
 
 @_undone
-def step_seconds(recipe: Recipe, kitchen: Kitchen, rows: int, rounds: int = 5) -> float:
+def step_seconds(recipe: Recipe, trace_cache: TraceCache, rows: int, rounds: int = 5) -> float:
     """Seconds of a step of so many copies of the recipe's member, stacked."""
-    runner = _stacked(recipe, kitchen, rows)
+    runner = _stacked(recipe, trace_cache, rows)
     runner.run(1)
     block = max(1, min(16, int(0.02 / runner.run(1))))  # short steps in a row, as in training: caches are warm then
     return statistics.median(runner.run(block) / block for _ in range(rounds))
@@ -228,21 +228,21 @@ def plain_seconds(member: Member, steps: int = 10) -> float:
     return statistics.median(times)
 
 
-def _stacked(recipe: Recipe, kitchen: Kitchen, rows: int) -> _Runner:
+def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     member = scratch_copy(recipe.member)
     own = Recipe(member, recipe.steps, plan_optimizer(member))
-    return _Runner(StackedUnit.around(Stack([own], size=rows), kitchen), thread_time)
+    return _Runner(StackedUnit.around(Stack([own], size=rows), trace_cache), thread_time)
 
 
 @_undone
-def trial(recipe: Recipe, kitchen: Kitchen, members: int | None = None) -> Verdict:
+def trial(recipe: Recipe, trace_cache: TraceCache, members: int | None = None) -> Verdict:
     """Step copies of the recipe's member, stacked and alone, in turns; as so many, or as the canonical few."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)), thread_time)
     alone.run(1)
     first = alone.run(1)
     count, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
     rows = count if members is None else max(members, LEAST)
-    together, two = _stacked(recipe, kitchen, rows), _stacked(recipe, kitchen, LEAST)
+    together, two = _stacked(recipe, trace_cache, rows), _stacked(recipe, trace_cache, LEAST)
     together.run(2)
     two.run(2)
     ratios, stacked, solo, pair = [], [], [], []

@@ -24,7 +24,7 @@ from shoal.evidence.reproduce.datasets import Data
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
-    from shoal.split.core.method import Crew, Method
+    from shoal.split.core.method import Method, TaskExecutor
 
 DATA_PARALLEL, LOCAL_SGD, IST = "data parallel", "local SGD", "IST"
 METHODS = (DATA_PARALLEL, LOCAL_SGD, IST)
@@ -129,7 +129,7 @@ def trained(
     seed: int,
     *,
     device: str = "cpu",
-    crew: Callable[[Job, Method], Crew] | None = None,
+    executor: Callable[[Job, Method], TaskExecutor] | None = None,
     look_every: int = LOOK_EVERY,
 ) -> dict[str, Any]:
     """One training: its settings, and its accuracy by steps, bytes and seconds."""
@@ -139,8 +139,8 @@ def trained(
 
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting, device)
-    if crew is not None:
-        hands = crew(job, method)
+    if executor is not None:
+        hands = executor(job, method)
     else:
         hands = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
     result = train_split(job, method, hands, device=device, val_every=max(1, look_every // setting.window))

@@ -42,10 +42,13 @@ def over_links(
         LocalWorker(*fork(partial(_behind, links, number, job, method, codec))) for number in range(scene.workers)
     ]
     try:
-        with Distributed(job, method, workers=scene.workers, codec=codec, address=Address(links.host, 0)) as crew:
+        with Distributed(job, method, workers=scene.workers, codec=codec, address=Address(links.host, 0)) as executor:
             for worker in workers:
-                worker.go(crew.address)
-            return trained(scene, setting, seed, crew=lambda *_: crew, **how) | {"link": links.rate, "codec": codec}
+                worker.go(executor.address)
+            return trained(scene, setting, seed, executor=lambda *_: executor, **how) | {
+                "link": links.rate,
+                "codec": codec,
+            }
     finally:
         until = time.monotonic() + ENDING
         for worker in workers:

@@ -136,13 +136,13 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
 
 def memory(data: Data, epochs: int) -> dict[str, Any]:
     """A step of six layers of equal hidden widths, whole and in two parts where the planner cuts."""
-    from shoal.split.methods.sil_method import Sil
+    from shoal.split.methods.sil_method import SILMethod
     from shoal.split.sil import costs
 
     found: dict[str, Any] = {"network": "-".join(map(str, (data.features, *EQUAL, data.classes))), "ways": {}}
     for way in ("A", "B", "heads"):
         settings = {"method": "heads"} if way == "heads" else {"method": "labels", "variant": way}
-        method = Sil(job_of(data, EQUAL, 0, epochs), None, **settings)  # type: ignore[arg-type]
+        method = SILMethod(job_of(data, EQUAL, 0, epochs), None, **settings)  # type: ignore[arg-type]
         measured = {name: cost.to_dict() for name, cost in costs(method).items()}
         parts = [cost for name, cost in measured.items() if name != "whole"]
         found["ways"][way] = {

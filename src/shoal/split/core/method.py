@@ -48,7 +48,7 @@ class Method(ABC):
     """What makes two splits of one job the same, as plain data: a run folder remembers it."""
 
     @abstractmethod
-    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
+    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
         """The parts of a round, the i-th for the i-th of the crew (SIL may need fewer)."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Method(ABC):
         """Be as when `stored` gave these."""
 
 
-class Crew(Protocol):
+class TaskExecutor(Protocol):
     """Those who carry tasks out: this process, a pack, or workers elsewhere."""
 
     def roll(self, number: int) -> Sequence[Worker]:

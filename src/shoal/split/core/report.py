@@ -102,12 +102,12 @@ class Forecast:
                 total += sum(self._bytes(piece, with_moments=True) for piece in self.method.returns(part).values())
         return int(total)
 
-    def all_rounds(self, crew: Sequence[Worker]) -> int:
+    def all_rounds(self, executor: Sequence[Worker]) -> int:
         """Of the whole run, should this crew stay; where there are many rounds, some stand for those in between."""
         rounds, method = self.method.rounds, self.method
 
         def one(number: int) -> int:
-            return self.round(number, method.parts(number, crew))
+            return self.round(number, method.parts(number, executor))
 
         if rounds <= MANY:
             return sum(one(number) for number in range(rounds))

@@ -55,7 +55,7 @@ def carry_out(
         network = method.network(part).to(device)
         load_tensors(network, task.tensors)
         torch.manual_seed(part.seed)
-        hand = _Hand(job, method, part, network, device)
+        hand = _FixedBatches(job, method, part, network, device)
         load_moments(hand.optimizer, network, task.moments)
         started = time.perf_counter()
         reading = Reading(job, len(data), part.shard, private)
@@ -89,7 +89,7 @@ def diverged(outcome: Outcome | None) -> bool:
     return outcome is not None and bool(outcome.losses) and not math.isfinite(sum(outcome.losses))
 
 
-class _Hand:
+class _FixedBatches:
     """A part's network with what trains it."""
 
     def __init__(self, job: Job, method: Method, part: Part, network: nn.Module, device: torch.device) -> None:

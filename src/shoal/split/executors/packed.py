@@ -40,7 +40,7 @@ class Packed(Serial):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._packs: dict[Hashable, _Ride] = {}
+        self._packs: dict[Hashable, _RunningPart] = {}
         self._refusal = _refusal(self)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
@@ -61,11 +61,11 @@ class Packed(Serial):
 
     def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
         seats = (shapes, len(tasks))
-        ride = self._packs.pop(seats, None)
-        if ride is None:
-            ride = _Ride(self, tasks)
-        found = ride.go(tasks)
-        self._packs[seats] = ride
+        runner = self._packs.pop(seats, None)
+        if runner is None:
+            runner = _RunningPart(self, tasks)
+        found = runner.go(tasks)
+        self._packs[seats] = runner
         while len(self._packs) > self.MOST:
             self._packs.pop(next(iter(self._packs)))
         return found
@@ -80,9 +80,9 @@ def _key(task: Task) -> tuple[Hashable, ...] | None:
     return task.part.steps, task.part.role, shapes
 
 
-def _refusal(crew: Serial) -> str:
+def _refusal(executor: Serial) -> str:
     """Why nothing of this job can ride as a pack; empty: it can."""
-    method, job = crew.method, crew.job
+    method, job = executor.method, executor.job
     if method.merge == "gradients":
         return "its parts give gradients back"
     if any(getattr(type(method), name) is not getattr(Method, name) for name in ("job", "batches", "yields")):
@@ -92,12 +92,12 @@ def _refusal(crew: Serial) -> str:
     return ""
 
 
-class _Ride:
+class _RunningPart:
     """A pack and what its members were made of."""
 
-    def __init__(self, crew: Serial, tasks: list[Task]) -> None:
-        self.crew = crew
-        job, method = crew.job, crew.method
+    def __init__(self, executor: Serial, tasks: list[Task]) -> None:
+        self.executor = executor
+        job, method = executor.job, executor.method
         self.networks = [method.network(task.part) for task in tasks]
         self.names = [_state_names(network) for network in self.networks]
         optimizers = [make_optimizer(job, network) for network in self.networks]
@@ -121,24 +121,24 @@ class _Ride:
             clip_norm=job.clip_norm,
             precision=job.precision,
             schedule=None if job.schedule is None else [self._schedule(i) for i in range(len(tasks))],
-            device=crew.device,
+            device=executor.device,
             seeds=[task.part.seed for task in tasks],
         )
 
     def _own_step(self, task: Task) -> Any:
-        step = step_of(self.crew.job, self.crew.method, task.part)
+        step = step_of(self.executor.job, self.executor.method, task.part)
         return lambda network, batch: step(network, batch)[0]
 
     def _has_logs(self, task: Task) -> bool:
         """Whether the job's own step logs numbers, which a pack does not hand out."""
-        data = self.crew.data
-        network = self.crew.method.network(task.part).to(self.crew.device)
-        with torch.no_grad(), seeded(0, self.crew.device):
+        data = self.executor.data
+        network = self.executor.method.network(task.part).to(self.executor.device)
+        with torch.no_grad(), seeded(0, self.executor.device):
             batch = data.take(0, min(2, len(data)))
-            return bool(step_of(self.crew.job, self.crew.method, task.part)(network, batch)[1])
+            return bool(step_of(self.executor.job, self.executor.method, task.part)(network, batch)[1])
 
     def _schedule(self, place: int) -> Any:
-        job = self.crew.job
+        job = self.executor.job
         assert job.schedule is not None
         factor = job.schedule
         if job.schedule_every == "step":
@@ -146,14 +146,14 @@ class _Ride:
         return lambda step: factor(step // self.steps_per_epoch[place])
 
     def _readings(self, tasks: Sequence[Task]) -> list[Reading]:
-        return [Reading(self.crew.job, len(self.crew.data), task.part.shard) for task in tasks]
+        return [Reading(self.executor.job, len(self.executor.data), task.part.shard) for task in tasks]
 
     # --- one round ------------------------------------------------------------------------------------------------
 
     def go(self, tasks: list[Task]) -> Sequence[Outcome | None]:
         """Load the tasks into the seats, train, and read what came of them."""
         if self.logs:
-            return Serial.run(self.crew, tasks)
+            return Serial.run(self.executor, tasks)
         readings = self._readings(tasks)
         self._seat(tasks, readings)
         started = time.perf_counter()
@@ -172,7 +172,7 @@ class _Ride:
     @contextmanager
     def _metered(self) -> Iterator[list[int]]:
         """Inside: a list that will have the most bytes that the pack held on a GPU, other things there left out."""
-        device, peak = self.crew.device, list[int]()
+        device, peak = self.executor.device, list[int]()
         if device.type != "cuda":
             yield peak
             return
@@ -183,7 +183,7 @@ class _Ride:
         self.held += torch.cuda.memory_allocated(device) - before
 
     def _seat(self, tasks: list[Task], readings: list[Reading]) -> None:
-        job = self.crew.job
+        job = self.executor.job
         for place, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
             weights = {name: task.tensors[own] for name, own in self.names[place].items()}
             state: dict[str, Any] | None = None
@@ -205,7 +205,7 @@ class _Ride:
             sizes: dict[int, list[int]] = {}
             for place, (_, rows) in enumerate(turn):
                 sizes.setdefault(len(rows), []).append(place)
-            if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.crew.job.batch_size:
+            if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.executor.job.batch_size:
                 losses.append(
                     self._watched(next(feed)) if len(losses) == 1 else self.pack.step(next(feed), per_member=True)
                 )
@@ -220,7 +220,7 @@ class _Ride:
 
     def _watched(self, batch: Any) -> Tensor:
         """A step, in which what it holds is counted where nobody else does."""
-        if self.crew.device.type == "cuda" or self.working is not None:
+        if self.executor.device.type == "cuda" or self.working is not None:
             return self.pack.step(batch, per_member=True)
         with Ledger() as ledger:
             losses = self.pack.step(batch, per_member=True)
@@ -229,16 +229,16 @@ class _Ride:
 
     def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
         """The turns in which everybody has a full batch, their rows brought to the device at once."""
-        source, size = self.crew.data.source, self.crew.job.batch_size
+        source, size = self.executor.data.source, self.executor.job.batch_size
         full = [turn for turn in turns if all(len(rows) == size for _, rows in turn)]
         if not full or not isinstance(source, TensorSource):
             return None
         order = torch.stack([torch.stack([rows for _, rows in turn]) for turn in full])
-        return map(source.take, self.crew.data.rows(order).to(self.crew.device))
+        return map(source.take, self.executor.data.rows(order).to(self.executor.device))
 
     def _batch(self, wanted: list[tuple[int, Tensor]]) -> Any:
         """Members' batches of equal size, members first."""
-        data, job = self.crew.data, self.crew.job
+        data, job = self.executor.data, self.executor.job
         if isinstance(data.source, TensorSource):
             return data.source.take(data.rows(torch.stack([rows for _, rows in wanted])))
         taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in wanted]
@@ -254,7 +254,7 @@ class _Ride:
             round=task.round,
             number=task.part.number,
             tensors=tensors,
-            moments=moments if self.crew.method.moments == "travel" else {},
+            moments=moments if self.executor.method.moments == "travel" else {},
             losses=tuple(losses),
             rows=rows,
             seconds=seconds,
@@ -264,11 +264,11 @@ class _Ride:
     def _result(self, place: int) -> tuple[Tensors, Tensors]:
         """A member's weights and moments, where it is trained; without moments where nobody wants them."""
         id = self.pack.ids[place]
-        tensors = {name: tensor.to(self.crew.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
-        if self.crew.method.moments == "fresh" and self.crew.device.type == "cuda":
+        tensors = {name: tensor.to(self.executor.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
+        if self.executor.method.moments == "fresh" and self.executor.device.type == "cuda":
             return tensors, {}
         moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[place])
-        return tensors, at_home(moments, self.crew.home)
+        return tensors, at_home(moments, self.executor.home)
 
 
 def _state_names(network: nn.Module) -> dict[str, str]:

@@ -50,12 +50,12 @@ class Plan:
         assert self.job.epochs is not None
         return self.job.epochs * Reading(self.job, self.rows, shard).steps
 
-    def shards(self, crew: Sequence[Worker]) -> list[tuple[int, int]]:
+    def shards(self, executor: Sequence[Worker]) -> list[tuple[int, int]]:
         """Who reads which shard: those who hold one read that; others the one of their number, or else a free one."""
-        count = max(self.workers, len(crew))
-        taken = {worker.shard for worker in crew if worker.shard is not None}
+        count = max(self.workers, len(executor))
+        taken = {worker.shard for worker in executor if worker.shard is not None}
         found: list[int] = []
-        for worker in crew:
+        for worker in executor:
             wanted = worker.shard if worker.shard is not None else worker.number % count
             if worker.shard is None and wanted in taken:
                 wanted = next(shard for shard in range(count) if shard not in taken)
@@ -63,11 +63,11 @@ class Plan:
             found.append(wanted)
         return [(shard, count) for shard in found]
 
-    def parts(self, number: int, crew: Sequence[Worker], seed: int) -> list[Part]:
+    def parts(self, number: int, executor: Sequence[Worker], seed: int) -> list[Part]:
         """The round's parts, of the whole network each."""
         first = number * self.local_steps
         parts = []
-        for place, (worker, shard) in enumerate(zip(crew, self.shards(crew), strict=True)):
+        for place, (worker, shard) in enumerate(zip(executor, self.shards(executor), strict=True)):
             parts.append(
                 Part(
                     number=place,
@@ -94,8 +94,8 @@ class WholeNetwork(Method):
         self._slices = {name: Slice(name) for name in tensors_of(self.model)}
         self.settings = MappingProxyType({"method": self.name, "workers": workers, **settings})
 
-    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
-        return self.plan.parts(number, crew, self._job.seed)
+    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
+        return self.plan.parts(number, executor, self._job.seed)
 
     def network(self, part: Part) -> nn.Module:
         return copy.deepcopy(self.model)

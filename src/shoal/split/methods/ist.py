@@ -105,22 +105,22 @@ class IST(Method):
 
     # --- the parts ------------------------------------------------------------------------------------------------
 
-    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
-        parts = self.plan.parts(number, crew, self._job.seed)
+    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
+        parts = self.plan.parts(number, executor, self._job.seed)
         if number >= self.rounds - self.recovery:
             return parts
-        shares = self._shares_of(crew)
+        shares = self._shares_of(executor)
         hands = deal(self.units, shares, seed=self._job.seed, round=number, overlap=self.overlap)
         if self.backward_only:
             return [replace(part, learn=hand) for part, hand in zip(parts, hands, strict=True)]
         return [replace(part, keep=hand) for part, hand in zip(parts, hands, strict=True)]
 
-    def _shares_of(self, crew: Sequence[Worker]) -> list[float]:
+    def _shares_of(self, executor: Sequence[Worker]) -> list[float]:
         if self.shares == "speed":
-            return [worker.speed for worker in crew]
+            return [worker.speed for worker in executor]
         if self.shares is None:
-            return [1.0] * len(crew)
-        return [self.shares[worker.number % len(self.shares)] for worker in crew]
+            return [1.0] * len(executor)
+        return [self.shares[worker.number % len(self.shares)] for worker in executor]
 
     def network(self, part: Part) -> nn.Module:
         if not part.keep:

@@ -49,7 +49,7 @@ FEW = 3
 """Rows that the cut network is tried on."""
 
 
-class Sil(Method):
+class SILMethod(Method):
     """A network cut into parts that are trained apart."""
 
     name = "sil"
@@ -160,17 +160,17 @@ class Sil(Method):
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
-    def parts(self, number: int, crew: Sequence[Worker]) -> list[Part]:
-        if any(worker.shard is not None for worker in crew):
+    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
+        if any(worker.shard is not None for worker in executor):
             raise SplitError("the parts of a cut network read the same rows; give all workers all the data")
         if number >= self.apart:
             step = (number - self.apart) * self.reading.steps
             return [self._part(0, WHOLE, number, step, self.reading.steps)]
-        if len(crew) < self.count and number == 0:
+        if len(executor) < self.count and number == 0:
             raise SplitError(
-                f"{self.count} parts need {self.count} workers, and {len(crew)} are there; cut less, or add workers"
+                f"{self.count} parts need {self.count} workers, and {len(executor)} are there; cut less, or add workers"
             )
-        turn = sorted((number + place) % self.count for place in range(min(self.count, len(crew))))
+        turn = sorted((number + place) % self.count for place in range(min(self.count, len(executor))))
         busy = [part for part in (self._part_of(number, role) for role in turn) if part.steps]
         return [dataclasses.replace(part, number=place) for place, part in enumerate(busy)]
 

@@ -19,7 +19,7 @@ from shoal.split.core.parts import Part
 from shoal.split.core.state import State
 from shoal.split.executors.local import carry_out
 from shoal.split.methods.averaging import DataParallel, LocalSGD
-from shoal.split.methods.sil_method import Sil
+from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._codec import codec_named
 from shoal.split.net._forecast import TrafficForecast
 from shoal.split.net._probe import LinkSpeed
@@ -93,7 +93,7 @@ def advise(
 
     Every worker has a link of this speed to a coordinator whose own is no narrower than all of them together.
     """
-    crew = [Worker(number) for number in range(workers)]
+    executor = [Worker(number) for number in range(workers)]
     timer = _Timer(job, torch.device(device))
     alone = LocalSGD(job, 1, local_steps=TIMED_STEPS)
     advice = Advice(
@@ -102,7 +102,7 @@ def advise(
         alone_step_seconds=timer.step(alone, alone.parts(0, [Worker(0)])[0]),
     )
     for method in _compared(job, chosen, workers, others or {}):
-        advice.forecasts.append(_forecast(job, method, crew, link, codec, timer, advice.alone_step_seconds))
+        advice.forecasts.append(_forecast(job, method, executor, link, codec, timer, advice.alone_step_seconds))
     advice.sentence = _sentence(advice)
     return advice
 
@@ -149,14 +149,14 @@ class _Timer:
 
 
 def _forecast(
-    job: Job, method: Method, crew: Sequence[Worker], link: LinkSpeed, codec: str, timer: _Timer, alone: float
+    job: Job, method: Method, executor: Sequence[Worker], link: LinkSpeed, codec: str, timer: _Timer, alone: float
 ) -> Forecast:
     number = min(1, method.rounds - 1)
-    parts = method.parts(number, crew)
+    parts = method.parts(number, executor)
     bytes_of = TrafficForecast(job, method, codec_named(codec))
     traffic = [bytes_of.part(part, number).traffic for part in parts]
     steps = _local_steps(method, parts)
-    if isinstance(method, Sil):  # its parts read the same rows, and are unlike
+    if isinstance(method, SILMethod):  # its parts read the same rows, and are unlike
         moved = max(t.both for t in traffic) + _across(method)
         step, rows = alone * _largest(method), 1
     else:
@@ -170,7 +170,7 @@ def _forecast(
     )  # fmt: skip
 
 
-def _across(method: Sil) -> int:
+def _across(method: SILMethod) -> int:
     """Activations that the part with the most of them reads and gives in a round."""
     if not method.lag or not method.windows:
         return 0
@@ -179,7 +179,7 @@ def _across(method: Sil) -> int:
     return method.crossing_bytes() * both // (sum(rows) * method.windows)
 
 
-def _largest(method: Sil) -> float:
+def _largest(method: SILMethod) -> float:
     """The largest part's share of the operations."""
     whole, *parts = (cost.operations for cost in costs(method).values())
     return max(parts) / max(1, whole)

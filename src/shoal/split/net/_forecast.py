@@ -74,22 +74,22 @@ class TrafficForecast:
         """One round, without the names."""
         return sum((self.part(part, number).traffic for part in parts), Traffic())
 
-    def all_rounds(self, crew: Sequence[Worker], rounds: int | None = None) -> Traffic:
+    def all_rounds(self, executor: Sequence[Worker], rounds: int | None = None) -> Traffic:
         """The whole run, should this crew stay: every round, and the names on each link."""
         rounds = self.method.rounds if rounds is None else rounds
         counted = range(rounds) if rounds <= MANY else [*range(MANY // 2), *range(rounds - MANY // 2, rounds)]
-        each = {number: self.round(number, self.method.parts(number, crew)) for number in counted}
+        each = {number: self.round(number, self.method.parts(number, executor)) for number in counted}
         total = sum(each.values(), Traffic())
         if rounds > MANY:
             usual, missing = each[MANY // 2 - 1], rounds - MANY
             total += Traffic(usual.sent * missing, usual.received * missing)
-        return total + self._all_names(crew, min(rounds, 2))
+        return total + self._all_names(executor, min(rounds, 2))
 
-    def _all_names(self, crew: Sequence[Worker], rounds: int) -> Traffic:
+    def _all_names(self, executor: Sequence[Worker], rounds: int) -> Traffic:
         """The tables: the first task's and outcome's, and the second task's, which has moments."""
         total = Traffic()
         for number in range(rounds):
-            for part in self.method.parts(number, crew):
+            for part in self.method.parts(number, executor):
                 names = self.part(part, number).names
                 total += names if number == 0 else Traffic(names.sent if self.moments else 0, 0)
         return total

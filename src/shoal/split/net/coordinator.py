@@ -23,7 +23,7 @@ from shoal.split.net._handshake import describe_job, difference
 from shoal.split.net._probe import LinkSpeed, probe_link
 from shoal.split.net._sockets import Traffic
 from shoal.split.net._wire import END, OUTCOME, RAISED, Message, Wire, text_message
-from shoal.split.net.links import Address, Door, Link, LinkLost
+from shoal.split.net.links import Address, Link, LinkLost, Listener
 
 END_SECONDS = 2.0
 """For a worker to hear that it is over."""
@@ -82,7 +82,7 @@ _Came = tuple[_Turn, Outcome | ShoalError, float]
 
 
 @dataclass(slots=True)
-class _Hall:
+class _Lobby:
     """Who has come in and waits for the next round; shared with the thread at the door."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -131,8 +131,8 @@ class Distributed:
         self._members: list[Member] = []
         self._gone = Traffic()
         self._started = False
-        self._hall = _Hall()
-        self._door = Door(address if address is not None else Address("127.0.0.1", 0), offer)
+        self._hall = _Lobby()
+        self._door = Listener(address if address is not None else Address("127.0.0.1", 0), offer)
         self.address = self._door.address
         self._porter = threading.Thread(target=self._receive, name="shoal-door", daemon=True)
         self._porter.start()
@@ -156,12 +156,12 @@ class Distributed:
 
     def _wait_for(self, count: int, seconds: float) -> None:
         """Until so many have come or been refused since the beginning, and one of them could stay."""
-        hall = self._hall
-        with hall.changed:
-            hall.changed.wait_for(lambda: hall.came and hall.came + len(hall.refused) >= count, timeout=seconds)
-            if hall.came and hall.came < count and not self._started:
+        lobby = self._hall
+        with lobby.changed:
+            lobby.changed.wait_for(lambda: lobby.came and lobby.came + len(lobby.refused) >= count, timeout=seconds)
+            if lobby.came and lobby.came < count and not self._started:
                 self._tell(
-                    f"{hall.came} of {count} workers are there after {seconds:g} s; beginning without the others"
+                    f"{lobby.came} of {count} workers are there after {seconds:g} s; beginning without the others"
                 )
 
     def _take_in(self) -> None:

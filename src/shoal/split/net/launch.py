@@ -120,8 +120,8 @@ def local_crew(
     ...     result = train_split(job, method, crew)
     """
     crew_settings = {"codec": codec, "deadline": deadline, "speeds": speeds, "address": address, "tell": tell}
-    with crew_of(job, method, workers, crew_settings, device=device, patience=patience) as (crew, _):
-        yield crew
+    with crew_of(job, method, workers, crew_settings, device=device, patience=patience) as (executor, _):
+        yield executor
 
 
 @contextmanager
@@ -140,10 +140,10 @@ def crew_of(
         worker_settings.setdefault("tell", quiet)
     local_workers = fork_workers(local, job, method, **worker_settings)
     try:
-        with Distributed(job, method, workers=local + others, **crew_settings) as crew:
+        with Distributed(job, method, workers=local + others, **crew_settings) as executor:
             for worker in local_workers:
-                worker.go(crew.address)
-            yield crew, local_workers
+                worker.go(executor.address)
+            yield executor, local_workers
     finally:
         until = time.monotonic() + END_SECONDS
         for worker in local_workers:

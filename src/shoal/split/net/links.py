@@ -176,7 +176,7 @@ class _Meeting(Store):
         self._store.wait([self._prefix + key for key in keys], timeout)
 
 
-class Door:
+class Listener:
     """Where workers come in: hosts the store, and answers those who ask."""
 
     def __init__(self, address: Address, offer: Mapping[str, Any] | None = None) -> None:
@@ -266,7 +266,7 @@ def _store(where: Address) -> Any:
     return store
 
 
-def knock(where: Address, ask: dict[str, Any], seconds: float) -> Link:
+def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     """Ask to join, and join.
 
     LinkLost where nobody was there for so many seconds, Refused where the coordinator says no.

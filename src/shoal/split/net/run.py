@@ -16,7 +16,7 @@ from shoal.results import Result
 from shoal.split.api import add_notes
 from shoal.split.core.checks import checked
 from shoal.split.core.method import Method
-from shoal.split.methods.sil_method import Sil
+from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._advice import Advice, advise
 from shoal.split.net._forecast import TrafficForecast
 from shoal.split.net._probe import LinkSpeed
@@ -107,9 +107,9 @@ class Run:
             self._serve(where)
             return None
         settings, job, method = self._ready()
-        with self._crew(settings, job, method, settings.workers) as crew:
-            crew.roll(0)
-            return self._train(settings, job, method, crew)
+        with self._executor(settings, job, method, settings.workers) as executor:
+            executor.roll(0)
+            return self._train(settings, job, method, executor)
 
     def _check(self) -> None:
         """What can be seen to be wrong before any process is started."""
@@ -128,7 +128,7 @@ class Run:
         method = settings.build(job, self._device())
         if settings.method == "sil" and "workers" not in self.given and started is None:
             settings.workers = int(getattr(method, "count", settings.workers))
-        if isinstance(method, Sil) and settings.workers > method.count:
+        if isinstance(method, SILMethod) and settings.workers > method.count:
             spare = settings.workers - method.count
             self._say(f"{method.count} parts, {settings.workers} workers: {spare} only stand by, should one be lost")
         return settings, job, method
@@ -137,7 +137,7 @@ class Run:
         return pick_device(self.device)
 
     @contextmanager
-    def _crew(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
+    def _executor(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
         local = self.place.local_of(workers)
         crew_settings = {
             "address": self.place.address, "offer": settings.given(), "codec": settings.codec, "tell": self.tell,
@@ -145,36 +145,38 @@ class Run:
             "start_seconds": self.patience,
         }  # fmt: skip
         worker_settings = {"device": self._device(), "patience": 10.0}
-        with crew_of(job, method, local, crew_settings, others=workers - local, **worker_settings) as (crew, _):
+        with crew_of(job, method, local, crew_settings, others=workers - local, **worker_settings) as (executor, _):
             if local < workers:
-                self._say(f"coordinator at {crew.address}, waiting for {workers - local} workers")
-            yield crew
+                self._say(f"coordinator at {executor.address}, waiting for {workers - local} workers")
+            yield executor
 
     def _say(self, line: str) -> None:
         if self.tell is not None:
             self.tell(line)
 
-    def _train(self, settings: Settings, job: Job, method: Method, crew: Distributed) -> Result:
-        there = crew.roll(0)
-        speed = LinkSpeed.parse(self.link) if self.link is not None else crew.probe()
+    def _train(self, settings: Settings, job: Job, method: Method, executor: Distributed) -> Result:
+        there = executor.roll(0)
+        speed = LinkSpeed.parse(self.link) if self.link is not None else executor.probe()
         try:
             self._say(advise(job, method, len(there), speed, codec=settings.codec, device=self._device()).sentence)
         except SplitError as error:
             self._say(f"whether it pays is not known: {error}")
-        predicted = TrafficForecast(job, method, crew.codec).all_rounds(there)
-        crew.forget_traffic()
+        predicted = TrafficForecast(job, method, executor.codec).all_rounds(there)
+        executor.forget_traffic()
         result = train_split(
-            job, method, crew, device=self._device(), out=self.out, tell=self.tell,
+            job, method, executor, device=self._device(), out=self.out, tell=self.tell,
             checkpoint_every=self.checkpoint_every,
         )  # fmt: skip
         report = result.split
         if report is not None:
             report.bytes_predicted = predicted.both
-            limit = max((lost.waited for lost in crew.lost), default=0.0)
-            if crew.lost:
-                report.notes.append(f"workers were lost {len(crew.lost)} times; the longest wait was {duration(limit)}")
+            limit = max((lost.waited for lost in executor.lost), default=0.0)
+            if executor.lost:
+                report.notes.append(
+                    f"workers were lost {len(executor.lost)} times; the longest wait was {duration(limit)}"
+                )
             add_notes(result, method)
-            if isinstance(method, Sil):
+            if isinstance(method, SILMethod):
                 result.split = report_of_parts(result, method)
         return result
 
@@ -204,7 +206,7 @@ class Run:
             speed = LinkSpeed.parse(self.link)
         else:
             self.place.local = 1
-            with self._crew(settings, job, method, 1) as crew:
-                crew.roll(0)
-                speed = crew.probe()
+            with self._executor(settings, job, method, 1) as executor:
+                executor.roll(0)
+                speed = executor.probe()
         return advise(job, method, settings.workers, speed, codec=settings.codec, device=self._device())

@@ -20,7 +20,7 @@ from shoal.split.net._blocks import Blocks
 from shoal.split.net._codec import codec_named
 from shoal.split.net._handshake import describe_job
 from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, Wire, WireError, text_message
-from shoal.split.net.links import Address, Link, LinkLost, knock
+from shoal.split.net.links import Address, Link, LinkLost, connect
 
 SEND_SECONDS = 3600.0
 """For an outcome to go out: the coordinator cuts the link when it has waited long enough."""
@@ -53,7 +53,7 @@ def serve_worker(
     joined = False
     while True:
         try:
-            link = knock(where, worker.ask, patience)
+            link = connect(where, worker.ask, patience)
         except LinkLost as error:
             lost = f"lost the coordinator at {where} and did not find it again in {patience:g} s"
             raise SplitError(

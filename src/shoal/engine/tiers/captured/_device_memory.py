@@ -12,7 +12,7 @@ SURE = 3
 """Times what a step takes by rule of thumb, from which nobody need look closer."""
 
 
-def make_sure(recipe: Recipe, tier: str, members: int) -> None:
+def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
     """See to it that there is memory for a step of so many members, and to capture it.
 
     Raises:

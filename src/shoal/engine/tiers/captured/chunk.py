@@ -16,7 +16,7 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.engine.optim import merge_flags
 from shoal.engine.recipes.program import Program
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.optimizers import StackedOptimizer, kind
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.captured._compile import Executable, executable, warm_up
@@ -33,9 +33,9 @@ class Chunk:
     """Members in one stack, with static inputs: every address stays the same from the first step to the last."""
 
     def __init__(
-        self, stack: Stack, kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
+        self, stack: Stack, trace_cache: TraceCache, cache: Cache, *, solo: bool, shared: bool, compiled: bool
     ) -> None:
-        self.stack, self.kitchen, self.cache = stack, kitchen, cache
+        self.stack, self.trace_cache, self.cache = stack, trace_cache, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
         self.seats: list[Member | None] = list(stack.members)
         """Who sits in each row; None: nobody, and the row stands still."""
@@ -64,21 +64,28 @@ class Chunk:
         """What is laid side by side there."""
         self._sent: torch.cuda.Event | None = None
         """When it was copied to the device."""
-        self.view = StackedUnit.around(stack, kitchen)
+        self.view = StackedUnit.around(stack, trace_cache)
         """For what is not a training step: validation, schedules, writing back."""
         self._steps: dict[int, Step] = {}
         self._ready: dict[int, Executable] = {}
 
     @classmethod
     def build(
-        cls, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, solo: bool, shared: bool, compiled: bool
+        cls,
+        recipes: Sequence[Recipe],
+        trace_cache: TraceCache,
+        cache: Cache,
+        *,
+        solo: bool,
+        shared: bool,
+        compiled: bool,
     ) -> Chunk:
         """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
         stack.rehearse()
         for recipe in recipes:
             _to_host(recipe.member)
-        return cls(stack, kitchen, cache, solo=solo, shared=shared, compiled=compiled)
+        return cls(stack, trace_cache, cache, solo=solo, shared=shared, compiled=compiled)
 
     @property
     def alive(self) -> list[int]:
@@ -115,26 +122,26 @@ class Chunk:
                     return row
         return None
 
-    def sit(self, seats: Mapping[int, Recipe]) -> None:
+    def assign(self, seats: Mapping[int, Recipe]) -> None:
         """Put members, wherever they are in their training, into free rows, all of them at once."""
         self.view.rates_of.settle()
         last = {row: rate for row, rate in enumerate(self.view.rates_of.last) if row not in seats}
-        newcomers = Stack(list(seats.values()), size=len(seats), passing=True)
+        new_members = Stack(list(seats.values()), size=len(seats), passing=True)
         seat = {recipe.member.index: row for row, recipe in seats.items()}
-        rows = [seat[member.index] for member in newcomers.members]  # the stack has them in an order of its own
-        self.stack.put(rows, newcomers)
-        for row, member in zip(rows, newcomers.members, strict=True):
+        rows = [seat[member.index] for member in new_members.members]  # the stack has them in an order of its own
+        self.stack.put(rows, new_members)
+        for row, member in zip(rows, new_members.members, strict=True):
             _to_host(member)
             self._orders[row], self.seats[row] = None, member
-        counted = [[m.batches for m in newcomers.members], [signed(m.job.seed) for m in newcomers.members]]
+        counted = [[m.batches for m in new_members.members], [signed(m.job.seed) for m in new_members.members]]
         index, counts, seeds = torch.tensor([rows, *counted], device=self.stack.device).unbind(0)
         self.inputs.count.index_copy_(0, index, counts)
         self.inputs.seeds.index_copy_(0, index, seeds)
-        self.view = StackedUnit.around(self.stack, self.kitchen)
+        self.view = StackedUnit.around(self.stack, self.trace_cache)
         self.view.rates_of.carry(last)
         self._rest()
 
-    def stand(self, rows: Sequence[int]) -> None:
+    def release(self, rows: Sequence[int]) -> None:
         """Make rows free."""
         for row in rows:
             self.seats[row] = None
@@ -151,7 +158,7 @@ class Chunk:
             return self
         self.view.rates_of.settle()
         stack = self.stack.keep(rows, len(rows))
-        kept = Chunk(stack, self.kitchen, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
+        kept = Chunk(stack, self.trace_cache, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
         last = self.view.rates_of.last
         kept.view.rates_of.carry({place: last[row] for place, row in enumerate(rows)})
         return kept

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack import transfer
-from shoal.engine.tiers.captured._device_memory import make_sure
+from shoal.engine.tiers.captured._device_memory import ensure_memory
 from shoal.engine.tiers.captured.chunk import Cache, Chunk
 from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, held, scarce
 from shoal.engine.tiers.unit import Findings, Unit, Unlike
@@ -30,7 +30,7 @@ class CapturedUnit(Unit):
     """Members of one recipe in one or more chunks. Full batches are run by the executor, short ones here."""
 
     def __init__(
-        self, recipes: Sequence[Recipe], kitchen: Kitchen, cache: Cache, *, chunk: int, compiled: bool
+        self, recipes: Sequence[Recipe], trace_cache: TraceCache, cache: Cache, *, chunk: int, compiled: bool
     ) -> None:
         """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
         self.tier = "streams" if chunk == 1 else "stacked"
@@ -39,7 +39,7 @@ class CapturedUnit(Unit):
         shared = not solo and _orders_agree([recipe.member for recipe in recipes])
         groups = [recipes[i : i + chunk] for i in range(0, len(recipes), chunk)]
         self.chunks = [
-            Chunk.build(group, kitchen, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
+            Chunk.build(group, trace_cache, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
         ]
         self.lane = next(_lanes) % LANES
         """Where it is captured and launched."""
@@ -110,7 +110,7 @@ class CapturedUnit(Unit):
     def _make_sure(self) -> None:
         """That there is memory for a step: in the middle of one it is too late."""
         if self.members[0].device.type == "cuda":
-            make_sure(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
+            ensure_memory(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
 
     def crowded(self) -> None:
         """Memory was full: hold no more than is needed."""
@@ -192,7 +192,7 @@ class CapturedUnit(Unit):
     def rates(self) -> list[float]:
         found = []
         for chunk in self.chunks:
-            chunk.view.rates_of.settle_rates()
+            chunk.view.rates_of.sync_schedules()
             found += [chunk.view.rates_of.last[row] for row in chunk.alive]
         return found
 
@@ -222,7 +222,7 @@ class CapturedUnit(Unit):
 
     def keep(self, slots: list[int]) -> Unit:
         for chunk, rows in self._rows(set(range(len(self.members))) - set(slots)):
-            chunk.stand(rows)
+            chunk.release(rows)
         self._seated()
         return self
 
@@ -246,7 +246,7 @@ class CapturedUnit(Unit):
         assert seats is not None, "whoever joins was accepted before"
         for chunk, own in seats:
             if own:
-                chunk.sit(own)
+                chunk.assign(own)
         self._seated()
         return self
 

@@ -71,7 +71,7 @@ def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
         batches = [_batch(unit.members[slot], unit.stack.recipes[slot]) for slot in rows]
         leaves = [torch.stack(column) for column in zip(*batches, strict=True)]
         traces = [unit.stack.recipes[slot].steps[len(leaves[0][0])] for slot in rows]
-        program = unit.kitchen.program(traces, [True] * len(leaves), unit.stack.device)
+        program = unit.trace_cache.program(traces, [True] * len(leaves), unit.stack.device)
         state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
         noise = unit.drawn(program, rows)
         with torch.enable_grad(), autocast(unit.members[0].job.precision, unit.stack.device):

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.member import evaluating
 from shoal.engine.proof.evaluation import prove_evaluation
 from shoal.engine.recipes.program import Program
-from shoal.engine.recipes.recipe import Evaluation, Kitchen
+from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.unit import Unlike, context_lost, evaluated, out_of_memory, stack_outputs
 from shoal.engine.tracing.patches import Untraceable
@@ -26,7 +26,7 @@ class Forward:
     def __init__(self, models: Sequence[nn.Module], precision: str | None = None) -> None:
         self.models = list(models)
         self.precision = precision
-        self._kitchen, self._what = Kitchen(), Evaluation.forward(precision)
+        self._trace_cache, self._what = TraceCache(), Evaluation.forward(precision)
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
         self.calls = 0
         """Stacked programs run so far."""
@@ -54,7 +54,7 @@ class Forward:
         found: dict[Hashable, tuple[list[int], list[Trace]]] = {}
         for place, model in enumerate(self.models):
             try:
-                graph = self._kitchen.evaluation(model, self._what, inputs)
+                graph = self._trace_cache.evaluation(model, self._what, inputs)
             except Untraceable:
                 found[("alone", place)] = ([place], [])
                 continue
@@ -72,7 +72,7 @@ class Forward:
         try:
             program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
             models = [self.models[place] for place in places]
-            prove_evaluation(models, [self._what] * len(models), traces, inputs, self._kitchen)
+            prove_evaluation(models, [self._what] * len(models), traces, inputs, self._trace_cache)
         except (NotStackable, Untraceable):
             return None
         if program.draws:

@@ -13,7 +13,7 @@ from shoal.engine.members.member import Member, draws, run_step
 from shoal.engine.proof.cases import Disproved
 from shoal.engine.proof.training import prove_training
 from shoal.engine.recipes.program import Program
-from shoal.engine.recipes.recipe import Kitchen, Recipe
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked._loading import load_slot
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -23,19 +23,19 @@ LOOK_AHEAD = 32
 """Steps whose learning rates are worked out at once, where schedules allow it."""
 
 
-class HandedStack:
+class GivenBatchesStack:
     """Members of one recipe. Batches are leaves in the order of the trace, shared or with the member axis first."""
 
-    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen) -> None:
-        self.kitchen = kitchen
-        self.unit: StackedUnit = StackedUnit(recipes, kitchen)
+    def __init__(self, recipes: Sequence[Recipe], trace_cache: TraceCache) -> None:
+        self.trace_cache = trace_cache
+        self.unit: StackedUnit = StackedUnit(recipes, trace_cache)
         self._settle()
 
     @classmethod
-    def around(cls, unit: StackedUnit, kitchen: Kitchen) -> HandedStack:
+    def around(cls, unit: StackedUnit, trace_cache: TraceCache) -> GivenBatchesStack:
         """The stack of a unit that exists already."""
         stack = object.__new__(cls)
-        stack.kitchen, stack.unit = kitchen, unit
+        stack.trace_cache, stack.unit = trace_cache, unit
         stack._settle()
         return stack
 
@@ -56,7 +56,7 @@ class HandedStack:
     def key(self, batch: Any) -> Hashable:
         """What a newcomer's recipe for this batch must have as its key to join."""
         first = self.unit.stack.recipes[0]
-        return Recipe(first.member, {1: self.kitchen.step_on(first.member, batch)}, first.optimizer).key
+        return Recipe(first.member, {1: self.trace_cache.step_on(first.member, batch)}, first.optimizer).key
 
     def knows(self, key: Hashable) -> bool:
         """Whether it is ready for batches of this shape."""
@@ -68,7 +68,7 @@ class HandedStack:
         Raises:
             Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
         """
-        traces = [self.kitchen.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
+        traces = [self.trace_cache.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
         count = traces[0].batch_spec.num_leaves
         device = self.unit.stack.device
         program = Program([traces[r] for r in self.rows], device=device, stacked_batch=[stacked] * count)
@@ -76,7 +76,7 @@ class HandedStack:
         for recipe, batch, trace in zip(self.unit.stack.recipes, batches, traces, strict=True):
             recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # what a `Hand` hands out
             recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
-        for reason in prove_training(recipes, self.kitchen).values():
+        for reason in prove_training(recipes, self.trace_cache).values():
             raise Disproved(reason)
         self._programs[key] = program
 
@@ -125,16 +125,16 @@ class HandedStack:
         self.unit.write_back(list(found))  # buffers that the failed step may have moved
         return found
 
-    def part(self, slots: Sequence[int]) -> HandedStack:
+    def part(self, slots: Sequence[int]) -> GivenBatchesStack:
         """Some of the members as a stack of their own, for a step; `take` brings back what it did."""
         unit = self.unit.keep(list(slots))
         assert isinstance(unit, StackedUnit)
-        found = HandedStack.around(unit, self.kitchen)
+        found = GivenBatchesStack.around(unit, self.trace_cache)
         found._programs = self._some.setdefault(tuple(slots), {})
         self._ahead = 0
         return found
 
-    def take(self, slots: Sequence[int], part: HandedStack) -> None:
+    def take(self, slots: Sequence[int], part: GivenBatchesStack) -> None:
         """Be, for these members, where a part of this stack is."""
         self.unit._take(list(slots), part.unit)
 

@@ -15,7 +15,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.proof.evaluation import prove_evaluation
 from shoal.engine.proof.training import proven_together
 from shoal.engine.recipes.program import Program, as_column
-from shoal.engine.recipes.recipe import Evaluation, Kitchen, Recipe
+from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.batches import Feed
 from shoal.engine.stack.optimizers import kind
@@ -34,18 +34,18 @@ class StackedUnit(Unit):
 
     tier = "stacked"
 
-    def __init__(self, recipes: Sequence[Recipe], kitchen: Kitchen) -> None:
-        self.kitchen = kitchen
+    def __init__(self, recipes: Sequence[Recipe], trace_cache: TraceCache) -> None:
+        self.trace_cache = trace_cache
         self.stack = Stack(recipes, size=max(len(recipes), LEAST))
         self._set_up()
         for rows, step in recipes[0].steps.items():
             self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
 
     @classmethod
-    def around(cls, stack: Stack, kitchen: Kitchen) -> StackedUnit:
+    def around(cls, stack: Stack, trace_cache: TraceCache) -> StackedUnit:
         """The unit of a stack that exists already."""
         unit = object.__new__(cls)
-        unit.kitchen, unit.stack = kitchen, stack
+        unit.trace_cache, unit.stack = trace_cache, stack
         unit._set_up()
         return unit
 
@@ -109,7 +109,7 @@ class StackedUnit(Unit):
 
     def _stop(self) -> None:
         """The turn is over: what it gave, to the members."""
-        self.rates_of.settle_rates()
+        self.rates_of.sync_schedules()
         self._note()
 
     def failures(self) -> dict[int, Exception]:
@@ -183,7 +183,7 @@ class StackedUnit(Unit):
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
         """The step on batches of so many rows."""
         traces = [self.stack.recipes[r].steps[rows] for r in self.stack.rows]
-        return self.kitchen.program(traces, stacked_batch, self.stack.device)
+        return self.trace_cache.program(traces, stacked_batch, self.stack.device)
 
     def _batch(self, feed: Feed, index: int) -> None:
         member, done = self.members[0], len(self._losses)
@@ -332,7 +332,7 @@ class StackedUnit(Unit):
         return (
             self.settled
             and recipe.key == self.stack.recipes[0].key
-            and proven_together([self.stack.recipes[0], recipe], self.kitchen)
+            and proven_together([self.stack.recipes[0], recipe], self.trace_cache)
             and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
             and (not apart or all(m.place == member.place for m in self.members))
             and member.data.source.streamed == first.data.source.streamed
@@ -342,15 +342,15 @@ class StackedUnit(Unit):
         """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
         self.rates_of.settle()
         count = len(self.members) + len(recipes)
-        newcomers = Stack(recipes, size=len(recipes), passing=True)
-        grown = self._changed(self.stack.merged(newcomers, max(count, LEAST)))
+        new_members = Stack(recipes, size=len(recipes), passing=True)
+        grown = self._changed(self.stack.merged(new_members, max(count, LEAST)))
         last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
         grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})
         return grown
 
     def _changed(self, stack: Stack) -> Self:
         unit = object.__new__(type(self))
-        unit.kitchen, unit.stack = self.kitchen, stack
+        unit.trace_cache, unit.stack = self.trace_cache, stack
         unit._set_up()
         return unit
 
@@ -418,10 +418,10 @@ class StackedUnit(Unit):
         if key not in self._forwards:
             try:
                 models = [member.model for member in self.members]
-                traces = [self.kitchen.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
+                traces = [self.trace_cache.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
                 rows = [traces[row] for row in self.stack.rows]
-                program = self.kitchen.program(rows, [False] * len(leaves), self.stack.device)
-                prove_evaluation(models, whats, traces, batch, self.kitchen)
+                program = self.trace_cache.program(rows, [False] * len(leaves), self.stack.device)
+                prove_evaluation(models, whats, traces, batch, self.trace_cache)
                 self._forwards[key] = None if program.draws or program.written else program
             except (Untraceable, NotStackable):
                 self._forwards[key] = None

@@ -70,10 +70,10 @@ def opened(path: Path, count: int = 1) -> RunFolder:
 
 def restored(path: Path, index: int = 0, count: int = 1) -> Rider:
     """The member as a new process finds it."""
-    rider = Rider(index)
+    member = Rider(index)
     with opened(path, count) as folder:
-        assert folder.restore(rider)
-    return rider
+        assert folder.restore(member)
+    return member
 
 
 def told(work: Callable[[], Any]) -> list[str]:
@@ -99,6 +99,6 @@ def results(members: list[Member]) -> Results:
 
 
 def restored_from(folder: RunFolder) -> Rider:
-    rider = Rider()
-    assert folder.restore(rider)
-    return rider
+    member = Rider()
+    assert folder.restore(member)
+    return member
