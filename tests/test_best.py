@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_close, numbers
+from tests.engine.equality import assert_close, numbers
 from torch import Tensor, nn
 
 import shoal

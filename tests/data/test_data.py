@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import TOLERANCE, distance
+from tests.engine.equality import TOLERANCE, distance
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 

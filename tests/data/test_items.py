@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import assert_close, numbers
+from tests.engine.equality import assert_close, numbers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.pack.equality import TOLERANCE, assert_as_alone, distances, numbers, reasons, slowly, train, whole
+from tests.engine.equality import TOLERANCE, assert_as_alone, distances, numbers, reasons, slowly, train, whole
 from torch import Tensor, nn
 
 import shoal

@@ -40,8 +40,13 @@ class PlanningContext:
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
     ) -> None:
-        """`timed`: whether measured times may decide tiers. `deterministic`: see `TraceCache`. `tiers`: those that members
-        had in the run that is resumed; they have them again."""
+        """Knows all members before any of them runs.
+
+        Args:
+            timed: Whether measured times may decide tiers.
+            deterministic: See `TraceCache`.
+            tiers: Those that members had in the run that is resumed; they get them again.
+        """
         self.device = members[0].device
         self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
         self.gpu = self.device.type == "cuda"

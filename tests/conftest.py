@@ -1,0 +1,20 @@
+"""What all tests share: a cache of their own, so that they neither read nor fill the developer's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder() -> Iterator[None]:
+    """One cache for each test process, removed with it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-cache-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SHOAL_CACHE", os.path.join(folder, "cache"))
+        yield

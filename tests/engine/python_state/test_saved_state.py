@@ -1,0 +1,129 @@
+"""State that no state_dict has: a training that goes on from a checkpoint ends like one that was left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.stateful import KINDS, job
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.member import Member
+from shoal.engine.runtime.clones import clone_of
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.run import Run
+from shoal.errors import OutError, ShoalWarning
+from shoal.preparation.checks import prepare
+from shoal.storage import _store
+
+CPU = torch.device("cpu")
+
+
+def prepared(kind: str) -> Member:
+    (member,) = prepare([job(kind)], CPU)
+    member.own.wanted = True
+    return member
+
+
+def trained(member: Member, between: Any = None) -> Member:
+    planning = PlanningContext([member], timed=False)
+    run = Run([member], planning)
+    run._turn_seconds = 1e-9
+    if between is not None:
+        run.between = lambda: between(run)
+    run.go()
+    assert member.status == "done", member.error
+    return member
+
+
+def assert_same(a: Member, b: Member) -> None:
+    ours, theirs = (pytree.tree_leaves([m.model.state_dict(), m.optimizer_state]) for m in (a, b))
+    for x, y in zip(ours, theirs, strict=True):
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y or (x != x and y != y)
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in a.history] == [
+        {k: v for k, v in row.items() if k != "seconds"} for row in b.history
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path) -> None:
+    alone = trained(prepared(kind))
+    files: list[Path] = []
+
+    def save(run: Run) -> None:
+        if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+            run.runners[0].unit.write_back()
+            files.append(tmp_path / str(len(files)))
+            _store.save(files[-1], run.runners[0].members[0].state())
+
+    assert_same(trained(prepared(kind), save), alone)
+    assert len(files) > 5
+    for file in (files[1], files[len(files) // 2], files[-2]):
+        again = prepared(kind)
+        again.load_state(_store.load(file))
+        assert_same(trained(again), alone)
+
+
+ONE_IN_A_PROCESS = ("global counter", "class attribute", "module random", "module numpy.random")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ONE_IN_A_PROCESS])
+def test_a_clone_goes_on_with_state_of_its_own(kind: str) -> None:
+    """It ends with the bits of the job that it was taken from, and that one with the bits that it has alone."""
+    alone, (member,), clones = trained(prepared(kind)), [prepared(kind)], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 7 and not clones:
+            clones.append(clone_of(run, member, "clone", {}))
+            run.add(clones[0])
+
+    trained(member, clone)
+    assert [m.status for m in (member, *clones)] == ["done", "done"]
+    assert_same(member, alone)
+    assert_same(clones[0], alone)
+
+
+@pytest.mark.parametrize("kind", ONE_IN_A_PROCESS)
+def test_a_clone_that_shares_state_with_its_source_is_warned_of(kind: str) -> None:
+    (member,), clones = [prepared(kind)], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 7 and not clones:
+            with pytest.warns(ShoalWarning, match="which the clone has in common with it") as caught:
+                clones.append(clone_of(run, member, "clone", {}))
+            assert len(caught) == 1
+
+    trained(member, clone)
+    assert clones
+
+
+def test_a_clone_of_a_clone_and_one_with_another_step() -> None:
+    alone, (member,), clones = trained(prepared("dict in a closure")), [prepared("dict in a closure")], list[Member]()
+
+    def clone(run: Run) -> None:
+        if member.batches >= 4 and not clones:
+            run.add(clone_of(run, member, "one", {}))
+            clones.append(run.everybody[-1])
+        elif clones and clones[0].batches >= 9 and len(clones) == 1:
+            run.add(clone_of(run, clones[0], "two", {}))
+            run.add(clone_of(run, clones[0], "three", {"step": job("nonlocal counter").step}))
+            clones.extend(run.everybody[-2:])
+
+    trained(member, clone)
+    assert [m.status for m in clones] == ["done"] * 3
+    assert_same(clones[1], alone)
+    assert not torch.equal(next(clones[2].model.parameters()), next(alone.model.parameters()))
+
+
+def test_state_that_does_not_fit_is_an_error_that_names_it() -> None:
+    states: list[dict[str, Any]] = []
+    trained(prepared("dict in a closure"), lambda run: states.append(run.everybody[0].state()))
+    other = prepared("nonlocal counter")
+    other.load_state(states[1])
+    with pytest.raises(
+        OutError, match="its checkpoint holds state in the closure of step, which this job does not have"
+    ):
+        trained(other)
