@@ -200,7 +200,7 @@ class _Work:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._keep(planning, alive)
-        self._tell_start(planning.whole_plan(alive))
+        self._tell_start(planning.propose(alive, settings.policy) if alive else None)
         count = 1
         if not self.calls and self.controls is None:
             count = processes_for(alive, planning, settings.threads)

@@ -29,7 +29,7 @@ class TimedPack:
 
     def __init__(self, planning: PlanningContext, members: Sequence[Member], count: int = 1) -> None:
         own, *others = workers.deal(members, planning, count) if count > 1 else [list(members)]
-        self.plan = planning.whole_plan(members)
+        self.plan = planning.propose(members)
         self.device = members[0].device
         self._helpers = [fork(partial(_serve, planning, share)) for share in others if share]
         self._threads = torch.get_num_threads()

@@ -71,7 +71,7 @@ class Run(UnitListener):
         self.before: Callable[[dict[int, int]], object] | None = None
         """Told before each turn how many batches each member will have had after it."""
         for member in self.waiting.values():
-            self._queue.add(self._ticket(member))
+            self._queue.add(planning.ticket(member, time.monotonic()))
 
     def go(self) -> None:
         """Train all members to their ends; what came of them is then in the members."""
@@ -108,14 +108,6 @@ class Run(UnitListener):
 
     # --- who rides --------------------------------------------------------------------------------------------------
 
-    def _ticket(self, member: Member) -> Ticket:
-        now, job = time.monotonic(), member.job
-        seconds, size = self.planning.cost(member)
-        return Ticket(
-            index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
-            seconds=seconds, bytes=size, running=False, ridden=member.seconds,
-        )  # fmt: skip
-
     def _admit(self) -> None:
         """Let those join who should ride now, and take places from those who should not."""
         sliced = self._queue.policy.slice_seconds is not None
@@ -123,8 +115,7 @@ class Run(UnitListener):
             return
         self._changed = False
         self._limits.lift({self.planning.request(member).key for member in (*self.waiting.values(), *self._running())})
-        enough = self._fits(self._queue.tickets)
-        admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
+        admission = self._queue.admit(self._fits, time.monotonic())
         if admission.leave:
             self._eject(set(admission.leave))
         joining = [self.waiting.pop(index) for index in admission.join]
@@ -148,9 +139,7 @@ class Run(UnitListener):
         """Nobody rides and nobody fits: the first in line will not, however long it waits."""
         for index in list(self.waiting):
             member = self.waiting.pop(index)
-            need, most = self.planning.bytes([member]), self._room
-            member.status = "failed"
-            member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
+            member.status, member.error = "failed", f"it {self.planning.too_large(member, self._room)}"
             self._queue.remove(index)
             self._tell_leave(member)  # and it is not saved so: with more memory a resume takes it on
 
@@ -386,7 +375,7 @@ class Run(UnitListener):
     def add(self, member: Member) -> None:
         """One more member, which waits for its place."""
         self.planning.add([member])
-        self._queue.add(self._ticket(member))
+        self._queue.add(self.planning.ticket(member, time.monotonic()))
         self.members[member.index] = self.waiting[member.index] = member
         self.everybody.append(member)
         self._changed = True

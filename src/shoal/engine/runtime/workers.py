@@ -29,7 +29,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member
-from shoal.engine.planning.planner import Kinds, Part
+from shoal.engine.planning.planner import Part, predict
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Line, ending, forget, fork, take
 from shoal.engine.runtime.run import Run
@@ -168,7 +168,7 @@ def _weight(members: Sequence[Member], planning: PlanningContext) -> float:
 
 
 def _step_seconds(members: Sequence[Member], planning: PlanningContext) -> float | None:
-    return Kinds(map(planning.request, members)).predictions().get("step_seconds")
+    return predict(list(map(planning.request, members))).get("step_seconds")
 
 
 def predicted_seconds(planning: PlanningContext, members: Sequence[Member]) -> float:
