@@ -2,13 +2,12 @@
 
 A job's tier must not depend on its companions, or its bits would. So a recipe is tried in a canonical way: copies of
 one member as a stack of fixed size, against that member's plain loop, on the same batches, in turns. The verdict is
-remembered in the process and on disk (see `learned`), so that later runs decide alike. Stacking is the rule; it must
+remembered in the process and on disk (see `perf_cache`), so that later runs decide alike. Stacking is the rule; it must
 clearly lose to be given up. A second, smaller stack gives the line on which the time of any pack is predicted.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
@@ -161,11 +160,9 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
 
 
 def _remembered(key: str) -> Verdict | None:
-    """What an earlier run found; what cannot be read is no verdict."""
-    found = perf_cache.lookup(key).verdict
+    """What an earlier run found; None where a number is missing."""
     try:
-        known = Verdict(**found) if found is not None else None
-        return known if known is not None and all(math.isfinite(x) for x in (known.stacked, known.solo)) else None
+        return Verdict(**perf_cache.lookup(key).verdict)
     except TypeError:
         return None
 
