@@ -96,13 +96,12 @@ def test_a_board_notes_the_forms_and_gives_them_again(tried: list[str], monkeypa
     """As on a GPU, as far as a CPU can."""
 
     def planning(own: list[Member], tiers: dict[int, str]) -> PlanningContext:
-        made = PlanningContext(own, timed=False, tiers=tiers)
+        made = PlanningContext(own, timed=False, tiers=tiers, forms_changed=lambda forms: notes.append(dict(forms)))
         monkeypatch.setattr(made, "gpu", True)
         return made
 
     own, notes = members(3), list[dict[int, str]]()
     first = planning(own, {1: "serial"})
-    first.arranged = lambda: notes.append(dict(first.forms))
     first.units(own)
     assert notes == [{0: "stacked compiled", 1: "serial", 2: "stacked compiled"}]
     second = planning(members(3), notes[0])

@@ -60,6 +60,7 @@ class PlanningContext:
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
         thorough: bool = False,
+        forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
         """Work out what can be known of these members.
 
@@ -71,11 +72,13 @@ class PlanningContext:
             budget: Bytes that may be used; None: any number.
             tiers: Those that members had in the run that is resumed; they get them again.
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
+            forms_changed: On a GPU: called with `forms` when they have changed.
         """
         self.device = members[0].device
         self.timed, self.compile, self.tiers, self.thorough = timed, compile, dict(tiers or {}), thorough
         self.gpu = self.device.type == "cuda"
         self.budget: float = math.inf if budget is None else budget
+        self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic)
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
@@ -97,10 +100,6 @@ class PlanningContext:
         self._taken = 0
         self.forms: dict[int, str] = {}
         """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
-        self.arranged: Callable[[], object] = lambda: None
-        """Called when `forms` has changed."""
-        self.requeue: Callable[[Member], None] = beginning
-        """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
         self.add(members)
 
     def add(self, members: Sequence[Member]) -> None:
@@ -284,8 +283,8 @@ class PlanningContext:
         for unit in units:
             name = unit.tier + (perf_cache.COMPILED if getattr(unit, "compiled", False) else "")
             self.forms |= {member.index: name for member in unit.members}
-        if self.forms != before:
-            self.arranged()
+        if self.forms != before and self._forms_changed is not None:
+            self._forms_changed(self.forms)
 
     def rehearse(self, proposed: Plan, members: Sequence[Member]) -> None:
         """On a GPU: build what a plan proposes as training would, and put what the trials showed into the plan.
