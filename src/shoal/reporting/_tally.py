@@ -1,7 +1,7 @@
 """What a run has done and has left, counted from its events.
 
 An event changes a few numbers of one unit or member, however many there are; sums over all of them are made when
-somebody asks.
+they are shown.
 """
 
 from __future__ import annotations
