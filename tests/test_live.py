@@ -184,7 +184,7 @@ def test_warm_start_of_another_network() -> None:
 SCHEDULES: dict[str, dict[str, Any]] = {
     "none": {},
     "function": {"schedule": lambda step: 0.97**step},
-    "torch": {"schedule": lambda optimizer: StepLR(optimizer, 5)},
+    "torch": {"schedule": lambda optimizer: StepLR(optimizer, 5, 0.7)},
     "epochs": {"schedule": lambda optimizer: CosineAnnealingLR(optimizer, 20), "schedule_every": "epoch"},
     "sequence": {
         "schedule": lambda o: SequentialLR(o, [StepLR(o, 5, 0.5), CosineAnnealingLR(o, 200)], milestones=[30])
