@@ -3,9 +3,9 @@
     python benchmarks/sweeps.py --data FOLDER --device cuda --out benchmarks/results/sweeps.json
     python benchmarks/sweeps.py gpt2 bert --data FOLDER --times 8
 
-Each sweep runs three times, each time in a new process: a plain loop over the jobs (eager, data on the device, autocast,
-fused AdamW; after its own warm-up; on a share of the jobs, scaled), Shoal with an empty cache, and Shoal again with the
-cache of that first run. `--times`: so many times the epochs. FOLDER holds mnist.npz, covertype.npz and
+Each sweep runs three times, each time in a new process: a plain loop over the jobs (eager, data on the device,
+autocast, fused AdamW; after its own warm-up; on a share of the jobs, scaled), Shoal with an empty cache, and Shoal again
+with the cache of that first run. `--times`: so many times the epochs. FOLDER holds mnist.npz, covertype.npz and
 tinyshakespeare.txt. Networks whose library is not installed are left out.
 """
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def images(rows: int, side: int) -> tuple[Tensor, Tensor]:
 
 def mlp(*widths: int, rate: float, norm: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(widths[:-2], widths[1:-1], strict=True):
+    for a, b in pairwise(widths[:-1]):
         layers += [nn.Linear(a, b), *([nn.BatchNorm1d(b)] if norm else []), nn.ReLU(), nn.Dropout(rate)]
     return nn.Sequential(*layers, nn.Linear(*widths[-2:]))
 
@@ -153,18 +154,28 @@ class Sweep:
 
 SWEEPS = {
     "cnn": Sweep(model=cnn, data=mnist, jobs=32, batch=(128,)),
-    "mlp": Sweep(model=lambda: mlp(784, 256, 128, 10, rate=0.1), data=lambda f: mnist(f, flat=True), jobs=32, batch=(128,)),
+    "mlp": Sweep(
+        model=lambda: mlp(784, 256, 128, 10, rate=0.1), data=lambda f: mnist(f, flat=True), jobs=32, batch=(128,)
+    ),
     "covertype": Sweep(model=lambda: mlp(54, 256, 128, 7, rate=0.1, norm=True), data=covertype, jobs=64, batch=(256,)),
     "batch-sizes": Sweep(
-        model=lambda: mlp(784, 256, 128, 10, rate=0.1), data=lambda f: mnist(f, flat=True), jobs=32,
+        model=lambda: mlp(784, 256, 128, 10, rate=0.1),
+        data=lambda f: mnist(f, flat=True),
+        jobs=32,
         batch=(64, 128, 256, 512),
     ),
-    "gpt2": Sweep(model=gpt2, data=lambda f: text(f, 128, 6_400), jobs=16, batch=(32,), step=language_loss, needs="transformers"),
-    "bert": Sweep(model=bert, data=lambda f: text(f, 64, 6_400), jobs=16, batch=(32,), step=language_loss, needs="transformers"),
+    "gpt2": Sweep(
+        model=gpt2, data=lambda f: text(f, 128, 6_400), jobs=16, batch=(32,), step=language_loss, needs="transformers"
+    ),
+    "bert": Sweep(
+        model=bert, data=lambda f: text(f, 64, 6_400), jobs=16, batch=(32,), step=language_loss, needs="transformers"
+    ),
     "vit": Sweep(model=vit, data=lambda _: images(6_400, 64), jobs=16, batch=(64,), needs="timm"),
-    "resnet18": Sweep(model=resnet18, data=lambda _: images(6_400, 64), jobs=16, batch=(128,), epochs=2, needs="torchvision"),
+    "resnet18": Sweep(
+        model=resnet18, data=lambda _: images(6_400, 64), jobs=16, batch=(128,), epochs=2, needs="torchvision"
+    ),
     "unstackable": Sweep(model=Unstackable, data=lambda f: mnist(f, 12_800, flat=True), jobs=8, batch=(128,), epochs=1),
-}  # fmt: skip
+}
 
 
 def run_loop(jobs: list[shoal.Job], device: torch.device, share: float) -> float:
@@ -201,11 +212,12 @@ def run_shoal(jobs: list[shoal.Job], device: torch.device) -> dict[str, Any]:
     start = time.perf_counter()
     results = shoal.train(jobs, device=str(device))
     seconds = time.perf_counter() - start
+    set_up = {} if results.plan is None else dict(results.plan.set_up or {})
     assert all(result.status == "done" for result in results), [result.error for result in results if result.error]
     return {
         "seconds": seconds,
         "tiers": sorted({r.tier or "" for r in results}),
-        "set_up": dict(results.plan.set_up or {}),
+        "set_up": set_up,
     }
 
 
@@ -244,7 +256,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.way:
-        return one(args)
+        one(args)
+        return
     rows = []
     for name in args.sweeps:
         if find_spec(SWEEPS[name].needs) is None:
@@ -253,22 +266,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             loop = in_a_new_process(name, "loop", cache, args)
             first, second = (in_a_new_process(name, "shoal", cache, args) for _ in range(2))
-        rows.append(
-            {
-                "sweep": name,
-                "jobs": SWEEPS[name].jobs,
-                "times": args.times,
-                "loop": loop,
-                "first": first,
-                "second": second,
-            }
-        )
+        row = {"sweep": name, "jobs": SWEEPS[name].jobs, "times": args.times}
+        rows.append({**row, "loop": loop, "first": first, "second": second})
         shown = [f"{run['seconds']:.1f} s = {loop['seconds'] / run['seconds']:.1f}x" for run in (first, second)]
-        print(f"{name}: loop {loop['seconds']:.1f} s, first run {shown[0]}, second run {shown[1]}, {first.get('tiers')}, "
-              f"set-up {first.get('set_up')} {[run['error'] for run in (loop, first, second) if 'error' in run] or ''}", flush=True)  # fmt: skip
+        errors = [run["error"] for run in (loop, first, second) if "error" in run]
+        print(f"{name}: loop {loop['seconds']:.1f} s, first run {shown[0]}, second run {shown[1]}", flush=True)
+        print(f"    {first.get('tiers')}, set-up {first.get('set_up')} {errors or ''}", flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps({"stamp": stamp(args.device, 1), "sweeps": rows}, indent=1) + "\n")
-    return None
 
 
 if __name__ == "__main__":
