@@ -4,8 +4,8 @@
     python benchmarks/sweeps.py gpt2 bert --data FOLDER --times 8
 
 Each sweep runs three times, each time in a new process: a plain loop over the jobs (eager, data on the device,
-autocast, fused AdamW; after its own warm-up; on a share of the jobs, scaled), Shoal with an empty cache, and Shoal again
-with the cache of that first run. `--times`: so many times the epochs. FOLDER holds mnist.npz, covertype.npz and
+autocast, fused AdamW; after its own warm-up; on a share of the jobs, scaled), Shoal with an empty cache, and Shoal
+again with the cache of that first run. `--times`: so many times the epochs. FOLDER holds mnist.npz, covertype.npz and
 tinyshakespeare.txt. Networks whose library is not installed are left out.
 """
 
