@@ -220,7 +220,7 @@ class Command:
         """Wait for its first checkpoint; whether one came."""
         until = time.monotonic() + LIMIT
         while process.poll() is None and time.monotonic() < until:
-            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/[ab].safetensors")):
+            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/[ab].ckpt")):
                 return True
             time.sleep(0.01)
         return False
@@ -252,7 +252,7 @@ def reference(room: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]
 
 def damage(folder: Path, draw: random.Random) -> tuple[Path, str] | None:
     """Spoil one checkpoint."""
-    held = sorted(folder.glob("members/*/[ab].safetensors"))
+    held = sorted(folder.glob("members/*/[ab].ckpt"))
     if not held:
         return None
     path, how = draw.choice(held), draw.choice(["cut short", "zeroed", "one bit changed"])
@@ -300,7 +300,7 @@ def trial(number: int, room: Path, args: argparse.Namespace, seconds: tuple[floa
 
 def seen(folder: Path) -> dict[str, int]:
     """How far a run had come: members with a checkpoint, checkpoints written, files that were on their way."""
-    held = list(folder.glob("members/*/[ab].safetensors"))
+    held = list(folder.glob("members/*/[ab].ckpt"))
     numbers = [int(_store.peek(path, "number") or 0) + 1 for path in held]
     return {
         "members": len({path.parent for path in held}),
