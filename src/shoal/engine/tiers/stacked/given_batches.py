@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws, run_step
 from shoal.engine.proof.cases import Disproved
-from shoal.engine.proof.training import prove_training
+from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.serial import SerialUnit
