@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,8 @@ TIME_BAR = 0.20
 LEAST_BYTES = 200e6
 SMALL, GPU_STEPS = (4, 8), 4000
 TIME_ROUNDS = 5
+RUNTIME_BYTES = 88_000_000
+"""What a fresh process takes on a CPU before the first network: libraries as they are used, the tracer."""
 
 
 def jobs(network: str, members: int, steps: int, batches: int, precision: str | None = None) -> list[Any]:
@@ -44,10 +47,9 @@ def jobs(network: str, members: int, steps: int, batches: int, precision: str | 
 def predict(network: str, members: int) -> dict[str, float]:
     """The growth of a process that trains this pack, from its traced step alone."""
     import shoal
-    from shoal.engine.planning import memory
 
     told = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
-    return {"bytes": told.memory_bytes + memory.RUNTIME_BYTES}
+    return {"bytes": told.memory_bytes + RUNTIME_BYTES}
 
 
 def growth(network: str, members: int) -> dict[str, float]:
@@ -77,22 +79,24 @@ def times(network: str, members: int) -> dict[str, float]:
 def _timed(network: str, members: int) -> tuple[float, float]:
     import torch
 
-    from shoal.engine.units import build, trials
+    from shoal.engine.runtime.planning_context import PlanningContext
+    from shoal.engine.units import trials
     from shoal.preparation.checks import prepare
 
     trials._verdicts.clear()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
-        made, units, _ = build.arrange(prepare(jobs(network, members, 400, 64), torch.device("cpu")))
+        built = prepare(jobs(network, members, 400, 64), torch.device("cpu"))
+        units, parts = zip(*PlanningContext(built).units(built), strict=True)
     for unit in units:
         unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
         unit.run(1)
     block = max(1, min(8, int(0.02 / _turn(units, 1))))  # short steps in a row, as in training
     seen = [_turn(units, block) for _ in range(5)]
-    return sum(part.predicted["step_seconds"] for part in made.parts), statistics.median(seen)
+    return sum(part.predicted["step_seconds"] for part in parts), statistics.median(seen)
 
 
-def _turn(units: list[Any], steps: int) -> float:
+def _turn(units: Sequence[Any], steps: int) -> float:
     start = perf_counter()
     for unit in units:
         unit.run(steps)
@@ -121,8 +125,8 @@ def fitted(network: str, members: int, compile: bool) -> dict[str, Any]:
     known = perf_cache.lookup(perf_cache.digest(recipe))
     curves = {tier: curve for tier in ("stacked", "streams") if (curve := known.curve("seconds", tier)) is not None}
     tier = min(curves, key=lambda name: curves[name].at(members))
-    rest = memory.data_bytes(built) + memory.fixed_bytes(built[0].device)
-    return {"bytes": memory.predict_bytes(recipe, members, tier) + rest, "tier": tier}
+    rest = memory.data_bytes(built) + memory.workspace_bytes(built[0].device)
+    return {"bytes": sum(curve.at(members) for curve in memory.footprint(recipe, tier)) + rest, "tier": tier}
 
 
 def trained(network: str, members: int, compile: bool) -> dict[str, Any]:

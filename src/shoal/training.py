@@ -21,10 +21,10 @@ from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls
-from shoal.engine.runtime.forking import processes_for
 from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
 from shoal.engine.runtime.planning_context import PlanningContext, as_trained, beginning
 from shoal.engine.runtime.run import Run
+from shoal.engine.runtime.sharing import processes_for
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
 from shoal.environment import environment
@@ -199,14 +199,15 @@ class _Work:
     def _shared(self, alive: list[Member]) -> None:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
-        self._keep(planning, alive)
-        self._tell_start(planning.whole_plan(alive))
+        self._tell_start(planning.propose(alive, settings.policy) if alive else None)
         count = 1
         if not self.calls and self.controls is None:
             count = processes_for(alive, planning, settings.threads)
         try:
-            make = lambda members, tell: self._run(members, planning, tell)  # noqa: E731
-            run_shared(alive, planning, count, make, self.tell, self.members)
+            run_shared(
+                alive, planning, count, lambda members, tell, **more: self._run(members, planning, tell, **more),
+                self.tell, everybody=self.members, requeue=self._requeue,
+            )  # fmt: skip
         except RuntimeError as error:
             if not context_lost(error):
                 raise
@@ -218,15 +219,9 @@ class _Work:
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
-
-        def build(members: Sequence[Member]) -> PlanningContext:
-            planning = self._planning(members)
-            self._keep(planning, members)
-            return planning
-
         self._tell_start(None)
         try:
-            parts, self.stamp = run_guarded(alive, device, build, self._run, self._put_back, self.tell)
+            parts, self.stamp = run_guarded(alive, device, self._planning, self._run, self._requeue, self.tell)
             self.plan = Plan(str(device), parts)
         except NotGuarded:
             to_device(alive, device)
@@ -241,36 +236,31 @@ class _Work:
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
+            forms_changed=self._save_tiers,
         )
-        planning.requeue = self._put_back
+        if not planning.gpu:  # there they are known when units are built
+            self._save_tiers({member.index: planning.request(member).tier for member in members})
         if self.folder is not None or self.controls is not None:
             watch_state(members, planning.recipes)
         if self.folder is not None and not self.folder.passing:
             self.folder.warn_of_lost_state(members)
         return planning
 
-    def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener) -> Run:
+    def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener, **more: Any) -> Run:
         settings = self.settings
         return Run(
             members, planning, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
-            save_every=settings.checkpoint_every, controls=self.controls,
+            save_every=settings.checkpoint_every, controls=self.controls, **more,
         )  # fmt: skip
 
-    def _put_back(self, member: Member) -> None:
+    def _requeue(self, member: Member) -> None:
         if self.folder is None or not self.folder.restore(member):
             beginning(member)
 
-    def _keep(self, planning: PlanningContext, members: Sequence[Member]) -> None:
-        """Remember the tiers: a resumed run has them again. On a GPU they are known when units are built."""
+    def _save_tiers(self, tiers: Mapping[int, str]) -> None:
+        """Write the tiers down, so that a resumed run has them again."""
         if self.folder is None:
             return
-        if planning.gpu:
-            planning.arranged = lambda: self._keep_tiers(planning.forms)
-        else:
-            self._keep_tiers({member.index: planning.request(member).tier for member in members})
-
-    def _keep_tiers(self, tiers: Mapping[int, str]) -> None:
-        assert self.folder is not None
         self.tiers |= tiers
         self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 

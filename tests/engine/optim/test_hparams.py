@@ -98,7 +98,7 @@ def test_columns_are_one_block_with_one_number_per_member() -> None:
     assert columns.row(1) == [{"lr": 10.0, "eps": 18.0}, {"lr": 14.0, "eps": 16.0}]
     columns.set_row(0, columns.row(1))
     assert columns.row(0) == columns.row(1)
-    kept = columns.keep([1])
+    kept = columns.on(columns.packed[:, :, [1]])
     kept.set(0, 0, "lr", 0.0)
     assert len(kept) == 1 and columns.row(1)[0]["lr"] == 10.0
     with pytest.raises(KeyError, match="no column 'momentum'"):

@@ -81,14 +81,14 @@ def test_the_setting_that_nothing_is_compiled_counts_more(tried: list[str]) -> N
 
 
 def test_a_form_that_fails_here_is_chosen_anew(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = test_choose.choose._timed
+    real = test_choose._choose_form._timed
 
     def timed(unit: Any, form: Any) -> Any:
         if form.name == "streams":
             raise RuntimeError("not on this device")
         return real(unit, form)
 
-    monkeypatch.setattr(test_choose.choose, "_timed", timed)
+    monkeypatch.setattr(test_choose._choose_form, "_timed", timed)
     assert set(arranged(dict.fromkeys(range(4), "streams")).values()) == {"stacked compiled"}
 
 
@@ -96,13 +96,12 @@ def test_a_board_notes_the_forms_and_gives_them_again(tried: list[str], monkeypa
     """As on a GPU, as far as a CPU can."""
 
     def planning(own: list[Member], tiers: dict[int, str]) -> PlanningContext:
-        made = PlanningContext(own, timed=False, tiers=tiers)
+        made = PlanningContext(own, timed=False, tiers=tiers, forms_changed=lambda forms: notes.append(dict(forms)))
         monkeypatch.setattr(made, "gpu", True)
         return made
 
     own, notes = members(3), list[dict[int, str]]()
     first = planning(own, {1: "serial"})
-    first.arranged = lambda: notes.append(dict(first.forms))
     first.units(own)
     assert notes == [{0: "stacked compiled", 1: "serial", 2: "stacked compiled"}]
     second = planning(members(3), notes[0])

@@ -60,9 +60,9 @@ class Columns:
         """One member's numbers [G, names] by their names, per group."""
         return [dict(zip(self.names, group, strict=True)) for group in values.tolist()]
 
-    def keep(self, slots: Sequence[int]) -> Columns:
-        """New columns with these members only."""
-        kept = object.__new__(Columns)
-        kept.names = self.names
-        kept._view(self.packed[:, :, list(slots)].clone())
-        return kept
+    def on(self, packed: Tensor) -> Columns:
+        """The same columns on other numbers, [G, names, M]."""
+        columns = object.__new__(Columns)
+        columns.names = self.names
+        columns._view(packed)
+        return columns

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource, parts
@@ -29,20 +31,11 @@ PIECE = 32 << 20
 """Bytes from which the C library maps a tensor by itself, and gives it back when it is freed."""
 HOLES, PIECE_HOLES = 0.23, 0.42
 """What the heap keeps on top of a step's live bytes, and on top of those in smaller tensors; see benchmarks."""
-RUNTIME_BYTES = 88_000_000
-"""What a fresh process takes on a CPU before the first network: libraries as they are used, the tracer."""
 STREAMS = 16
 """Branches of a captured graph at the most."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _found: dict[tuple[str, str], tuple[Curve, Curve]] = {}
-
-
-def predict_bytes(recipe: Recipe, rows: int, tier: str = "stacked") -> int:
-    """The peak bytes of so many members of this recipe on this tier, the data set aside."""
-    state, working = footprint(recipe, tier)
-    rows = max(rows, LEAST) if tier == "stacked" else rows
-    return int(state.at(rows) + working.at(rows))
 
 
 def footprint(
@@ -63,10 +56,33 @@ def footprint(
     return state, corrected(state, working, seen or known.curve("bytes", tier))
 
 
+class StepBytes(NamedTuple):
+    """What one member's memory is made of."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of its largest batch, all of them held at once."""
+
+
+def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
+    """One member's memory by rule of thumb, without running anything.
+
+    Without a recipe (its step is not traced) activations are not known, and the optimizer is taken to have two numbers
+    for each weight.
+    """
+    gradients = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not is_lazy(p))
+    if recipe is None:
+        return StepBytes(model_bytes(member), gradients, 2 * gradients, 0)
+    activations = activation_bytes(recipe.steps[max(recipe.steps)])
+    return StepBytes(model_bytes(member), gradients, optimizer_bytes(recipe), activations)
+
+
 def rough(recipe: Recipe) -> int:
-    """One member by rule of thumb: its model, gradients, optimizer, and all that its forward pass computes."""
-    graph = recipe.steps[max(recipe.steps)]
-    return lone_bytes(recipe.member) + optimizer_bytes(recipe) + activation_bytes(graph)
+    """One member by rule of thumb, with two numbers to spare for each weight."""
+    parts = step_bytes(recipe.member, recipe)
+    return sum(parts) + 2 * parts.gradients
 
 
 def activation_bytes(graph: Trace) -> int:
@@ -143,11 +159,6 @@ def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Cu
     return state, Curve(tuple((n, float(value)) for n, value in working))
 
 
-def fixed_bytes(device: torch.device) -> int:
-    """What is in use whoever rides, the data aside: the matrix library's workspace where nothing is captured."""
-    return workspace_bytes(device)
-
-
 def workspace_bytes(device: torch.device) -> int:
     """What the matrix library takes for each stream."""
     if device.type != "cuda":
@@ -156,10 +167,8 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def lone_bytes(member: Member) -> int:
-    """A guess for a member whose step is not traced: weights, gradients, two numbers a weight for its optimizer."""
-    weights = model_bytes(member)
-    trained = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not torch.nn.parameter.is_lazy(p))
-    return weights + 3 * trained
+    """A guess for a member whose step is not traced."""
+    return sum(step_bytes(member, None))
 
 
 def data_bytes(members: Iterable[Member]) -> int:
@@ -171,14 +180,6 @@ def data_bytes(members: Iterable[Member]) -> int:
                 held = [part for leaf in view.source.leaves for part in parts(leaf)]
                 seen |= {(part.data_ptr(), tuple(part.shape)): nbytes(part) for part in held}
     return sum(seen.values())
-
-
-def rows_that_fit(recipe: Recipe, budget: float, tier: str = "stacked") -> int:
-    """How many members of this recipe fit into so many bytes by themselves; 0: not even one."""
-    from shoal.engine.planning.planner import Request, rows_within
-
-    state, working = footprint(recipe, tier)
-    return rows_within(Request(index=0, name="", tier=tier, state=state, working=working), budget)
 
 
 def keep_heap() -> None:
@@ -209,20 +210,6 @@ def unreserved(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     most = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, most - torch.cuda.memory_reserved(device)))
-
-
-def resident(device: torch.device | None = None) -> int:
-    """What this process holds now: resident memory, or on a GPU what the allocator has reserved."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import resource
-        import sys
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
 
 
 def _available() -> int | None:

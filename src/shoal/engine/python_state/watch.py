@@ -172,3 +172,22 @@ def _same_values(space: Mapping[Any, Any]) -> Callable[[], bool]:
             return False
 
     return same
+
+
+MOST_CHANGES, FEW_STEPS = 8, 8
+"""After so many changes, with fewer steps from one to the next, recording each time costs more than it gains."""
+
+
+class ChangeLog:
+    """How often what members' steps read has changed."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[int]] = {}
+
+    def note(self, member: int, step: int, changed: Path) -> str | None:
+        """Note that this changed at a member's step; where that happens too often, the reason not to stack it."""
+        steps = self._steps.setdefault(member, [])
+        steps.append(step)
+        if len(steps) < MOST_CHANGES or steps[-1] - steps[-MOST_CHANGES] >= FEW_STEPS * MOST_CHANGES:
+            return None
+        return f"what its step reads changes too often ({places.say(changed)})"

@@ -1,8 +1,13 @@
-"""Who may ride with whom: the members' recipes and costs, worked out once, and units for those who get a place."""
+"""What is known of the members before they run, the plan that follows from it, and units for those that run now.
+
+`shoal.train`, resumed and live runs and `shoal.explain` all ask the same: requests for the pure planner, `queue.admit`
+for which of them run now, and units for those.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -12,23 +17,38 @@ from torch import nn
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
-from shoal.engine.planning.planner import Device, Kinds, Part, Plan, Request, cost, plan
+from shoal.engine.planning.planner import (
+    Part,
+    Plan,
+    Request,
+    Waiting,
+    gain,
+    plan,
+    predict,
+    stack_bytes,
+    stacks,
+    total_bytes,
+)
+from shoal.engine.planning.policy import Fifo, Policy, Ticket
+from shoal.engine.planning.queue import admit
 from shoal.engine.proof.group import Group, group
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
-from shoal.engine.units.build import build, predicted, requests, try_out
+from shoal.engine.units.build import build, costs, requests, try_out
+from shoal.engine.units.trials import lone_seconds
 from shoal.jobs.early_stopping import Monitor
 from shoal.utils.set_up_times import timed
+from shoal.utils.tables import size
 
 if TYPE_CHECKING:
     from shoal.engine.runtime.unit_runner import UnitRunner
 
 
 class PlanningContext:
-    """What is known of all members before any of them rides, and the plan as it comes about."""
+    """What is known of all members before any of them runs, and the plan as it comes about."""
 
     def __init__(
         self,
@@ -39,18 +59,26 @@ class PlanningContext:
         compile: bool | Literal["auto"] = "auto",
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
+        thorough: bool = False,
+        forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
-        """Knows all members before any of them runs.
+        """Work out what can be known of these members.
 
         Args:
+            members: All members, before any of them runs.
             timed: Whether measured times may decide tiers.
             deterministic: See `TraceCache`.
+            compile: Whether steps on a GPU may be compiled.
+            budget: Bytes that may be used; None: any number.
             tiers: Those that members had in the run that is resumed; they get them again.
+            thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
+            forms_changed: On a GPU: called with `forms` when they have changed.
         """
         self.device = members[0].device
-        self.timed, self.compile, self.tiers = timed, compile, dict(tiers or {})
+        self.timed, self.compile, self.tiers, self.thorough = timed, compile, dict(tiers or {}), thorough
         self.gpu = self.device.type == "cuda"
         self.budget: float = math.inf if budget is None else budget
+        self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic)
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
@@ -72,10 +100,6 @@ class PlanningContext:
         self._taken = 0
         self.forms: dict[int, str] = {}
         """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
-        self.arranged: Callable[[], object] = lambda: None
-        """Called when `forms` has changed."""
-        self.requeue: Callable[[Member], None] = beginning
-        """Puts a member that was lost on the way back to where it was last saved, or to its beginning."""
         self.add(members)
 
     def add(self, members: Sequence[Member]) -> None:
@@ -85,14 +109,15 @@ class PlanningContext:
                 self._look_at(member)
             groups = group(list(members), self.trace_cache)
         with timed("trials"):
-            tried = try_out(groups, self.trace_cache) if self.timed and not self.gpu else {}
+            timing = self.timed and not self.gpu
+            tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}
         with timed("costs"):
-            found = requests(groups, tried, self.tiers, exact=self._matters(groups))
-        self._take(groups, found)
+            asked = requests(groups, tried, self.tiers, exact=self.thorough or self._matters(groups))
+        self._take(groups, asked)
         for member in members:
             member.own.watched = member.index not in self.recipes
         everybody = [member for own in self.groups for member in own.members]
-        self._taken = memory.data_bytes(everybody) + memory.fixed_bytes(self.device)
+        self._taken = memory.data_bytes(everybody) + memory.workspace_bytes(self.device)
 
     def _look_at(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""
@@ -151,29 +176,43 @@ class PlanningContext:
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
-    def cost(self, member: Member) -> tuple[float, int]:
-        """Seconds of the work left, NaN where unknown, and bytes, of a member that waits."""
-        return predicted(self.request(member))
-
     def bytes(self, members: Sequence[Member]) -> float:
-        """All bytes when these members ride."""
-        stacks: dict[tuple[str, str], list[Request]] = {}
-        state, working = 0.0, [0.0]
-        for member in members:
-            request = self.request(member)
-            if request.tier == "serial":
-                own, more = cost(request, 1)
-                state += own
-                working.append(more)
-                continue
-            stacks.setdefault((request.key, request.tier), []).append(request)
-        for asked in stacks.values():
-            most = min((request.most_rows for request in asked if request.most_rows), default=len(asked))
-            for start in range(0, len(asked), most):
-                own, more = Kinds(asked[start : start + most]).cost()
-                state += own
-                working.append(more)
-        return self._taken + state + (sum(working) if self.gpu else max(working))
+        """All bytes when these members run, the data and the device's libraries included."""
+        costs = [stack_bytes(stack) for stack in stacks(map(self.request, members))]
+        return self._taken + total_bytes(costs, together=self.gpu)
+
+    def ticket(self, member: Member, now: float) -> Ticket:
+        """A member that waits, as policies see it."""
+        request, job = self.request(member), member.job
+        step = predict([request]).get("step_seconds", math.nan)
+        return Ticket(
+            index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
+            seconds=step * request.steps, bytes=int(sum(stack_bytes([request]))), running=False, ridden=member.seconds,
+        )  # fmt: skip
+
+    def propose(self, members: Sequence[Member], policy: Policy | None = None) -> Plan:
+        """The plan for these members, none of which has begun: which run now, with what, and which wait."""
+        now, by_index = time.monotonic(), {member.index: member for member in members}
+        tickets = [self.ticket(member, now) for member in members]
+        admission = admit(tickets, policy or Fifo(), lambda some: self.fits([by_index[t.index] for t in some]), now)
+        chosen = [member for member in members if member.index in set(admission.join)]
+        waiting = [self._waiting(member, chosen) for member in members if member.index not in set(admission.join)]
+        parts = plan(map(self.request, chosen))
+        return Plan(str(self.device), parts, waiting, self.plan.budget, self.bytes(chosen))
+
+    def fits(self, members: Sequence[Member]) -> bool:
+        """Whether these members may run at once."""
+        return self.budget == math.inf or self.bytes(members) <= self.budget
+
+    def _waiting(self, member: Member, running: Sequence[Member]) -> Waiting:
+        need, over = self.bytes([member]), self.bytes([*running, member]) - self.budget
+        never = need > self.budget
+        reason = self.too_large(member, self.budget) if never else f"waits for {size(max(0.0, over))} of memory"
+        return Waiting(member.index, member.name, reason, never, need)
+
+    def too_large(self, member: Member, most: float) -> str:
+        """Why a member does not fit, even alone."""
+        return f"needs about {size(self.bytes([member]))} and {size(most)} may be used; raise memory="
 
     def seconds_left(self, member: Member, batch_seconds: float) -> float:
         """Of the work left, at so many seconds a batch."""
@@ -226,8 +265,8 @@ class PlanningContext:
                 parts, units = parts + some, units + built
             self._note_forms(units)
         else:
-            parts = self._parts_of(groups)
-            units = build(Plan(str(self.device), parts), groups, self.trace_cache)
+            parts = plan(self.request(member) for alike in groups for member in alike.members)
+            units = build(parts, groups, self.trace_cache)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
 
@@ -244,17 +283,38 @@ class PlanningContext:
         for unit in units:
             name = unit.tier + (perf_cache.COMPILED if getattr(unit, "compiled", False) else "")
             self.forms |= {member.index: name for member in unit.members}
-        if self.forms != before:
-            self.arranged()
+        if self.forms != before and self._forms_changed is not None:
+            self._forms_changed(self.forms)
 
-    def whole_plan(self, members: Sequence[Member]) -> Plan:
-        """What would ride together if all of them rode at once."""
-        asked = [self.request(member) for member in members]
-        return plan(asked, (), Device(str(self.device)))
+    def rehearse(self, proposed: Plan, members: Sequence[Member]) -> None:
+        """On a GPU: build what a plan proposes as training would, and put what the trials showed into the plan.
 
-    def _parts_of(self, groups: list[Group]) -> list[Part]:
-        asked = [self._requests[member.index] for own in groups for member in own.members]
-        return plan(asked, (), Device(str(self.device))).parts
+        Nothing that was built is used afterwards.
+        """
+        by_index = {member.index: member for member in members}
+        running = [by_index[index] for part in proposed.parts for index in part.members]
+        proposed.parts = list({id(part): part for _, part in self.units(running)}.values())
+        self.executor.forget()
+        for part in proposed.parts:
+            in_part = [by_index[index] for index in part.members]
+            asked = [self._as_built(member, part) for member in in_part]
+            try:
+                alone = lone_seconds(in_part[0], rounds=9)
+                asked = [replace(request, alone=alone) for request in asked]
+            except Exception:  # whatever it is will show in training, where it ends its own member
+                pass
+            part.predicted = predict(asked) | part.predicted
+            part.predicted |= gain(part.predicted)
+        self.executor.forget()
+        known = [
+            (p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in (x.predicted for x in proposed.parts)
+        ]
+        proposed.memory_bytes = self._taken + total_bytes(known, together=self.gpu)
+
+    def _as_built(self, member: Member, part: Part) -> Request:
+        """A member's request, with the costs of the form that its part was given."""
+        known = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
+        return replace(self.request(member), tier=part.tier, **known)
 
     def alone(self, member: Member, reason: str) -> Part:
         """From now on a member trains by itself, wherever it was; its part of the plan."""
@@ -265,7 +325,7 @@ class PlanningContext:
         self.groups.append(Group([member], reason=reason))
         self.recipes.pop(member.index, None)
         self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
-        return plan([self.request(member)], (), Device(str(self.device))).parts[0]
+        return plan([self.request(member)])[0]
 
     def boarded(self, runner: UnitRunner, part: Part) -> None:
         """A ride begins."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from shoal.engine.planning.queue import Queue
 from shoal.engine.runtime._turns import turn
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Outcome, out_of_memory, words
-from shoal.reporting.events import Event, MembersRunning, happened
+from shoal.reporting.events import Event, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
 
@@ -46,14 +46,31 @@ class Run(UnitListener):
         self, members: Sequence[Member], planning: PlanningContext, *, policy: Policy | None = None,
         tell: Callable[[Event], None] | None = None, callbacks: Callbacks | None = None,
         folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
+        numbers: Iterator[int] | None = None, everybody: list[Member] | None = None,
+        before_turn: Callable[[dict[int, int]], object] | None = None, between: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
+        """A run of these members, of which those that have not ended wait.
+
+        Args:
+            members: What to train.
+            planning: What is known of them.
+            policy: Which goes first; by default the first that came.
+            tell: Called with each event.
+            callbacks: The user's, after each epoch and at each end.
+            folder: Where members are saved, every `save_every` seconds.
+            controls: Commands to the run while it is under way.
+            numbers: Of its units; by default 1, 2, 3.
+            everybody: All members, those of other processes and those that have ended too; members that are added
+                while it runs are appended.
+            before_turn: Called before each turn with the batches that each member will have had after it.
+            between: Called once a round.
+        """
         self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
         self.members = {member.index: member for member in members}
         self._kept = set(self.members)
         """Whom the folder knows: not those that come later."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
         self.runners: list[UnitRunner] = []
-        self.running = MembersRunning()
         self._listener = tell
         self._queue = Queue(policy or Fifo())
         self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
@@ -63,15 +80,11 @@ class Run(UnitListener):
         self._limits = Limits()
         """Less than planned, once memory was full."""
         self._interrupted = False
-        self.numbers = itertools.count(1)  # of the rides
-        self.everybody: list[Member] = list(members)
-        """All members, of other processes and at their end too; then those that were added while it ran."""
-        self.between: Callable[[], object] = lambda: None
-        """Called once a round."""
-        self.before: Callable[[dict[int, int]], object] | None = None
-        """Told before each turn how many batches each member will have had after it."""
+        self._numbers = numbers or itertools.count(1)
+        self.everybody = list(members) if everybody is None else everybody
+        self._before_turn, self._between = before_turn, between
         for member in self.waiting.values():
-            self._queue.add(self._ticket(member))
+            self._queue.add(planning.ticket(member, time.monotonic()))
 
     def go(self) -> None:
         """Train all members to their ends; what came of them is then in the members."""
@@ -81,7 +94,8 @@ class Run(UnitListener):
                     self._admit()
                     self._turn()
                     self._save()
-                    self.between()
+                    if self._between is not None:
+                        self._between()
                     if self._interrupted:
                         raise KeyboardInterrupt
                 self._save()
@@ -108,14 +122,6 @@ class Run(UnitListener):
 
     # --- who rides --------------------------------------------------------------------------------------------------
 
-    def _ticket(self, member: Member) -> Ticket:
-        now, job = time.monotonic(), member.job
-        seconds, size = self.planning.cost(member)
-        return Ticket(
-            index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
-            seconds=seconds, bytes=size, running=False, ridden=member.seconds,
-        )  # fmt: skip
-
     def _admit(self) -> None:
         """Let those join who should ride now, and take places from those who should not."""
         sliced = self._queue.policy.slice_seconds is not None
@@ -123,8 +129,7 @@ class Run(UnitListener):
             return
         self._changed = False
         self._limits.lift({self.planning.request(member).key for member in (*self.waiting.values(), *self._running())})
-        enough = self._fits(self._queue.tickets)
-        admission = self._queue.admit((lambda tickets: True) if enough else self._fits, time.monotonic())
+        admission = self._queue.admit(self._fits, time.monotonic())
         if admission.leave:
             self._eject(set(admission.leave))
         joining = [self.waiting.pop(index) for index in admission.join]
@@ -148,9 +153,7 @@ class Run(UnitListener):
         """Nobody rides and nobody fits: the first in line will not, however long it waits."""
         for index in list(self.waiting):
             member = self.waiting.pop(index)
-            need, most = self.planning.bytes([member]), self._room
-            member.status = "failed"
-            member.error = f"it needs about {need / 1e6:,.0f} MB and {most / 1e6:,.0f} MB may be used; raise memory="
+            member.status, member.error = "failed", f"it {self.planning.too_large(member, self._room)}"
             self._queue.remove(index)
             self._tell_leave(member)  # and it is not saved so: with more memory a resume takes it on
 
@@ -166,7 +169,7 @@ class Run(UnitListener):
         rest = [member for member in members if member.index not in found]
         built = self._units(rest) if rest else []
         for unit, part in built:
-            runner = UnitRunner(unit, self, next(self.numbers))
+            runner = UnitRunner(unit, self, next(self._numbers))
             self.runners.append(runner)
             self.planning.boarded(runner, part)
             for member in runner.members:
@@ -224,9 +227,9 @@ class Run(UnitListener):
         apart = 1 if self.planning.gpu else len(self.runners)  # on a CPU one comes after the other
         seconds = max(min(0.02, self._turn_seconds), self._turn_seconds / apart)
         batches = [runner.next_batches(seconds) for runner in self.runners]
-        if self.before is not None:
+        if self._before_turn is not None:
             pairs = zip(self.runners, batches, strict=True)
-            self.before({m.index: m.batches + count for runner, count in pairs for m in runner.members})
+            self._before_turn({m.index: m.batches + count for runner, count in pairs for m in runner.members})
         outcomes = turn(self.runners, batches, self.planning.executor, self._look, self.planning.renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.runners, outcomes, strict=True) if o.full and r.members]
         self.runners += [own for runner in self.runners for own in self._separate(runner)]
@@ -241,7 +244,7 @@ class Run(UnitListener):
             self.tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
         runners = []
         for unit, reason in units:
-            runners.append(UnitRunner(unit, self, next(self.numbers)))
+            runners.append(UnitRunner(unit, self, next(self._numbers)))
             self.planning.boarded(runners[-1], self.planning.alone(unit.members[0], reason))
             self._tell_join(runners[-1], unit.members[0])
         return runners
@@ -304,7 +307,6 @@ class Run(UnitListener):
 
     def tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
         event = happened(kind, member, **data)
-        self.running(event)
         if self._listener is not None:
             self._listener(event)
 
@@ -386,7 +388,7 @@ class Run(UnitListener):
     def add(self, member: Member) -> None:
         """One more member, which waits for its place."""
         self.planning.add([member])
-        self._queue.add(self._ticket(member))
+        self._queue.add(self.planning.ticket(member, time.monotonic()))
         self.members[member.index] = self.waiting[member.index] = member
         self.everybody.append(member)
         self._changed = True

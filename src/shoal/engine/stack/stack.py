@@ -124,7 +124,8 @@ class Stack:
 
     @torch.no_grad()
     def write_back(self, slots: Sequence[int]) -> None:
-        """Members' weights, buffers and optimizer state, as their own; from a GPU all in one go."""
+        """Write members' weights, buffers and optimizer state into the members; from a GPU all in one go."""
+        self.optimizer.sync_schedules()
         for start, stop in transfer.portions([self.row_bytes] * len(slots)):
             self._write_back(slots[start:stop])
 

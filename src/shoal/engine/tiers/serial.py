@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class SerialUnit(Unit):
         if step is not None and self.schedule is not None:
             jump_to(self.schedule, step)
 
-    def keep(self, slots: list[int]) -> Unit:
+    def keep(self, slots: list[int]) -> Self:
         assert slots == [0], "a serial unit has one member"
         return self
 

@@ -3,7 +3,7 @@
 Candidates are one stack of all members, and every member's own step side by side on streams. The first is built,
 captured and timed, and what it did is undone. Where the work that is left is so short that no other form could save
 what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too. What
-a trial found (seconds, bytes) is kept on disk, see `learned`: later runs decide without trying again.
+a trial found (seconds, bytes) is stored on disk, see `perf_cache`: later runs decide without trying again.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CapturedUnit(Unit):
         full = batches if self._mixed or not self._short else batches - 1
         for chunk in self.chunks:
             chunk.load(batches, self._full if full else self._short[0])
-        raising = [chunk.view.rates_of.raises_in for chunk in self.chunks]
+        raising = [chunk.stack.optimizer.raises_in for chunk in self.chunks]
         last_step = min((step for step in raising if step is not None), default=batches)
         return full if last_step == batches else self.load(last_step)  # a schedule that raises is the end of its member
 
@@ -192,8 +192,9 @@ class CapturedUnit(Unit):
     def rates(self) -> list[float]:
         found = []
         for chunk in self.chunks:
-            chunk.view.rates_of.sync_schedules()
-            found += [chunk.view.rates_of.last[row] for row in chunk.alive]
+            chunk.stack.optimizer.note_rates()
+            last = chunk.stack.optimizer.last_rates
+            found += [last[row] for row in chunk.alive]
         return found
 
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
@@ -204,7 +205,7 @@ class CapturedUnit(Unit):
                 chunk.view.end_epoch(own)
 
     def failures(self) -> dict[int, Exception]:
-        errors = {id(chunk): chunk.view.rates_of.failures() for chunk in self.chunks if chunk.members}
+        errors = {id(chunk): chunk.stack.optimizer.schedule_failures() for chunk in self.chunks if chunk.members}
         places = enumerate(self._places())
         return {slot: errors[id(chunk)][row] for slot, (chunk, row) in places if row in errors[id(chunk)]}
 

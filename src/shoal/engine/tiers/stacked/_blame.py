@@ -19,7 +19,7 @@ from shoal.engine.stack.stack import LEAST
 from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.engine.tracing.trace import Trace, autocast
 from shoal.errors import describe
-from shoal.utils.randomness import draw_members
+from shoal.utils.randomness import draw_members, generator_at
 
 if TYPE_CHECKING:
     from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -73,7 +73,7 @@ def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
         traces = [unit.stack.recipes[slot].steps[len(leaves[0][0])] for slot in rows]
         program = unit.trace_cache.program(traces, [True] * len(leaves), unit.stack.device)
         state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
-        noise = unit.drawn(program, rows)
+        noise = unit.draw(program, rows, [generator_at(unit._generators[slot].get_state()) for slot in rows])
         with torch.enable_grad(), autocast(unit.members[0].job.precision, unit.stack.device):
             (losses, _), _ = program(state, leaves, noise.__getitem__)
         torch.autograd.grad(losses.sum(), [leaf for leaf in state if leaf.requires_grad], allow_unused=True)

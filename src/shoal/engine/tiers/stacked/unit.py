@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,16 +13,16 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.batch_stream import Stream
 from shoal.engine.members.member import Member
-from shoal.engine.proof.prove import prove_evaluation, proven_together
+from shoal.engine.proof.prove import proven_together
 from shoal.engine.recipes.program import Program, as_column
 from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
-from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.batches import Feed
 from shoal.engine.stack.optimizers import kind
-from shoal.engine.stack.rates import Rates
 from shoal.engine.stack.stack import LEAST, Stack
+from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
 from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.stacked.forward import evaluation_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import autocast
@@ -41,7 +42,7 @@ class StackedUnit(Unit):
             self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
 
     @classmethod
-    def around(cls, stack: Stack, trace_cache: TraceCache) -> StackedUnit:
+    def around(cls, stack: Stack, trace_cache: TraceCache) -> Self:
         """The unit of a stack that exists already."""
         unit = object.__new__(cls)
         unit.trace_cache, unit.stack = trace_cache, stack
@@ -50,7 +51,6 @@ class StackedUnit(Unit):
 
     def _set_up(self) -> None:
         self.members: list[Member] = self.stack.members
-        self.rates_of = Rates(self.stack)
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
         self._grads: list[Tensor | None] = []
@@ -81,15 +81,14 @@ class StackedUnit(Unit):
         if len(alike) > 1:
             self._run_apart(alike, batches)
             return
-        self.rates_of.settle()
-        self.rates_of.begin(self.members[0].steps_in(batches))
+        self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
         self._losses, self._logs, self._drawn = [], [], []
         before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
                 self._batch(feed, index)
-                if self._undone or self._aside or self._failed or self.rates_of.failed:
+                if self._undone or self._aside or self._failed or self.stack.optimizer.schedule_failed:
                     break
         except Exception as error:
             undraw(self, before, range(len(before)) if self._noise is not None else ())
@@ -108,11 +107,11 @@ class StackedUnit(Unit):
 
     def _stop(self) -> None:
         """The turn is over: what it gave, to the members."""
-        self.rates_of.sync_schedules()
+        self.stack.optimizer.note_rates()
         self._note()
 
     def failures(self) -> dict[int, Exception]:
-        return {**self.rates_of.failures(), **self._undone, **self._failed}
+        return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
@@ -126,24 +125,21 @@ class StackedUnit(Unit):
         alone: dict[int, str] = {}
         for slots in alike:
             part = self.keep(slots)
-            assert isinstance(part, StackedUnit)
             try:
                 part.run(batches)
             except Alone as caught:
                 alone |= {slots[slot]: reason for slot, reason in caught.reasons.items()}
             failed = part.failures()
-            self._take(slots, part)
+            self.take(slots, part)
             self._failed |= {slots[slot]: error for slot, error in failed.items()}
             self._aside |= {slots[slot]: grads for slot, grads in part._aside.items()}
         if alone:
             raise Alone(alone)
 
-    def _take(self, slots: list[int], part: StackedUnit) -> None:
+    def take(self, slots: list[int], part: StackedUnit) -> None:
         """Be, for these slots, where a part of this unit is."""
-        part.rates_of.settle()
         self.stack.take(slots, part.stack)
         self._everybody = bool(self.stack.active.all())
-        self.rates_of.carry(dict(zip(slots, part.rates_of.last, strict=True)))
 
     def _note(self) -> None:
         """What the batches since the last note gave, to the members."""
@@ -171,11 +167,10 @@ class StackedUnit(Unit):
         return self._noise is None and super().settled
 
     def rates(self) -> list[float]:
-        return list(self.rates_of.last)
+        return self.stack.optimizer.last_rates
 
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
-        self.rates_of.settle()
-        self.rates_of.epoch(values)
+        self.stack.optimizer.end_epoch(values)
 
     # --- one batch --------------------------------------------------------------------------------------------------
 
@@ -217,7 +212,7 @@ class StackedUnit(Unit):
         """
         stack = self.stack
         if self._noise is None:
-            self._noise = self._draw(program)
+            self._noise = self.draw(program, stack.rows, self._generators)
         before = [buffer.clone() for buffer in stack.buffers]
         params = [stack.params[index].detach() for index in program.written]
         self._written = [(param, param.clone()) for param in params]
@@ -253,7 +248,7 @@ class StackedUnit(Unit):
                 self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
-            self.rates_of.step()
+            stack.optimizer.step_schedules()
 
     def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
         """Members whose optimizer raised have their buffers from before the batch."""
@@ -262,18 +257,11 @@ class StackedUnit(Unit):
         for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
             now[rows] = before[rows]
 
-    def drawn(self, program: Program, slots: Sequence[int]) -> list[Tensor]:
-        """The draws that these members would have for their next batch; nobody has drawn afterwards."""
-        return self._draw(program, [generator_at(self._generators[slot].get_state()) for slot in slots], slots)
-
-    def _draw(
-        self, program: Program, generators: Sequence[torch.Generator] | None = None, slots: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
-        members = [self.members[slot] for slot in (self.stack.rows if slots is None else slots)]
+    def draw(self, program: Program, slots: Sequence[int], generators: Sequence[torch.Generator]) -> list[Tensor]:
+        """The random draws of these members' next batch: from the generators, or on a GPU counted."""
+        members = [self.members[slot] for slot in slots]
         seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
-        drawing = self._generators if generators is None else generators
-        return draw_step(program.draws, drawing, seeds, batches, self.stack.device)
+        return draw_step(program.draws, generators, seeds, batches, self.stack.device)
 
     def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
@@ -304,17 +292,13 @@ class StackedUnit(Unit):
     # --- in and out -------------------------------------------------------------------------------------------------
 
     def write_back(self, slots: list[int] | None = None) -> None:
-        self.rates_of.settle()
         self.stack.write_back(range(len(self.members)) if slots is None else slots)
 
-    def keep(self, slots: list[int]) -> Unit:
-        self.rates_of.settle()
-        kept = self._changed(self.stack.keep(slots, max(len(slots), LEAST)))
+    def keep(self, slots: list[int]) -> Self:
+        kept = self.around(self.stack.keep(slots, max(len(slots), LEAST)), self.trace_cache)
         rows = [slots[own] for own in kept.stack.rows]
         kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
         kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
-        last = self.rates_of.last
-        kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
         return kept
 
     def alone(self, slots: list[int]) -> list[Unit]:
@@ -337,21 +321,11 @@ class StackedUnit(Unit):
             and member.data.source.streamed == first.data.source.streamed
         )
 
-    def join(self, recipes: Sequence[Recipe]) -> StackedUnit:
+    def join(self, recipes: Sequence[Recipe]) -> Self:
         """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
-        self.rates_of.settle()
         count = len(self.members) + len(recipes)
         new_members = Stack(recipes, size=len(recipes), passing=True)
-        grown = self._changed(self.stack.merged(new_members, max(count, LEAST)))
-        last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
-        grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})
-        return grown
-
-    def _changed(self, stack: Stack) -> Self:
-        unit = object.__new__(type(self))
-        unit.trace_cache, unit.stack = self.trace_cache, stack
-        unit._set_up()
-        return unit
+        return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
         self._forwards = {}
@@ -379,23 +353,17 @@ class StackedUnit(Unit):
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
     def undo_validation(self) -> Callable[[], None]:
-        buffers = self.stack.buffers
-        saved = [buffer.clone() for buffer in buffers]
-
-        def undo() -> None:
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
-
-        return undo
+        return partial(fill, [(buffer, buffer.clone()) for buffer in self.stack.buffers])
 
     def adopt_state(self, slots: list[int]) -> None:
         names = [*self.stack.param_names, *self.stack.buffer_names]
         with torch.no_grad():
-            for slot in slots:
-                model = self.members[slot].model
-                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-                for name, stacked in zip(names, self.stack.state, strict=True):
-                    stacked[slot].copy_(tensors[name])
+            for row, slot in enumerate(self.stack.rows):
+                if slot in slots:
+                    model = self.members[slot].model
+                    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                    for name, stacked in zip(names, self.stack.state, strict=True):
+                        stacked[row].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
@@ -409,19 +377,17 @@ class StackedUnit(Unit):
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
-        parameters (an embedding with max_norm), which the members' own models keep."""
+        """An eval-mode program for a batch that all members share; None: they must be asked one by one."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
+            models, stack, cache = [member.model for member in self.members], self.stack, self.trace_cache
             try:
-                models = [member.model for member in self.members]
-                traces = [self.trace_cache.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
-                rows = [traces[row] for row in self.stack.rows]
-                program = self.trace_cache.program(rows, [False] * len(leaves), self.stack.device)
-                prove_evaluation(models, whats, traces, batch, self.trace_cache)
-                self._forwards[key] = None if program.draws or program.written else program
-            except (Untraceable, NotStackable):
+                traces = [cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
+            except Untraceable:
                 self._forwards[key] = None
+            else:
+                program = evaluation_program(models, whats, traces, stack.rows, batch, cache, stack.device)
+                self._forwards[key] = program
         return self._forwards[key]
