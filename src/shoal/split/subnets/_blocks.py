@@ -30,29 +30,29 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
 
     traced = record(model, inputs)
     whole = {}
-    tensors_of = {}
+    candidates = {}
     for name in _innermost(_adding(traced)):
         tensors, reason = _own_tensors(model, name)
         if reason:
             whole[name] = reason
         else:
-            tensors_of[name] = tensors
+            candidates[name] = tensors
     with quiet():
-        for name in list(tensors_of):
+        for name in list(candidates):
             if reason := _fault(Probe(model, inputs), name):
                 whole[name] = reason
-                del tensors_of[name]
-    if len(tensors_of) < 2:
+                del candidates[name]
+    if len(candidates) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in whole.items())
         raise SplitError(
-            f"{type(model).__name__} has {len(tensors_of)} residual block{'s' * (len(tensors_of) != 1)} that can be dealt"
+            f"{type(model).__name__} has {len(candidates)} residual block{'s' * (len(candidates) != 1)} that can be dealt"
             f"{f' ({why})' * bool(why)}: a split by blocks needs two or more; use blocks=False"
         )
-    blocks = Blocks(GROUP, tuple(tensors_of), tuple(tensors_of.values()))
-    dealt = frozenset().union(*tensors_of.values())
+    blocks = Blocks(GROUP, tuple(candidates), tuple(candidates.values()))
+    dealt = frozenset().union(*candidates.values())
     state = named_state(model)
     return Units(
-        groups={GROUP: Group(GROUP, len(tensors_of), "block", ())},
+        groups={GROUP: Group(GROUP, len(candidates), "block", ())},
         whole=whole | {name: "it is outside the residual blocks" for name in state if name not in dealt},
         spans={name: tuple(Span(n) for n in tensor.shape) for name, tensor in state.items()},
         blocks=blocks,
