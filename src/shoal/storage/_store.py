@@ -92,7 +92,7 @@ def _copy_tensor(value: Tensor) -> _Made:
     value = value.detach().to("cpu", copy=True)  # without holes, so that it lies flat
     flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8)
     dtype = str(value.dtype).removeprefix("torch.")
-    return _Made(make_tensor, pickle.PickleBuffer(flat.numpy().data), dtype, tuple(value.shape), value.stride())
+    return _Made(make_tensor, flat.numpy(), dtype, tuple(value.shape), value.stride())
 
 
 def _copy_by_saving(value: Any, path: tuple[Any, ...]) -> _Made:
@@ -117,7 +117,9 @@ class _Made:
         self._call = call
 
     def __reduce__(self) -> Any:
-        return self._call[0], self._call[1:]
+        # Made here and not before: a PickleBuffer in a reference cycle crashes Python's garbage collector.
+        arguments = (pickle.PickleBuffer(a.data) if isinstance(a, np.ndarray) else a for a in self._call[1:])
+        return self._call[0], tuple(arguments)
 
 
 def make_tensor(data: bytearray, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
