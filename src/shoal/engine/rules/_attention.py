@@ -136,12 +136,12 @@ class Attention(torch.autograd.Function):
         softmax: Callable[[Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
         queries, keys, values = (x.flatten(0, -3) for x in (q, k, v))
-        weights = _times(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
+        weights = product(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
         share = softmax(weights if mask is None else weights.add_(mask))
         rest = share if kept is None else share * kept
         ctx.save_for_backward(queries, keys, values, share, kept, rest)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
-        return _times(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
+        return product(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -151,16 +151,12 @@ class Attention(torch.autograd.Function):
         grad = grads[0].flatten(0, -3)
         of_weights = share
         if of_q or of_k:
-            of_share = _times(grad, values.mT).view(share.shape)
+            of_share = product(grad, values.mT).view(share.shape)
             of_share = of_share if kept is None else of_share * kept
             of_weights = aten._softmax_backward_data(of_share, share, -1, share.dtype).mul_(ctx.scale).flatten(0, -3)
         return (
-            _times(of_weights, keys).view(shapes[0]) if of_q else None,
-            _times(of_weights.mT, queries).view(shapes[1]) if of_k else None,
-            _times(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
+            product(of_weights, keys).view(shapes[0]) if of_q else None,
+            product(of_weights.mT, queries).view(shapes[1]) if of_k else None,
+            product(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
             None, None, None, None,
         )  # fmt: skip
-
-
-def _times(a_NTK: Tensor, b_NKS: Tensor) -> Tensor:
-    return product(a_NTK, b_NKS) if a_NTK.device.type == "cpu" else torch.bmm(a_NTK, b_NKS)
