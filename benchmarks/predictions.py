@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,8 @@ TIME_BAR = 0.20
 LEAST_BYTES = 200e6
 SMALL, GPU_STEPS = (4, 8), 4000
 TIME_ROUNDS = 5
+RUNTIME_BYTES = 88_000_000
+"""What a fresh process takes on a CPU before the first network: libraries as they are used, the tracer."""
 
 
 def jobs(network: str, members: int, steps: int, batches: int, precision: str | None = None) -> list[Any]:
@@ -44,10 +47,9 @@ def jobs(network: str, members: int, steps: int, batches: int, precision: str | 
 def predict(network: str, members: int) -> dict[str, float]:
     """The growth of a process that trains this pack, from its traced step alone."""
     import shoal
-    from shoal.engine.planning import memory
 
-    told = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
-    return {"bytes": told.memory_bytes + memory.RUNTIME_BYTES}
+    explanation = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
+    return {"bytes": explanation.memory_bytes + RUNTIME_BYTES}
 
 
 def growth(network: str, members: int) -> dict[str, float]:
@@ -77,29 +79,31 @@ def times(network: str, members: int) -> dict[str, float]:
 def _timed(network: str, members: int) -> tuple[float, float]:
     import torch
 
-    from shoal.engine.units import build, trials
+    from shoal.engine.runtime.planning_context import PlanningContext
+    from shoal.engine.units import trials
     from shoal.preparation.checks import prepare
 
     trials._verdicts.clear()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
-        made, units, _ = build.arrange(prepare(jobs(network, members, 400, 64), torch.device("cpu")))
+        built = prepare(jobs(network, members, 400, 64), torch.device("cpu"))
+        units, parts = zip(*PlanningContext(built).units(built), strict=True)
     for unit in units:
         unit.begin_epoch(torch.stack([torch.randperm(m.num_rows, generator=m.orders) for m in unit.members]))
         unit.run(1)
     block = max(1, min(8, int(0.02 / _turn(units, 1))))  # short steps in a row, as in training
     seen = [_turn(units, block) for _ in range(5)]
-    return sum(part.predicted["step_seconds"] for part in made.parts), statistics.median(seen)
+    return sum(part.predicted["step_seconds"] for part in parts), statistics.median(seen)
 
 
-def _turn(units: list[Any], steps: int) -> float:
+def _turn(units: Sequence[Any], steps: int) -> float:
     start = perf_counter()
     for unit in units:
         unit.run(steps)
     return (perf_counter() - start) / steps
 
 
-def told(network: str, members: int, compile: bool) -> dict[str, Any]:
+def explained(network: str, members: int, compile: bool) -> dict[str, Any]:
     """What `shoal.explain` says of a pack on a GPU."""
     import shoal
 
@@ -121,8 +125,8 @@ def fitted(network: str, members: int, compile: bool) -> dict[str, Any]:
     known = perf_cache.lookup(perf_cache.digest(recipe))
     curves = {tier: curve for tier in ("stacked", "streams") if (curve := known.curve("seconds", tier)) is not None}
     tier = min(curves, key=lambda name: curves[name].at(members))
-    rest = memory.data_bytes(built) + memory.fixed_bytes(built[0].device)
-    return {"bytes": memory.predict_bytes(recipe, members, tier) + rest, "tier": tier}
+    rest = memory.data_bytes(built) + memory.workspace_bytes(built[0].device)
+    return {"bytes": sum(curve.at(members) for curve in memory.footprint(recipe, tier)) + rest, "tier": tier}
 
 
 def trained(network: str, members: int, compile: bool) -> dict[str, Any]:
@@ -172,9 +176,9 @@ def gpu_rows(networks: list[str], members: int, compile: bool, fit: bool) -> lis
     rows = []
     for network in networks:
         how, pack = "compile" if compile else "", f"{network}:{members}"
-        small = [child("told", network, str(count), how)["bytes"] for count in SMALL] if fit else []
+        small = [child("explained", network, str(count), how)["bytes"] for count in SMALL] if fit else []
         fit_said = child("fitted", network, str(members), how) if fit else {}
-        said = child("told", network, str(members), how)
+        said = child("explained", network, str(members), how)
         seen = child("trained", network, str(members), how)
         rows.append(row(pack, "memory", said["bytes"], seen["bytes"], MEMORY_BAR["cuda"]))
         rows.append(row(pack, "step", said["seconds"], seen["seconds"], TIME_BAR))
@@ -190,8 +194,10 @@ def row(pack: str, what: str, said: float, seen: float, bar: float, counts: bool
     holds = None if not counts else abs(off) <= bar
     line = {"pack": pack, "what": what, "predicted": said, "measured": seen, "off": off, "bar": bar, "holds": holds}
     unit, scale = ("MB", 1e-6) if what.startswith("memory") else ("ms", 1e3)
-    told = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
-    print(f"{told:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True)
+    verdict = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
+    print(
+        f"{verdict:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True
+    )
     return line
 
 
@@ -209,7 +215,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.child:
         name, network, members, *rest = given.child
-        more = ("compile" in rest,) if name in ("told", "fitted", "trained") else ()
+        more = ("compile" in rest,) if name in ("explained", "fitted", "trained") else ()
         print(json.dumps(globals()[name](network, int(members), *more)))
         return 0
     with tempfile.TemporaryDirectory() as cache:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.planning import perf_cache
+from shoal.engine.planning.memory import step_bytes
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.units import trials
-from shoal.explanation import memory
 from shoal.utils.tables import duration, size
 
 X, Y = torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3
@@ -148,12 +148,34 @@ def test_a_budget_sizes_packs_and_says_who_waits() -> None:
     assert 2 <= len(part.members) <= 5 and part.members == list(range(len(part.members)))
     assert told.memory_bytes <= third
     assert [w.index for w in told.plan.waiting] == list(range(len(part.members), 12))
-    assert "wait for a place" in str(told) and "waits for" in str(told) and "more" in str(told)
+    assert f"{12 - len(part.members)} wait" in str(told) and "waits for" in str(told) and "more" in str(told)
     assert len(json.loads(told.to_json())["waiting"]) == 12 - len(part.members)
     none = shoal.explain(these, device="cpu", measure=False, memory=1000)
-    assert not none.plan.parts and all(w.never and "the budget is 1 kB" in w.reason for w in none.plan.waiting)
+    assert not none.plan.parts and all(w.never and "1 kB may be used" in w.reason for w in none.plan.waiting)
     with pytest.raises(ValueError, match="memory is 'much'"):
         shoal.explain(these, device="cpu", memory="much")
+
+
+def test_what_is_explained_is_what_happens() -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Linear(4096, 3))
+
+    these = [job(f"w{i}", model=wide, seed=i) for i in range(6)]
+    these += [job(f"b{i}", model=Branch, seed=i) for i in range(2)]
+    most = int(shoal.explain(these, device="cpu", measure=False).memory_bytes / 2)
+    said = shoal.explain(these, device="cpu", measure=False, memory=most).plan
+    assert said.waiting and len(said.parts) > 1
+    events: list[shoal.Event] = []
+    shoal.train(these, device="cpu", memory=most, threads=1, deterministic=True, events=events.append)
+    start = next(event for event in events if event.kind == "start").data["plan"]
+    assert [(p["tier"], p["members"]) for p in start["parts"]] == [(p.tier, p.members) for p in said.parts]
+    assert [w["index"] for w in start["waiting"]] == [w.index for w in said.waiting]
+    first = list(itertools.takewhile(lambda event: event.kind != "turn", events))
+    joined: dict[int, tuple[str, list[int]]] = {}
+    for event in first:
+        if event.kind == "join" and event.member is not None:
+            joined.setdefault(event.data["unit"], (event.data["tier"], []))[1].append(event.member.index)
+    assert sorted(joined.values()) == sorted((part.tier, part.members) for part in said.parts)
 
 
 def test_when_compiling_pays_is_told() -> None:
@@ -186,9 +208,9 @@ def test_memory_of_an_optimizer_without_a_rule_and_of_what_is_frozen() -> None:
         return model
 
     (member,) = shoal.preparation.checks.prepare([job("a", optimizer=Own, model=half_frozen)], torch.device("cpu"))
-    found = memory(member, TraceCache().recipe(member))
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (63 * 4, 21 * 4, 2 * 21 * 4)
-    assert memory(member, None)["activations"] == 0
+    made = step_bytes(member, TraceCache().recipe(member))
+    assert (made.weights, made.gradients, made.optimizer) == (63 * 4, 21 * 4, 2 * 21 * 4)
+    assert step_bytes(member, None).activations == 0
 
 
 def test_numbers_for_people() -> None:

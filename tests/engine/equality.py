@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.engine.units import build
+from shoal.engine.planning.planner import Plan
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
 
@@ -144,14 +145,14 @@ def assert_same_bits(a: shoal.Result, b: shoal.Result) -> None:
         assert torch.equal(a.model.state_dict()[name].nan_to_num(9e9), value.nan_to_num(9e9)), name
 
 
-def planned(jobs: Sequence[shoal.Job]) -> build.Plan:
+def planned(jobs: Sequence[shoal.Job]) -> Plan:
     """The plan for these jobs, without training them."""
-    made, *_ = build.arrange(prepare(list(jobs), torch.device("cpu")))
-    return made
+    members = prepare(list(jobs), torch.device("cpu"))
+    return PlanningContext(members).propose(members)
 
 
 def reasons(jobs: Sequence[shoal.Job]) -> str:
-    """Why each part of the plan rides where it rides."""
+    """Why each part of the plan has its tier."""
     return "; ".join(f"{part.names}: {part.tier}, {part.reason}" for part in planned(jobs).parts)
 
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.liveness import Ledger, nbytes, optimizer_bytes, solo_step, stacked_step
-from shoal.engine.planning.planner import Curve
+from shoal.engine.planning.planner import Curve, Plan
 from shoal.engine.recipes.recipe import Recipe, TraceCache
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.stack._flat_state import FlatUpdate
 from shoal.engine.tiers.stacked.unit import StackedUnit
-from shoal.engine.units import build
 from shoal.preparation.checks import prepare
 
 X = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -27,7 +28,7 @@ Y = torch.arange(64) % 4
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(memory, "_found", {})
+    monkeypatch.setattr(memory, "_analytic", {})
 
 
 def network() -> nn.Module:
@@ -74,19 +75,24 @@ def test_a_stack_grows_by_its_rows_and_a_member_alone_is_less() -> None:
     assert alone.working < two.working and 0 < optimizer_bytes(own) < alone.state
 
 
+def predict_bytes(recipe: Recipe, rows: int) -> int:
+    """The peak bytes of so many members, stacked, the data set aside."""
+    return int(sum(curve.at(max(rows, 2)) for curve in memory.footprint(recipe, "stacked")))
+
+
 def test_predictions_follow_what_was_measured() -> None:
     own, _ = recipe()
     key = perf_cache.digest(own)
-    cold = {rows: memory.predict_bytes(own, rows) for rows in (2, 8, 32)}
+    cold = {rows: predict_bytes(own, rows) for rows in (2, 8, 32)}
     assert cold[2] < cold[8] < cold[32]
     perf_cache.note(key, tier="stacked", rows=8, bytes=2 * cold[8])
-    assert memory.predict_bytes(own, 32) == pytest.approx(2 * cold[32], rel=0.01), "one point: its ratio"
+    assert predict_bytes(own, 32) == pytest.approx(2 * cold[32], rel=0.01), "one point: its ratio"
     perf_cache.note(key, tier="stacked", rows=2, bytes=cold[2] + 1000)
     perf_cache.note(key, tier="stacked", rows=8, bytes=cold[8])
-    assert memory.predict_bytes(own, 8) == 2 * cold[8], "the high-water mark stays"
-    assert memory.predict_bytes(own, 2) == cold[2] + 1000
-    assert memory.predict_bytes(own, 5) == pytest.approx((cold[2] + 1000 + 2 * cold[8]) / 2, rel=0.01), "between them"
-    assert memory.predict_bytes(own, 32) == pytest.approx(cold[32] + cold[8], rel=0.01), "and beyond"
+    assert predict_bytes(own, 8) == 2 * cold[8], "the high-water mark stays"
+    assert predict_bytes(own, 2) == cold[2] + 1000
+    assert predict_bytes(own, 5) == pytest.approx((cold[2] + 1000 + 2 * cold[8]) / 2, rel=0.01), "between them"
+    assert predict_bytes(own, 32) == pytest.approx(cold[32] + cold[8], rel=0.01), "and beyond"
 
 
 def test_what_was_seen_of_a_large_pack_is_what_is_said_of_it() -> None:
@@ -102,38 +108,38 @@ def test_two_points_carry_what_is_fixed() -> None:
     assert state.at(32) + found.at(32) == pytest.approx(32 * 15 + 700)
 
 
-def test_as_many_rows_as_fit() -> None:
-    own, _ = recipe()
-    for rows in (2, 7, 40):
-        budget = memory.predict_bytes(own, rows)
-        assert memory.rows_that_fit(own, budget + 1) == rows
-        assert memory.rows_that_fit(own, budget - 2) == (rows - 1 if rows > 2 else 0)
+def planned(members: list[Member], **settings: Any) -> Plan:
+    return PlanningContext(members, timed=False, thorough=True, **settings).propose(members)
 
 
-def test_arrange_keeps_within_a_budget_and_tiers_are_remembered() -> None:
+def test_the_plan_stays_within_a_budget_and_tiers_are_remembered() -> None:
     jobs = [
         shoal.Job(model=network, data=(X, Y), loss=F.cross_entropy, batch_size=16, steps=2, hparams={"lr": 0.1}, seed=i)
         for i in range(9)
     ]
     members = prepare(jobs, torch.device("cpu"))
     own = TraceCache().recipe(members[0])
-    budget = memory.data_bytes(members) + memory.predict_bytes(own, 3) + 1
-    made, units, _ = build.arrange(members, timed=False, budget=budget)
-    assert [part.members for part in made.parts] == [[0, 1, 2]] and len(units) == 1
-    assert [w.index for w in made.waiting] == [3, 4, 5, 6, 7, 8]
-    again, units, _ = build.arrange(members, timed=False, tiers={0: "serial", 1: "serial", 2: "stacked"})
-    assert again.tiers() == {0: "serial", 1: "serial"} | dict.fromkeys(range(2, 9), "stacked")
-    assert "serial as in the run before" in again.parts[0].reason and len(units) == 3
+    for rows in (2, 3, 7):  # as many as fit, and not one more
+        need = memory.data_bytes(members) + predict_bytes(own, rows)
+        made = planned(members, budget=need + 1)
+        assert [part.members for part in made.parts] == [list(range(rows))] and made.memory_bytes <= need + 1
+        assert [w.index for w in made.waiting] == list(range(rows, 9))
+        fewer = planned(members, budget=need - 2)
+        assert sum(len(part.members) for part in fewer.parts) == (rows - 1 if rows > 2 else 0)
+    again = planned(members, tiers={0: "serial", 1: "serial", 2: "stacked"})
+    tiers = {index: part.tier for part in again.parts for index in part.members}
+    assert tiers == {0: "serial", 1: "serial"} | dict.fromkeys(range(2, 9), "stacked")
+    assert "serial as in the run before" in again.parts[0].reason and len(again.parts) == 3
 
 
 def test_what_a_waiting_job_should_take() -> None:
-    own, trace_cache = recipe()
-    (request,) = build.requests(build.group([own.member], trace_cache))
-    seconds, size = build.predicted(request)
-    assert seconds != seconds and size == memory.predict_bytes(own, 1)
+    own, _ = recipe()
+    member = own.member
+    ticket = PlanningContext([member], timed=False, thorough=True).ticket(member, 0.0)
+    assert ticket.seconds != ticket.seconds and ticket.bytes == predict_bytes(own, 1)
     perf_cache.note(perf_cache.digest(own), tier="stacked", rows=1, seconds=0.1)
-    (request,) = build.requests(build.group([own.member], trace_cache))
-    assert build.predicted(request)[0] == pytest.approx(0.4, rel=1.1), "four steps"
+    ticket = PlanningContext([member], timed=False).ticket(member, 0.0)
+    assert ticket.seconds == pytest.approx(0.4, rel=1.1), "four steps"
 
 
 def test_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,7 +149,6 @@ def test_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_available", lambda: 1000)
     monkeypatch.setattr(memory, "_group_free", lambda: 500)
     assert memory.memory_budget(cpu) == 450
-    assert memory.resident() > 10_000_000
 
 
 def test_the_limit_of_a_container(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,16 +205,19 @@ def _note(run: Run, member: Member, states: list[dict[str, Any]]) -> None:
         states.append(pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, member.state()))
 
 
+def snapshots(members: list[Member]) -> list[dict[str, Any]]:
+    """The first member's state after every turn."""
+    states: list[dict[str, Any]] = []
+    run = Run(members, Seats(members, timed=False), between=lambda: _note(run, members[0], states))
+    run._turn_seconds = 1e-4
+    run.go()
+    return states
+
+
 def test_a_state_goes_on_in_another_member_at_any_batch(alone: list[Member]) -> None:
     """Snapshots taken at every turn, carried over to fresh members, end with the same bits."""
     for place in (0, 2, 3, 6, 8, 10, 12, 13, 14):
-        states: list[dict[str, Any]] = []
-        members = prepare([MIXED[place]], CPU)
-        run = Run(members, Seats(members, timed=False))
-        run._turn_seconds = 1e-4
-
-        run.between = partial(_note, run, members[0], states)
-        run.go()
+        states = snapshots(prepare([MIXED[place]], CPU))
         assert states
         for state in (states[0], states[len(states) // 2], states[-1]):
             other = prepare([MIXED[place]], CPU)

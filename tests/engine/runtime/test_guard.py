@@ -65,8 +65,8 @@ def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -
             if not folder.restore(member):
                 beginning(member)
 
-        def make(share: Any, planning: PlanningContext, tell: Any) -> Run:
-            return Run(share, planning, folder=folder, save_every=0.01, tell=tell)
+        def make(share: Any, planning: PlanningContext, tell: Any, **more: Any) -> Run:
+            return Run(share, planning, folder=folder, save_every=0.01, tell=tell, **more)
 
         run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False), make, requeue, tell)
     return members

@@ -81,28 +81,40 @@ def test_the_setting_that_nothing_is_compiled_counts_more(tried: list[str]) -> N
 
 
 def test_a_form_that_fails_here_is_chosen_anew(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = test_choose.choose._timed
+    real = test_choose._choose_form._timed
 
     def timed(unit: Any, form: Any) -> Any:
         if form.name == "streams":
             raise RuntimeError("not on this device")
         return real(unit, form)
 
-    monkeypatch.setattr(test_choose.choose, "_timed", timed)
+    monkeypatch.setattr(test_choose._choose_form, "_timed", timed)
     assert set(arranged(dict.fromkeys(range(4), "streams")).values()) == {"stacked compiled"}
 
 
-def test_a_board_notes_the_forms_and_gives_them_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_puts_what_trials_showed_into_the_plan(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = members(3)
+    planning = PlanningContext(own, timed=False, thorough=True)
+    monkeypatch.setattr(planning, "gpu", True)
+    plan = planning.propose(own)
+    planning.rehearse(plan, own)
+    (part,) = plan.parts
+    assert part.tier == "stacked" and part.members == [0, 1, 2]
+    assert {"step_seconds", "alone_seconds", "compile_seconds", "memory_bytes"} <= part.predicted.keys()
+    assert part.predicted["gain"] == part.predicted["alone_seconds"] / part.predicted["step_seconds"]
+    assert plan.memory_bytes > part.predicted["memory_bytes"] > part.predicted["state_bytes"] > 0
+
+
+def test_the_forms_are_noted_and_gives_them_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, as far as a CPU can."""
 
     def planning(own: list[Member], tiers: dict[int, str]) -> PlanningContext:
-        made = PlanningContext(own, timed=False, tiers=tiers)
+        made = PlanningContext(own, timed=False, tiers=tiers, forms_changed=lambda forms: notes.append(dict(forms)))
         monkeypatch.setattr(made, "gpu", True)
         return made
 
     own, notes = members(3), list[dict[int, str]]()
     first = planning(own, {1: "serial"})
-    first.arranged = lambda: notes.append(dict(first.forms))
     first.units(own)
     assert notes == [{0: "stacked compiled", 1: "serial", 2: "stacked compiled"}]
     second = planning(members(3), notes[0])
@@ -141,7 +153,7 @@ def test_on_a_gpu_a_resumed_run_has_its_forms_again(form: str, tmp_path: Path, m
     kept = _atomic.read_sealed(tmp_path / "plan.json")
     assert set(kept["plan"]["tiers"].values()) <= {"stacked", "streams"}
     _atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
-    for path in (tmp_path / "members").glob("*/*.safetensors"):
+    for path in (tmp_path / "members").glob("*/*.ckpt"):
         retiered(path, form)
     results = shoal.train(own(4000), device="cuda", out=tmp_path, compile=False)
     assert [result.tier for result in results] == [form] * 3

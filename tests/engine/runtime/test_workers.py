@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.members.member import Member
-from shoal.engine.runtime import forking, workers
+from shoal.engine.runtime import sharing, workers
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -45,7 +45,9 @@ def jobs(count: int, **settings: object) -> list[shoal.Job]:
 def trained(count: int, made: list[shoal.Job], tell: Callable[[Event], None] = lambda event: None) -> list[Member]:
     members = prepare(made, torch.device("cpu"))
     planning = PlanningContext(members)
-    workers.run_shared(members, planning, count, lambda share, tell: Run(share, planning, tell=tell), tell)
+    workers.run_shared(
+        members, planning, count, lambda share, tell, **more: Run(share, planning, tell=tell, **more), tell
+    )
     return members
 
 
@@ -150,7 +152,9 @@ def test_an_interrupt_brings_all_members_back() -> None:
     members = prepare(jobs(6, epochs=100_000), torch.device("cpu"))
     planning = PlanningContext(members, timed=False)
     with pytest.raises(KeyboardInterrupt):
-        workers.run_shared(members, planning, 2, lambda share, tell: Run(share, planning, tell=tell), tell)
+        workers.run_shared(
+            members, planning, 2, lambda share, tell, **more: Run(share, planning, tell=tell, **more), tell
+        )
     assert {member.status for member in members} == {"cancelled"}
     assert all(member.optimizer_state["state"] for member in members)
 
@@ -182,11 +186,11 @@ def test_what_could_not_be_traced_stays_in_this_process() -> None:
 
 
 def test_busy_cores_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < workers.free_cores(2) < 2.1
+    assert 0 < sharing.free_cores(2) < 2.1
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
-    monkeypatch.setattr(workers, "usable_cores", lambda: 4)
-    monkeypatch.setattr(workers, "free_cores", lambda count: 0.4)
-    assert workers.workers_for(None, torch.device("cpu"), 100.0) == 1
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 4)
+    monkeypatch.setattr(sharing, "free_cores", lambda count: 0.4)
+    assert sharing.workers_for(None, torch.device("cpu"), 100.0) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,20 +200,20 @@ def test_busy_cores_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_many_workers(
     monkeypatch: pytest.MonkeyPatch, threads: int | None, seconds: float, told: str | None, count: int
 ) -> None:
-    monkeypatch.setattr(workers, "usable_cores", lambda: 4)
-    monkeypatch.setattr(workers, "free_cores", lambda count: 3.8)
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 4)
+    monkeypatch.setattr(sharing, "free_cores", lambda count: 3.8)
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
     if told is not None:
         monkeypatch.setenv("SHOAL_WORKERS", told)
-    assert workers.workers_for(threads, torch.device("cpu"), seconds) == count
-    assert workers.workers_for(threads, torch.device("cuda"), seconds) == 1
+    assert sharing.workers_for(threads, torch.device("cpu"), seconds) == count
+    assert sharing.workers_for(threads, torch.device("cuda"), seconds) == 1
 
 
 @pytest.mark.parametrize("told", ["0", "many", "-1", "1.5"])
 def test_a_number_of_workers_that_cannot_be(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv("SHOAL_WORKERS", told)
     with pytest.raises(ValueError, match=f"^SHOAL_WORKERS is '{told}'; set it to a whole number"):
-        workers.workers_for(None, torch.device("cpu"), 100.0)
+        sharing.workers_for(None, torch.device("cpu"), 100.0)
 
 
 @pytest.fixture
@@ -242,17 +246,17 @@ def test_large_networks_stay_together_where_threads_do_more(
     planning = PlanningContext(members, timed=False)
     planning._requests = {index: replace(asked, alone=0.1) for index, asked in planning._requests.items()}
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
-    monkeypatch.setattr(forking, "workers_for", lambda *_: 2)
-    monkeypatch.setattr(forking, "predicted_seconds", lambda *_: 100.0)
-    monkeypatch.setattr(forking, "_at_once", lambda *_: apart)
-    monkeypatch.setattr(forking, "lone_seconds", lambda _: here)
-    assert forking.processes_for(members, planning, None) == count
+    monkeypatch.setattr(sharing, "workers_for", lambda *_: 2)
+    monkeypatch.setattr(sharing, "predicted_seconds", lambda *_: 100.0)
+    monkeypatch.setattr(sharing, "_at_once", lambda *_: apart)
+    monkeypatch.setattr(sharing, "lone_seconds", lambda _: here)
+    assert sharing.processes_for(members, planning, None) == count
     torch.set_num_threads(1)
-    assert forking.processes_for(members, planning, None) == 2
+    assert sharing.processes_for(members, planning, None) == 2
 
 
 def test_steps_of_several_processes_are_timed() -> None:
     member = prepare(jobs(1), torch.device("cpu"))[0]
     before = [p.clone() for p in member.model.parameters()]
-    assert 0 < forking._at_once(member, 2) < 60
+    assert 0 < sharing._at_once(member, 2) < 60
     assert all(torch.equal(a, b) for a, b in zip(before, member.model.parameters(), strict=True))

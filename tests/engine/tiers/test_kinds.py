@@ -19,15 +19,15 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning import perf_cache
-from shoal.engine.planning.planner import Curve, Device, Kinds, Request
-from shoal.engine.planning.planner import plan as planner
+from shoal.engine.planning.planner import Curve, Request, plan, stack_bytes, total_bytes
 from shoal.engine.planning.policy import Policy, Ticket
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import Recipe, TraceCache
+from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.stacked.unit import StackedUnit
-from shoal.engine.units import build, trials
+from shoal.engine.units import trials
 from shoal.engine.units.trials import Verdict
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
@@ -110,8 +110,8 @@ def single() -> list[shoal.Job]:
 
 def test_all_of_them_are_one_unit_and_equal_the_reference_loop() -> None:
     jobs = mixed()
-    _, units, _ = build.arrange(prepare(jobs, CPU))
-    (unit,) = units
+    members = prepare(jobs, CPU)
+    ((unit, _),) = PlanningContext(members).units(members)
     assert isinstance(unit, StackedUnit) and len(unit.members) == len(jobs)
     assert len(unit.stack.optimizer.parts) == KINDS
     for ours, own in zip(train(jobs), jobs, strict=True):
@@ -139,7 +139,8 @@ def _fields(own: shoal.Job) -> dict[str, Any]:
 def test_networks_large_enough_for_the_fused_kernel() -> None:
     more = {"model": lambda: net(4096, torch.float32), "data": (X.float(), Y), "val": None, "epochs": None, "steps": 4}
     jobs = [job(i, **(CHANGES[i] | more)) for i in (0, 1, 3, 6, 10, 4)]
-    (unit,) = build.arrange(prepare(jobs, CPU), timed=False)[1]
+    members = prepare(jobs, CPU)
+    ((unit, _),) = PlanningContext(members, timed=False).units(members)
     assert isinstance(unit, StackedUnit)
     assert any(any(getattr(part, "_fused", [])) for part in unit.stack.optimizer.parts)
     for ours, own in zip(train(jobs), jobs, strict=True):
@@ -182,8 +183,7 @@ def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None
     members, told, runners = prepare(jobs, CPU), list[Event](), list[int]()
     planning = Seats(members, timed=False)
     planning.budget = seats
-    run = Run(members, planning, policy=policy, tell=told.append)
-    run.between = lambda: runners.append(len(run.runners))
+    run = Run(members, planning, policy=policy, tell=told.append, between=lambda: runners.append(len(run.runners)))
     real = UnitRunner.next_batches
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(UnitRunner, "next_batches", lambda runner, seconds: real(runner, 1e-9))
@@ -295,12 +295,10 @@ def request(index: int, kind: str, state: float, working: float, **more: Any) ->
 def test_a_part_of_several_kinds_costs_what_each_of_them_costs() -> None:
     adam = [request(i, "adam", 30, 5, alone=3.0, seconds=Curve.line(1.0, 0.4)) for i in range(3)]
     sgd = [request(i, "sgd", 10, 7, alone=1.0, seconds=Curve.line(1.0, 0.2)) for i in range(3, 6)]
-    state, working = Kinds([*adam, *sgd]).cost()
-    assert (state, working) == (3 * 30 + 3 * 10, 6 * 7)
-    assert Kinds(adam).cost(sgd[0]) == (3 * 30 + 10, 4 * 7)
-    (part,) = planner([*adam, *sgd], (), Device("cpu")).parts
+    assert stack_bytes([*adam, *sgd]) == (3 * 30 + 3 * 10, 6 * 7)
+    assert stack_bytes([*adam, sgd[0]]) == (3 * 30 + 10, 4 * 7)
+    (part,) = plan([*adam, *sgd])
     assert part.predicted["state_bytes"] == 120 and part.predicted["memory_bytes"] == 162
     assert part.predicted["step_seconds"] == pytest.approx(1.0 + 6 * 0.3)
     assert part.predicted["alone_seconds"] == pytest.approx(12.0)
-    within = planner([*adam, *sgd], (), Device("cpu", budget=150))
-    assert [own.index for own in within.waiting] == [5], "five: 3 * 30 + 2 * 10 + 5 * 7 = 145"
+    assert total_bytes([stack_bytes([*adam, *sgd[:2]])], together=False) == 3 * 30 + 2 * 10 + 5 * 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning import perf_cache
+from shoal.engine.planning.planner import Plan
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules import _product
-from shoal.engine.units import build, trials
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.units import trials
 from shoal.engine.units.trials import Verdict
 from shoal.preparation.checks import prepare
 
@@ -50,6 +53,10 @@ def recipe(member: Member) -> tuple[Recipe, TraceCache]:
     return trace_cache.recipe(member), trace_cache
 
 
+def planned(chosen: list[Member], **settings: Any) -> Plan:
+    return PlanningContext(chosen, **settings).propose(chosen)
+
+
 def test_a_trial_disturbs_nothing() -> None:
     (member,) = members(1)
     weights = [p.detach().clone() for p in member.model.parameters()]
@@ -65,7 +72,7 @@ def test_a_trial_disturbs_nothing() -> None:
 def test_a_wrong_rule_is_seen_and_the_job_is_not_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _product.product
     monkeypatch.setattr(_product, "product", lambda a, b, bias=None: 1.1 * right(a, b, bias))
-    made, _, _ = build.arrange(members())
+    made = planned(members())
     assert [part.tier for part in made.parts] == ["serial"] * 3
     assert "its own step does something else: the loss differs" in made.parts[0].reason
 
@@ -80,15 +87,15 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
 
     monkeypatch.setattr(trials, "trial", trial)
     for _ in range(2):
-        made, _, _ = build.arrange(members())
+        made = planned(members())
         assert {part.tier for part in made.parts} == {"serial"} and "0.50 times" in made.parts[0].reason
         assert made.parts[0].predicted["step_seconds"] == 1.0
     monkeypatch.setattr(trials, "_verdicts", {})  # as in another process
-    build.arrange(members())
+    planned(members())
     assert len(calls) == 1
     perf_cache.cache_file().write_text('{"damaged')
     monkeypatch.setattr(trials, "_verdicts", {})
-    build.arrange(members())
+    planned(members())
     assert len(calls) == 2 and trials._remembered(trials.digest(recipe(members(1)[0])[0])) == slow
 
 
@@ -98,7 +105,7 @@ def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast
     short, long = members(2, steps=trials.FEW_STEPS - 1), members(2)
     long[0].index, long[1].index = 2, 3
     for chosen in (short, long, short + long, long[1:] + short[:1], long[:1], short[:1]):
-        made, _, _ = build.arrange(list(chosen))
+        made = planned(list(chosen))
         tiers = {index: part.tier for part in made.parts for index in part.members}
         for index, tier in tiers.items():
             assert tier == ("stacked" if fast or index < 2 else "serial")
@@ -109,7 +116,7 @@ def test_large_networks_must_gain_and_are_stacked_in_the_rows_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, ratio: float, tiers: list[str]
 ) -> None:
     monkeypatch.setattr(trials, "trial", lambda *_: Verdict(1.0, 1.0, ratio))
-    made, _, _ = build.arrange(members(6))
+    made = planned(members(6))
     assert [part.tier for part in made.parts] == tiers
     assert max(len(part.members) for part in made.parts) <= trials.LARGE_ROWS
 
@@ -145,7 +152,7 @@ def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("a trial")
 
     monkeypatch.setattr(trials, "verdict", trial)
-    made, _, _ = build.arrange(members(), timed=False)
+    made = planned(members(), timed=False)
     assert [part.tier for part in made.parts] == ["stacked"]
 
 

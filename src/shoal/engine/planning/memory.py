@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource, parts
@@ -29,20 +31,11 @@ PIECE = 32 << 20
 """Bytes from which the C library maps a tensor by itself, and gives it back when it is freed."""
 HOLES, PIECE_HOLES = 0.23, 0.42
 """What the heap keeps on top of a step's live bytes, and on top of those in smaller tensors; see benchmarks."""
-RUNTIME_BYTES = 88_000_000
-"""What a fresh process takes on a CPU before the first network: libraries as they are used, the tracer."""
 STREAMS = 16
 """Branches of a captured graph at the most."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-_found: dict[tuple[str, str], tuple[Curve, Curve]] = {}
-
-
-def predict_bytes(recipe: Recipe, rows: int, tier: str = "stacked") -> int:
-    """The peak bytes of so many members of this recipe on this tier, the data set aside."""
-    state, working = footprint(recipe, tier)
-    rows = max(rows, LEAST) if tier == "stacked" else rows
-    return int(state.at(rows) + working.at(rows))
+_analytic: dict[tuple[str, str], tuple[Curve, Curve]] = {}
 
 
 def footprint(
@@ -50,23 +43,46 @@ def footprint(
 ) -> tuple[Curve, Curve]:
     """(state, working) bytes over rows, with what was learned put in. `exact=False`: by rule of thumb, at once."""
     key = perf_cache.digest(recipe)
-    if (key, tier) not in _found:
+    if (key, tier) not in _analytic:
         if not exact:
             return Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
         try:
-            _found[key, tier] = analytic(recipe, tier)
+            _analytic[key, tier] = analytic(recipe, tier)
         except Exception:  # an operator that knows no fake tensors: a prediction is not worth a run
-            _found[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
-    state, working = _found[key, tier]
+            _analytic[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
+    state, working = _analytic[key, tier]
     known = perf_cache.lookup(key)
     seen = known.curve("bytes", tier + perf_cache.COMPILED) if compiled else None
     return state, corrected(state, working, seen or known.curve("bytes", tier))
 
 
+class StepBytes(NamedTuple):
+    """What one member's memory is made of."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of its largest batch, all of them held at once."""
+
+
+def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
+    """One member's memory by rule of thumb, without running anything.
+
+    Without a recipe (its step is not traced) activations are not known, and the optimizer is taken to have two numbers
+    for each weight.
+    """
+    gradients = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not is_lazy(p))
+    if recipe is None:
+        return StepBytes(model_bytes(member), gradients, 2 * gradients, 0)
+    activations = activation_bytes(recipe.steps[max(recipe.steps)])
+    return StepBytes(model_bytes(member), gradients, optimizer_bytes(recipe), activations)
+
+
 def rough(recipe: Recipe) -> int:
-    """One member by rule of thumb: its model, gradients, optimizer, and all that its forward pass computes."""
-    graph = recipe.steps[max(recipe.steps)]
-    return lone_bytes(recipe.member) + optimizer_bytes(recipe) + activation_bytes(graph)
+    """One member by rule of thumb, with two numbers to spare for each weight."""
+    parts = step_bytes(recipe.member, recipe)
+    return sum(parts) + 2 * parts.gradients
 
 
 def activation_bytes(graph: Trace) -> int:
@@ -81,8 +97,8 @@ def activation_bytes(graph: Trace) -> int:
 
 
 def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
-    """Working bytes such that the sum goes through what was seen: by its ratio at one point; what was found besides at
-    several is taken by lines between them, and is the same beyond, since small packs leave the larger holes."""
+    """Working bytes such that the sum goes through what was measured. One measured point scales all of them; between
+    several the difference is interpolated, and beyond them it stays the same, since small packs leave larger holes."""
     if seen is None:
         return working
     pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
@@ -91,12 +107,12 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
     if len(pairs) == 1:
         _, value, said = pairs[0]
         ratio = value / said if said else 1.0
-        points = [(rows, ratio * (state.at(rows) + own) - state.at(rows)) for rows, own in working.points]
+        points = [(rows, ratio * (state.at(rows) + extra) - state.at(rows)) for rows, extra in working.points]
     else:
         rest = [(rows, value - said) for rows, value, said in pairs]
         wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
         more = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
-        sums = [working.at(rows) + own for rows, own in zip(wide, more.tolist(), strict=True)]
+        sums = [working.at(rows) + extra for rows, extra in zip(wide, more.tolist(), strict=True)]
         rising = np.minimum.accumulate(sums[::-1])[::-1]  # a curve never falls: the larger packs are right then
         points = list(zip(wide, rising.tolist(), strict=True))
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
@@ -143,11 +159,6 @@ def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Cu
     return state, Curve(tuple((n, float(value)) for n, value in working))
 
 
-def fixed_bytes(device: torch.device) -> int:
-    """What is in use whoever rides, the data aside: the matrix library's workspace where nothing is captured."""
-    return workspace_bytes(device)
-
-
 def workspace_bytes(device: torch.device) -> int:
     """What the matrix library takes for each stream."""
     if device.type != "cuda":
@@ -156,10 +167,8 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def lone_bytes(member: Member) -> int:
-    """A guess for a member whose step is not traced: weights, gradients, two numbers a weight for its optimizer."""
-    weights = model_bytes(member)
-    trained = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not torch.nn.parameter.is_lazy(p))
-    return weights + 3 * trained
+    """A guess for a member whose step is not traced."""
+    return sum(step_bytes(member, None))
 
 
 def data_bytes(members: Iterable[Member]) -> int:
@@ -171,14 +180,6 @@ def data_bytes(members: Iterable[Member]) -> int:
                 held = [part for leaf in view.source.leaves for part in parts(leaf)]
                 seen |= {(part.data_ptr(), tuple(part.shape)): nbytes(part) for part in held}
     return sum(seen.values())
-
-
-def rows_that_fit(recipe: Recipe, budget: float, tier: str = "stacked") -> int:
-    """How many members of this recipe fit into so many bytes by themselves; 0: not even one."""
-    from shoal.engine.planning.planner import Request, rows_within
-
-    state, working = footprint(recipe, tier)
-    return rows_within(Request(index=0, name="", tier=tier, state=state, working=working), budget)
 
 
 def keep_heap() -> None:
@@ -211,20 +212,6 @@ def unreserved(device: torch.device) -> int:
     return max(0, min(free, most - torch.cuda.memory_reserved(device)))
 
 
-def resident(device: torch.device | None = None) -> int:
-    """What this process holds now: resident memory, or on a GPU what the allocator has reserved."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import resource
-        import sys
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
-
-
 def _available() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -240,7 +227,7 @@ def _available() -> int | None:
 
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What the control group of this process leaves us, where it sets a limit (a container does)."""
-    found = []
+    free = []
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -249,10 +236,10 @@ def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
             most, now = (root / limit).read_text().strip(), int((root / used).read_text())
             if most == "max" or int(most) >= 1 << 60:
                 continue
-            found.append(max(0, int(most) - now + _stat((root / limit).parent / "memory.stat", files)))
+            free.append(max(0, int(most) - now + _stat((root / limit).parent / "memory.stat", files)))
         except (OSError, ValueError):
             continue
-    return min(found) if found else None
+    return min(free) if free else None
 
 
 def _stat(file: Path, name: str) -> int:

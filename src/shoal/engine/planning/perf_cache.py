@@ -1,22 +1,22 @@
-"""What was learned about recipes, kept on disk: verdicts, seconds of a step and peak bytes by the number of rows.
+"""What runs have measured, on disk: verdicts of trials, seconds of a step and peak bytes by the number of rows.
 
-One JSON file in $SHOAL_CACHE (or ~/.cache/shoal), an entry for each (network, batch, precision, optimizer, device,
-torch, Shoal): another version may be faster or slower. It is written whole or not at all; a missing or damaged file, or
-part of it, is nothing learned. Nothing here changes what a job computes, except the verdict, which says on which tier
-it runs.
+One SQLite file in $SHOAL_CACHE (or ~/.cache/shoal). A key stands for (network, batch, precision, optimizer, device,
+torch, Shoal): another version may be faster or slower. Where the file is missing, locked or cannot be written to,
+nothing is known and nothing is noted; a damaged file is begun anew. Nothing here changes what a job computes, except
+the verdict, which says on which tier it runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
 import math
 import os
-import tempfile
+import sqlite3
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ import torch
 from shoal.engine.planning.planner import Curve
 from shoal.engine.recipes.recipe import Recipe
 
-FORMAT = 4
+FORMAT = 5
 MOST_ENTRIES = 4000
-"""The oldest entries are dropped beyond these."""
+"""Keys in the file; beyond these, those that were noted longest ago are dropped."""
+READ_SECONDS, WRITE_SECONDS = 0.5, 5.0
+"""How long to wait while another process has the file locked."""
 
 COMPILED = " compiled"
 """Added to the name of a tier whose step was compiled: "stacked compiled"."""
@@ -41,9 +43,10 @@ _digests: dict[Any, str] = {}
 
 @dataclass(slots=True)
 class Entry:
-    """What is known about one recipe."""
+    """What is known under one key."""
 
-    verdict: dict[str, Any] | None = None
+    verdict: dict[str, float] = field(default_factory=dict)
+    """Of a trial, by the name of the number; empty where there was none."""
     seconds: Points = field(default_factory=dict)
     """Of a step of so many rows."""
     bytes: Points = field(default_factory=dict)
@@ -94,14 +97,29 @@ def _version() -> str:
 
 
 def cache_file() -> Path:
-    """Where it is kept."""
+    """Where the file is."""
     folder = os.environ.get("SHOAL_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "shoal") / "learned.json"
+    return (Path(folder) if folder else Path.home() / ".cache" / "shoal") / f"measured-{FORMAT}.sqlite"
 
 
 def lookup(key: str) -> Entry:
     """What is known under this key; an empty entry where nothing is."""
-    return _entry(_read().get(key))
+    entry = Entry()
+    question = (
+        "select what, tier, rows, value from facts "
+        "where key = ? and typeof(value) = 'real' and value > 0 and value < 1e300"
+    )
+    try:
+        with closing(sqlite3.connect(f"{cache_file().absolute().as_uri()}?mode=ro", READ_SECONDS, uri=True)) as db:
+            facts = db.execute(question, [key]).fetchall()
+    except (sqlite3.Error, OSError, RuntimeError):  # RuntimeError: no home folder
+        return entry
+    for what, tier, rows, value in facts:
+        if what in ("seconds", "bytes"):
+            getattr(entry, what).setdefault(tier, {})[rows] = value
+        elif what in ("verdict", "compile_seconds", "trial_seconds"):
+            getattr(entry, what)[tier] = value
+    return entry
 
 
 def note(
@@ -114,102 +132,54 @@ def note(
     compile_seconds: float | None = None,
     trial_seconds: float | None = None,
 ) -> None:
-    """Keep what a step of so many rows took: the latest seconds, the highest bytes."""
-
-    def change(entry: Entry) -> None:
-        if seconds is not None and seconds > 0 and math.isfinite(seconds):
-            entry.seconds.setdefault(tier, {})[rows] = seconds
-        if bytes is not None and bytes > 0 and math.isfinite(bytes):
-            known = entry.bytes.setdefault(tier, {})
-            known[rows] = max(bytes, known.get(rows, 0.0))
-        if compile_seconds is not None:
-            entry.compile_seconds[tier] = compile_seconds
-        if trial_seconds is not None:
-            entry.trial_seconds[tier] = trial_seconds
-
-    _change(key, change)
+    """Store what a step of so many rows took: the latest seconds, the highest bytes."""
+    times = {"compile_seconds": compile_seconds, "trial_seconds": trial_seconds}
+    facts = [("seconds", tier, rows, seconds), ("bytes", tier, rows, bytes)]
+    _store(key, facts + [(what, tier, 0, value) for what, value in times.items()])
 
 
-def remember(key: str, verdict: dict[str, Any]) -> None:
-    """Keep a verdict."""
-
-    def change(entry: Entry) -> None:
-        entry.verdict = verdict
-
-    _change(key, change)
+def remember(key: str, verdict: dict[str, float]) -> None:
+    """Store a verdict."""
+    _store(key, [("verdict", name, 0, value) for name, value in verdict.items()])
 
 
-def _change(key: str, change: Callable[[Entry], None]) -> None:
-    """Read, change, write. A folder that cannot be written to costs only the next run a trial."""
-    file = cache_file()
+def _store(key: str, facts: Sequence[tuple[str, str, int, float | None]]) -> None:
+    """Write what is a number. A file that cannot be written to only costs the next run a trial."""
+    rows = [
+        (key, what, tier, rows, float(value), time.time())
+        for what, tier, rows, value in facts
+        if value is not None and math.isfinite(value) and value > 0
+    ]
     try:
+        file = cache_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file):
-            table = _read()
-            entry = _entry(table.pop(key, None))
-            change(entry)
-            table[key] = _plain(entry)
-            kept = dict(list(table.items())[-MOST_ENTRIES:])
-            handle, name = tempfile.mkstemp(dir=file.parent, prefix=".learned-")
-            with os.fdopen(handle, "w") as out:
-                json.dump({"format": FORMAT, "entries": kept}, out)
-            Path(name).replace(file)
-    except (OSError, RuntimeError):
+        try:
+            _write(file, rows)
+        except sqlite3.OperationalError:  # locked, read-only, no space
+            return
+        except sqlite3.DatabaseError:  # damaged
+            for name in (file, file.with_name(f"{file.name}-journal")):
+                name.unlink(missing_ok=True)
+            _write(file, rows)
+    except (sqlite3.Error, OSError, RuntimeError):
         return
 
 
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Two processes that learn at the same time both keep what they learned."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system: the last one wins
-        yield
-        return
-    with open(file.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError, RuntimeError):
-        return {}
-    entries = found.get("entries") if isinstance(found, dict) and found.get("format") == FORMAT else None
-    return entries if isinstance(entries, dict) else {}
-
-
-def _entry(found: Any) -> Entry:
-    """An entry from what the file holds; what is damaged is left out."""
-    entry = Entry()
-    if not isinstance(found, dict):
-        return entry
-    if isinstance(found.get("verdict"), dict):
-        entry.verdict = found["verdict"]
-    for what in ("seconds", "bytes"):
-        setattr(entry, what, _points(found.get(what)))
-    for what in ("compile_seconds", "trial_seconds"):
-        times = found.get(what)
-        if isinstance(times, dict):
-            setattr(entry, what, {str(k): float(v) for k, v in times.items() if _good(v)})
-    return entry
-
-
-def _points(found: Any) -> Points:
-    if not isinstance(found, dict):
-        return {}
-    return {
-        str(tier): {int(rows): float(value) for rows, value in row.items() if str(rows).isdigit() and _good(value)}
-        for tier, row in found.items()
-        if isinstance(row, dict)
-    }
-
-
-def _good(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _plain(entry: Entry) -> dict[str, Any]:
-    names = ("verdict", "seconds", "bytes", "compile_seconds", "trial_seconds")
-    return {name: value for name in names if (value := getattr(entry, name))}
+def _write(file: Path, rows: list[tuple[str, str, str, int, float, float]]) -> None:
+    with closing(sqlite3.connect(file, WRITE_SECONDS)) as db, db:
+        db.execute("pragma synchronous = off")
+        db.execute(
+            "create table if not exists facts (key text, what text, tier text, rows integer, value real, noted real, "
+            "primary key (key, what, tier, rows)) without rowid"
+        )
+        db.executemany(
+            "insert into facts values (?, ?, ?, ?, ?, ?) "
+            "on conflict (key, what, tier, rows) do update set noted = excluded.noted, "
+            "value = case what when 'bytes' then max(value, excluded.value) else excluded.value end",
+            rows,
+        )
+        db.execute(
+            "delete from facts where key in (select key from facts group by key order by max(noted) desc "
+            "limit -1 offset ?)",
+            [MOST_ENTRIES],
+        )

@@ -1,20 +1,23 @@
-"""The planner: who rides, together with whom, and what it should cost; pure, on plain data.
+"""The planner: which jobs advance together, and what that should cost. Pure, on plain data.
 
-    plan(requests, riding, device) -> Plan
+    plan(requests)                 -> parts: which jobs are stacked together, what that should cost
+    total_bytes(costs, together)   -> what all of it takes at once
 
-No model, no device, no clock: costs come in as curves over the number of rows. A job's tier is its own affair (the
-request says what is known about it) and never that of its companions; who rides now and who waits is decided here.
+No model, no device, no clock: costs come in as curves over the number of rows. A job's tier depends on that job alone
+(its request says which), never on its companions. Which jobs run now is decided by `queue.admit`, which asks
+`total_bytes` whether they fit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 LEAST = 2
-"""Rows of the smallest stack: a member alone is padded, so that its bits are those it has in any company."""
+"""Rows of the smallest stack: one member alone is padded, so that its bits are the same with any companions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,9 @@ class Curve:
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> Curve | None:
-        """Through these points, of which there may be none."""
-        found = tuple(sorted(dict(points).items()))
-        return cls(found) if found else None
+        """Through these points; None where there are none."""
+        ordered = tuple(sorted(dict(points).items()))
+        return cls(ordered) if ordered else None
 
     def at(self, rows: int) -> float:
         """The cost of so many rows. One point alone is taken to be all per row; a cost never falls with rows."""
@@ -52,18 +55,20 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A job that wants to ride, as numbers."""
+    """A job that is to be run, as numbers."""
 
     index: int
     name: str
     key: str = ""
-    """What may be stacked together has the same key; empty: nothing is known to be alike."""
+    """Jobs that may be stacked together have the same key."""
     kind: str = ""
-    """What costs the same has the same kind: members of one stack may have different optimizers."""
+    """Jobs that cost the same have the same kind: members of one stack may have different optimizers."""
     reason: str = ""
-    """Why it runs as it does: what it is one computation with, or why it cannot be stacked."""
+    """Why it runs as it does: what it is stacked with, or why it cannot be stacked."""
     tier: str = "stacked"
-    """stacked, streams or serial: settled by the job itself, or remembered from the run that is resumed."""
+    """stacked, streams or serial: follows from the job itself, or is that of the run that is resumed."""
+    loses: bool = False
+    """Whether a trial showed that stacking it is slower."""
     steps: int = 0
     """Steps left."""
     alone: float | None = None
@@ -71,7 +76,7 @@ class Request:
     seconds: Curve | None = None
     """Seconds of a step of so many rows stacked."""
     state: Curve = Curve(((1, 0.0),))
-    """Bytes held as long as it rides."""
+    """Bytes held as long as it runs."""
     working: Curve = Curve(((1, 0.0),))
     """Bytes that a step needs besides."""
     most_rows: int | None = None
@@ -79,19 +84,6 @@ class Request:
     compile_seconds: float | None = None
     compiled: Curve | None = None
     """Seconds of a compiled step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where it runs."""
-
-    name: str
-    budget: int | None = None
-    """Bytes that may be used; None: no limit."""
-    together: bool = False
-    """Whether all parts step at the same time (a GPU); else each needs its working memory only in its turn."""
-    taken: int = 0
-    """Bytes that are in use whoever rides: the data."""
 
 
 @dataclass(slots=True)
@@ -106,11 +98,11 @@ class Part:
     """Why this tier, in one line."""
     predicted: dict[str, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
-    key: str = ""
-    """What may be stacked with it."""
+    loses: bool = False
+    """Whether a trial showed that stacking these is slower."""
 
     def note(self, seconds: float, steps: int, bytes: int | None = None) -> None:
-        """Take in what so many steps of this part did cost; the peak is the highest seen."""
+        """Add what so many steps of this part took; the peak is the highest seen."""
         total = self.measured.get("seconds", 0.0) + seconds
         count = self.measured.get("steps", 0.0) + steps
         self.measured |= {"seconds": total, "steps": count}
@@ -122,7 +114,7 @@ class Part:
 
 @dataclass(slots=True)
 class Waiting:
-    """A job that does not ride now."""
+    """A job that does not run now."""
 
     index: int
     name: str
@@ -130,17 +122,19 @@ class Waiting:
     never: bool = False
     """Whether it would not fit on an empty device either."""
     bytes: float = 0.0
-    """What it would take by itself."""
+    """What it would take by itself, the data included."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What rides together and what does not. Made before the first step; what it did cost is filled in afterwards."""
+    """Which jobs advance together and which wait. Made before the first step; measurements are added afterwards."""
 
     device: str
     parts: list[Part]
     waiting: list[Waiting] = field(default_factory=list)
     budget: int | None = None
+    memory_bytes: float = 0.0
+    """What all parts take at once, the data and the device's libraries included."""
     set_up: dict[str, float] = field(default_factory=dict)
     """Seconds that went into getting ready, by what was done."""
 
@@ -156,152 +150,74 @@ class Plan:
             "set_up_seconds": dict(self.set_up),
         }
 
-    def part_of(self, index: int) -> Part | None:
-        """The part a member rides in."""
-        return next((part for part in self.parts if index in part.members), None)
 
-    def tiers(self) -> dict[int, str]:
-        """Each riding member's tier: what a resumed run is told."""
-        return {index: part.tier for part in self.parts for index in part.members}
+def plan(requests: Iterable[Request]) -> list[Part]:
+    """The parts in which these jobs run, if all of them run at once."""
+    return [
+        Part(
+            stack[0].tier,
+            [request.index for request in stack],
+            [request.name for request in stack],
+            stack[0].reason,
+            predict(stack),
+            loses=stack[0].loses,
+        )
+        for stack in stacks(requests)
+    ]
 
 
-def plan(requests: Sequence[Request], running: Sequence[Part], device: Device) -> Plan:
-    """Give every request a place, in their order, or the reason why it waits.
-
-    Those who ride keep their places. A newcomer joins a part of its own kind, or opens one, if everything together
-    then stays within the budget; one that does not fit is passed over, and the next is looked at.
-    """
-    table = _Table(device, running)
-    waiting = []
+def stacks(requests: Iterable[Request]) -> list[list[Request]]:
+    """The jobs that advance together: those of one key and tier, in stacks of at most the rows they allow."""
+    alike: dict[object, list[Request]] = {}
     for request in requests:
-        if not table.place(request):
-            waiting.append(table.refused(request))
-    return Plan(device.name, table.parts(), waiting, device.budget)
+        alike.setdefault(request.index if request.tier == "serial" else (request.key, request.tier), []).append(request)
+    cut = []
+    for same in alike.values():
+        most = min((request.most_rows for request in same if request.most_rows), default=len(same))
+        cut += [same[start : start + most] for start in range(0, len(same), most)]
+    return cut
 
 
-class _Table:
-    """Parts as they fill up."""
+def total_bytes(costs: Sequence[tuple[float, float]], *, together: bool) -> float:
+    """All bytes of stacks with these (state, working) bytes.
 
-    def __init__(self, device: Device, running: Sequence[Part]) -> None:
-        self.device = device
-        self.rows: list[_Seats] = [_Seats(replace_lists(part)) for part in running]
-
-    def place(self, request: Request) -> bool:
-        own = next((seats for seats in self.rows if seats.takes(request)), None)
-        if not self._fits(request, own):
-            return False  # a second part beside one with room would only be two slower ones
-        if own is not None:
-            own.add(request)
-            return True
-        self.rows.append(_Seats(Part(request.tier, [], [], request.reason, key=request.key)))
-        self.rows[-1].add(request)
-        return True
-
-    def refused(self, request: Request) -> Waiting:
-        state, working = cost(request, 1)
-        needed, budget = state + working, self.device.budget or 0
-        if self.device.taken + needed > budget:
-            return Waiting(request.index, request.name, _never(needed, self.device), True, needed)
-        own = next((seats for seats in self.rows if seats.takes(request)), None)
-        over = self._bytes(request, own) - budget
-        return Waiting(request.index, request.name, f"waits for {_size(over)} of memory", False, needed)
-
-    def parts(self) -> list[Part]:
-        return [seats.finished() for seats in self.rows]
-
-    def _fits(self, request: Request, seats: _Seats | None) -> bool:
-        return self.device.budget is None or self._bytes(request, seats) <= self.device.budget
-
-    def _bytes(self, request: Request, joined: _Seats | None) -> float:
-        """All bytes once this request rides as well."""
-        found = [s.bytes(request if s is joined else None) for s in self.rows]
-        if joined is None:
-            found.append(cost(request, 1))
-        working = [w for _, w in found]
-        step = sum(working) if self.device.together else max(working, default=0.0)
-        return self.device.taken + sum(s for s, _ in found) + step
-
-
-class _Seats:
-    """One part and the requests in it."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.before = len(part.members)
-        """Members that rode already; they are taken to be like the first that came."""
-        self.kinds = Kinds()
-
-    def takes(self, request: Request) -> bool:
-        part = self.part
-        if part.tier == "serial" or request.tier != part.tier or not part.key or request.key != part.key:
-            return False
-        limits = [own.most_rows for own in (request, *self.kinds.first.values()) if own.most_rows is not None]
-        return not limits or len(part.members) < min(limits)
-
-    def add(self, request: Request) -> None:
-        self.kinds.add(request, 1 + self.before)
-        self.before = 0
-        self.part.members.append(request.index)
-        self.part.names.append(request.name)
-
-    def bytes(self, more: Request | None = None) -> tuple[float, float]:
-        """Of those in it, and of one more."""
-        if not self.kinds.first and more is None:
-            known = self.part.predicted
-            state = known.get("state_bytes", 0.0)
-            return state, max(0.0, known.get("memory_bytes", 0.0) - state)
-        return self.kinds.cost(more, 1 + self.before)
-
-    def finished(self) -> Part:
-        if self.kinds.first:
-            self.part.predicted |= self.kinds.predictions()
-        return self.part
-
-
-class Kinds:
-    """Requests of one stack, counted by what they cost.
-
-    State is the sum of everybody's own; a step's bytes are those of the neediest, its seconds those of everybody in
-    proportion, since forward and backward are shared and only the updates differ.
+    `together`: whether all of them step at the same time (a GPU); else only one of them is in the middle of a step.
     """
-
-    def __init__(self, requests: Iterable[Request] = ()) -> None:
-        self.first: dict[str, Request] = {}
-        self.counts: dict[str, int] = {}
-        for request in requests:
-            self.add(request)
-
-    def add(self, request: Request, count: int = 1) -> None:
-        """So many more like this one."""
-        self.first.setdefault(request.kind, request)
-        self.counts[request.kind] = self.counts.get(request.kind, 0) + count
-
-    def cost(self, more: Request | None = None, count: int = 1) -> tuple[float, float]:
-        """(state, working) bytes, with so many more like that one."""
-        counts = [(self.first[kind], number) for kind, number in self.counts.items()]
-        if more is not None:
-            counts.append((more, count))
-        members = sum(number for _, number in counts)
-        found = [(cost(request, members), number / members) for request, number in counts]
-        return sum(state * share for (state, _), share in found), max(working for (_, working), _ in found)
-
-    def predictions(self) -> dict[str, float]:
-        """What all of them together should cost, as far as it is known of everybody."""
-        members = sum(self.counts.values())
-        state, working = self.cost()
-        found = {"state_bytes": state, "memory_bytes": state + working}
-        each = [(predictions(request, members), self.counts[kind] / members) for kind, request in self.first.items()]
-        for name in ("step_seconds", "alone_seconds", "compile_seconds", "compile_pays_after_steps"):
-            if all(name in own for own, _ in each):
-                found[name] = sum(own[name] * share for own, share in each)
-        if found.get("step_seconds") and "alone_seconds" in found:
-            found["gain"] = found["alone_seconds"] / found["step_seconds"]
-        return found
+    working = [stack_working for _, stack_working in costs]
+    return sum(state for state, _ in costs) + (sum(working) if together else max(working, default=0.0))
 
 
-def replace_lists(part: Part) -> Part:
-    """A copy whose members can be added to."""
-    return replace(part, members=list(part.members), names=list(part.names), predicted=dict(part.predicted))
+def stack_bytes(stack: Sequence[Request]) -> tuple[float, float]:
+    """(state, working) bytes of one stack: each member's own state, and the working bytes of the neediest kind."""
+    costs = [(cost(request, len(stack)), share) for request, share in _kinds(stack)]
+    return sum(state * share for (state, _), share in costs), max(working for (_, working), _ in costs)
+
+
+def predict(stack: Sequence[Request]) -> dict[str, float]:
+    """What one stack should cost, as far as it is known of all its members.
+
+    Seconds are those of each kind in proportion, since forward and backward are shared and only the updates differ.
+    """
+    state, working = stack_bytes(stack)
+    predicted = {"state_bytes": state, "memory_bytes": state + working}
+    each = [(predictions(request, len(stack)), share) for request, share in _kinds(stack)]
+    for name in ("step_seconds", "alone_seconds", "compile_seconds", "compile_pays_after_steps"):
+        if all(name in kind for kind, _ in each):
+            predicted[name] = sum(kind[name] * share for kind, share in each)
+    return predicted | gain(predicted)
+
+
+def gain(predicted: dict[str, float]) -> dict[str, float]:
+    """How many times faster than its members one after another, where both are known."""
+    step, alone = predicted.get("step_seconds"), predicted.get("alone_seconds")
+    return {"gain": alone / step} if step and alone is not None else {}
+
+
+def _kinds(stack: Sequence[Request]) -> list[tuple[Request, float]]:
+    """One request of each kind, and the kind's share of the members."""
+    counts = Counter(request.kind for request in stack)
+    first = {request.kind: request for request in reversed(stack)}
+    return [(first[kind], count / len(stack)) for kind, count in counts.items()]
 
 
 def cost(request: Request, members: int) -> tuple[float, float]:
@@ -311,26 +227,21 @@ def cost(request: Request, members: int) -> tuple[float, float]:
 
 
 def predictions(request: Request, members: int) -> dict[str, float]:
-    """What a part of so many members like this one should cost."""
-    state, working = cost(request, members)
-    found = {"state_bytes": state, "memory_bytes": state + working}
-    step = None
+    """Seconds of a step of so many members of this kind, and what compiling it takes, as far as known."""
+    known: dict[str, float] = {}
+    rows = max(members, LEAST)
     if request.tier != "serial" and request.seconds is not None:
-        step = request.seconds.at(max(members, LEAST))
+        known["step_seconds"] = request.seconds.at(rows)
     elif request.tier == "serial" and request.alone is not None:
-        step = request.alone * members
-    if step is not None:
-        found["step_seconds"] = step
+        known["step_seconds"] = request.alone * members
     if request.alone is not None:
-        found["alone_seconds"] = request.alone * members
-        if step:
-            found["gain"] = found["alone_seconds"] / step
-    if request.compile_seconds is not None and request.compiled is not None and step is not None:
-        found["compile_seconds"] = request.compile_seconds
-        pays = pays_after(request.compile_seconds, step, request.compiled.at(max(members, LEAST)))
+        known["alone_seconds"] = request.alone * members
+    if request.compile_seconds is not None and request.compiled is not None and "step_seconds" in known:
+        known["compile_seconds"] = request.compile_seconds
+        pays = pays_after(request.compile_seconds, known["step_seconds"], request.compiled.at(rows))
         if pays is not None:
-            found["compile_pays_after_steps"] = float(pays)
-    return found
+            known["compile_pays_after_steps"] = float(pays)
+    return known
 
 
 def pays_after(compile_seconds: float, plain: float, compiled: float) -> int | None:
@@ -340,27 +251,3 @@ def pays_after(compile_seconds: float, plain: float, compiled: float) -> int | N
     (5000, None)
     """
     return math.ceil(round(compile_seconds / (plain - compiled), 6)) if compiled < plain else None
-
-
-def rows_within(request: Request, budget: float) -> int:
-    """How many members of this kind fit into so many bytes, by themselves; 0: not even one."""
-    if sum(cost(request, 1)) > budget:
-        return 0
-    low, high = 1, 2
-    while high <= 1 << 20 and sum(cost(request, high)) <= budget:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sum(cost(request, middle)) <= budget else (low, middle)
-    return low if request.most_rows is None else min(low, request.most_rows)
-
-
-def _never(needed: float, device: Device) -> str:
-    data = f" beside {_size(device.taken)} of data" if device.taken else ""
-    return f"needs {_size(needed)}{data}, and the budget is {_size(device.budget or 0)}"
-
-
-def _size(count: float) -> str:
-    from shoal.utils.tables import size
-
-    return size(max(0.0, count))

@@ -54,7 +54,7 @@ class Case:
         return self.key, tuple(trace.kind for trace in self.steps.values())
 
 
-def chosen(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
+def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
     """The few members to prove: one of each kind, and enough of them that every number differs which will differ.
 
     The most distant members are among them, and somebody stands beside one alone: a row must not see another's.
@@ -128,8 +128,21 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
-def caches_of(rows: Sequence[Case]) -> bool:
-    return any(trace.caches for case in rows for trace in case.steps.values())
+def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool], list[str]]) -> list[str]:
+    """Say for each of these members what differs; empty where nothing does.
+
+    `code`: the users' functions that run. `run`: compares, in float64 if it is called with True, as it is where `wide`.
+    """
+    caches = any(trace.caches for case in rows for trace in case.steps.values())
+    try:
+        with same_world(*code, caches=caches) as world:
+            try:
+                reasons = run(wide)
+            except NotInFloat64:
+                reasons = run(False)
+        return [reason or world.reason for reason in reasons]
+    except Exception as error:
+        return [unchecked(error)] * len(rows)
 
 
 def unchecked(error: Exception) -> str:

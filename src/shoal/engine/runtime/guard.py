@@ -2,16 +2,16 @@
 
 An assert on the device takes the whole CUDA context with it, and does not say whose kernel it was. So the run lives in
 a forked child that saves its members; when the context is lost, another child takes each suspect by itself from its
-last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child goes
-on with the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
+last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child
+trains the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
 error says so.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,13 +22,14 @@ from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import deal
 from shoal.engine.planning.planner import Part
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import Line, forget, fork
+from shoal.engine.runtime.processes import Child, Line
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.workers import WorkerHandle
+from shoal.engine.runtime.workers import Requeue, Tell, WorkerHandle
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import context_lost
+from shoal.environment import environment
 from shoal.errors import MemberError, ShoalError, describe
-from shoal.reporting.events import Event, happened
+from shoal.reporting.events import happened
 from shoal.utils.set_up_times import current, timed
 
 MOST_CULPRITS = 64
@@ -39,8 +40,9 @@ class NotGuarded(ShoalError):
 
 
 Build = Callable[[Sequence[Member]], PlanningContext]
-"""The board of members that are on their device."""
-Make = Callable[[Sequence[Member], PlanningContext, Callable[[Event], None]], Run]
+"""Plans members that are on their device."""
+Make = Callable[..., Run]
+"""Makes a run, given its members, their planning, `tell` and settings of `Run` by name."""
 
 
 def can_guard() -> bool:
@@ -62,19 +64,28 @@ def run_guarded(
     device: torch.device,
     build: Build,
     make: Make,
-    requeue: Callable[[Member], None],
-    tell: Callable[[Event], None],
+    requeue: Requeue,
+    tell: Tell,
 ) -> tuple[list[Part], dict[str, Any]]:
     """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment.
 
     Raises:
         NotGuarded: before anything has happened.
     """
+
+    def make_in_child(share: Sequence[Member], line: Line) -> Run:
+        with timed("data"):
+            to_device(share, device)
+        before_turn = partial(line.send, "targets")
+        run = make(share, build(share), line.tell, before_turn=before_turn)
+        line.send("environment", environment(device))
+        return run
+
     for _ in range(MOST_CULPRITS):
         alive = [member for member in members if member.status == "running"]
         if not alive:
             return [], {}
-        child = Guarded(alive, device, build, make, requeue)
+        child = Guarded(alive, device, make_in_child, requeue)
         try:
             if not child.start():
                 raise NotGuarded
@@ -87,15 +98,15 @@ def run_guarded(
         finally:
             child.close()
         if child.lost is None:
-            return child.found, child.stamp
+            return child.parts, child.environment
         left = [member for member in alive if member.status == "running"]
         for member in left:
             requeue(member)
         culprit = blame(left, device, child.targets)
         if culprit is None:
             raise ShoalError(
-                f"the GPU was lost ({child.lost}) and no job could be found that did it; what was saved is there: "
-                "run it again"
+                f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
+                "saved: run it again"
             )
         culprit.status, culprit.error = "failed", child.lost
         tell(
@@ -103,110 +114,84 @@ def run_guarded(
                 "leave", culprit, status="failed", error=culprit.error, steps=culprit.step, seconds=culprit.seconds
             )
         )
-        tell(happened("note", culprit, text="it cost the device's context; the others go on from their checkpoints"))
+        tell(happened("note", culprit, text="it cost the device's context; the others continue from their checkpoints"))
     raise ShoalError(f"the GPU was lost {MOST_CULPRITS} times")
 
 
 class Guarded(WorkerHandle):
-    """The child that trains, as its parent sees it."""
+    """The child that trains on a GPU, as its parent sees it."""
 
     def __init__(
         self,
         members: Sequence[Member],
         device: torch.device,
-        build: Build,
-        make: Make,
-        requeue: Callable[[Member], None],
+        make: Callable[[Sequence[Member], Line], Run],
+        requeue: Requeue,
     ) -> None:
-        super().__init__(members, None, None)  # type: ignore[arg-type]  # its board is made in the child
-        self.device, self.build, self.make, self._put_back = device, build, make, requeue
+        super().__init__(members, make, requeue)
+        self.device = device
         self.lost: str | None = None
+        """How the context was lost."""
         self.targets: dict[int, int] = {}
         """Batches that each member may have had when the context was lost."""
-        self.found: list[Part] = []
-        self.stamp: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
 
-    def body(self, members: Sequence[Member], pipe: Connection) -> None:
-        from shoal.environment import environment
+    def check(self) -> None:
+        """Raises where the driver was asked something in the parent: no child can use the GPU then."""
+        current().seconds = {}  # those of this process
+        with timed("device"):
+            if self.device.type == "cuda":
+                torch.zeros(1, device=self.device)
 
-        line, times = Line(pipe), current()
-        times.seconds = {}  # those of this process
-        try:
-            with timed("device"):
-                _touch(self.device)
-        except RuntimeError as error:  # somebody asked the driver something in the parent: no child can use it then
-            line.send("cannot", describe(error))
-            return
-        line.send("ready")
-        try:
-            with timed("data"):
-                to_device(members, self.device)
-            planning = self.build(members)
-            run = self.make(members, planning, line.tell)
-            run.before = lambda targets: line.send("targets", targets)
-            signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
-            line.send("stamp", environment(self.device))
-            run.go()
-            line.send("times", times.seconds)
-            line.send("done", planning.plan.parts)
-        except KeyboardInterrupt:
-            line.send("done", [])
-        except Exception as error:
-            if context_lost(error):
-                line.send("lost", describe(error))
-                os._exit(3)  # whatever tidies up would touch the device
-            line.raised(error)
+    def finish(self, line: Line) -> None:
+        line.send("times", current().seconds)
 
-    def heard(self, kind: str, content: list[Any]) -> None:
+    def fail(self, error: Exception, line: Line) -> None:
+        if context_lost(error):
+            line.send("lost", describe(error))
+            os._exit(3)  # whatever tidies up would touch the device
+        super().fail(error, line)
+
+    def take_message(self, kind: str, content: Any) -> None:
         if kind == "targets":
-            self.targets |= content[0]
-        elif kind == "stamp":
-            self.stamp = content[0]
+            self.targets |= content
+        elif kind == "environment":
+            self.environment = content
         elif kind == "times":
-            current().add(content[0])
+            current().add(content)
         elif kind == "lost":
-            self.lost, self._done = content[0], True
-
-    def parts(self, parts: list[Part]) -> None:
-        self.found = parts
-
-    def requeue(self, member: Member) -> None:
-        self._put_back(member)
-
-
-def _touch(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.zeros(1, device=device)
+            self.lost, self._done = content, True
 
 
 def blame(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
-    """Who loses the context when each trains by itself, from where it was saved to where it may have been."""
+    """The member that loses the context when each trains by itself, from where it was saved to where it may have
+    been."""
     suspects = {member.index: member for member in members if targets.get(member.index, 0) > member.batches}
-    pid, pipe = fork(lambda pipe: _try_each(list(suspects.values()), device, targets, Line(pipe)))
+    child = Child(partial(_try_each, list(suspects.values()), device, targets))
     trying: int | None = None
     try:
         while True:
-            said = pipe.recv()
+            said = child.pipe.recv()
             if said == "none":
                 return None
             trying = said
     except (EOFError, OSError):
         return None if trying is None else suspects[trying]
     finally:
-        os.waitpid(pid, 0)
-        forget(pipe)
+        child.wait()
+        child.close()
 
 
-def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int, int], line: Line) -> None:
+def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int, int], pipe: Connection) -> None:
     to_device(members, device)
     for member in members:
-        line.pipe.send(member.index)
+        pipe.send(member.index)
         try:
             _try(member, targets[member.index])
         except Exception as error:
             if context_lost(error.cause if isinstance(error, MemberError) else error):
                 os._exit(3)
-    line.pipe.send("none")
+    pipe.send("none")
 
 
 def _try(member: Member, target: int) -> None:

@@ -1,4 +1,4 @@
-"""Forked processes and what is said between them and their parent."""
+"""Forked processes, and the messages between them and their parent."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -19,38 +21,72 @@ from shoal.reporting.events import Event
 from shoal.utils.torch_flags import flush_output
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches")
-_parents: list[Connection] = []
-"""This process's ends of the pipes to its workers; a later worker must not keep them open."""
+
+Body = Callable[[Connection], None]
+"""What a child does, given its end of the pipe."""
 
 
-def fork(body: Callable[[Connection], None]) -> tuple[int, Connection]:
-    """Run `body` in a forked process that ends with its parent. Returns its process id and the pipe to it."""
-    ours, theirs = Pipe()
-    flush_output()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the worker touches none of theirs
-        pid = os.fork()
-    if pid:
+class Child:
+    """A forked process with one torch thread, which ends with its parent, and the pipe to it."""
+
+    _pipes: ClassVar[set[Connection]] = set()
+    """This process's ends of the pipes to its children; a later child must not keep them open."""
+
+    def __init__(self, body: Body) -> None:
+        self.pipe, theirs = Pipe()
+        flush_output()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child touches none of theirs
+            self.pid = os.fork()
+        if not self.pid:
+            _live(body, theirs, (*self._pipes, self.pipe))
         theirs.close()
-        _parents.append(ours)
-        return pid, ours
-    _child(body, theirs, ours)
+        self._pipes.add(self.pipe)
+        self._status: int | None = None
+
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if pid else None
+        return self._status is None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.alive():
+            os.kill(self.pid, number)
+
+    def end(self, seconds: float = 0.0) -> str:
+        """Wait so many seconds for its end, and kill it then. Returns how it ended."""
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            time.sleep(0.005)
+        self.signal(signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> str:
+        """Wait for its end. Returns how it ended."""
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        if os.WIFSIGNALED(self._status):
+            name = signal.Signals(os.WTERMSIG(self._status)).name
+            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"ended with exit code {os.waitstatus_to_exitcode(self._status)}"
+
+    def close(self) -> None:
+        """Close the pipe to it."""
+        if self.pipe in self._pipes:
+            self._pipes.remove(self.pipe)
+            self.pipe.close()
 
 
-def forget(pipe: Connection) -> None:
-    """Close the pipe to a worker that has ended."""
-    if pipe in _parents:
-        _parents.remove(pipe)
-        pipe.close()
-
-
-def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connection) -> NoReturn:
+def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoReturn:
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and says what to do
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, and says what to do
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for inherited in (*_parents, ours):
-            inherited.close()
+        for other in inherited:
+            other.close()
         _end_with_parent()
         torch.set_num_threads(1)
         body(pipe)
@@ -63,11 +99,26 @@ def _child(body: Callable[[Connection], None], pipe: Connection, ours: Connectio
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed is nobody's: the kernel ends it."""
+    """Have the kernel end this process when its parent is killed."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def ask_children(bodies: Iterable[Body]) -> list[Any]:
+    """What children that run at the same time send, one message each; fewer where one could not."""
+    children: list[Child] = []
+    with suppress(OSError):  # no more processes may be had
+        for body in bodies:
+            children.append(Child(body))
+    answers = []
+    for child in children:
+        with suppress(EOFError):
+            answers.append(child.pipe.recv())
+        child.wait()
+        child.close()
+    return answers
 
 
 class Line:
@@ -83,7 +134,7 @@ class Line:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tell(self, event: Event) -> None:
-        """Pass an event on, with what has become of its member."""
+        """Send an event, with what has become of its member."""
         member, left = event.member, event.kind == "leave"
         if member is None or event.kind not in ("epoch", "leave"):
             self.send("event", event.to_wire(), None)
@@ -97,8 +148,8 @@ class Line:
 
     def raised(self, error: Exception) -> None:
         """Have the parent raise what ended this worker."""
-        own = isinstance(error, ShoalError)
-        self.send("raised", error if own else RuntimeError(f"a worker process raised {describe(error)}"))
+        ours = isinstance(error, ShoalError)
+        self.send("raised", error if ours else RuntimeError(f"a worker process raised {describe(error)}"))
 
 
 def give(member: Member, *, whole: bool) -> dict[str, Any]:
@@ -110,7 +161,7 @@ def give(member: Member, *, whole: bool) -> dict[str, Any]:
 
 
 def take(member: Member, state: dict[str, Any]) -> None:
-    """Make the member what `give` told of it."""
+    """Make a member what `give` said of it."""
     if "whole" in state:
         member.load_state(state["whole"])
         return
@@ -118,10 +169,3 @@ def take(member: Member, state: dict[str, Any]) -> None:
         setattr(member, name, state[name])
     first, rows = state["history"]
     member.history[first:] = rows
-
-
-def ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"ended with exit code {os.waitstatus_to_exitcode(status)}"

@@ -2,13 +2,12 @@
 
 A job's tier must not depend on its companions, or its bits would. So a recipe is tried in a canonical way: copies of
 one member as a stack of fixed size, against that member's plain loop, on the same batches, in turns. The verdict is
-remembered in the process and on disk (see `learned`), so that later runs decide alike. Stacking is the rule; it must
+remembered in the process and on disk (see `perf_cache`), so that later runs decide alike. Stacking is the rule; it must
 clearly lose to be given up. A second, smaller stack gives the line on which the time of any pack is predicted.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
-from shoal.engine.members.member import Member, autocast, make_optimizer, run_step, scratch_copy, trying
+from shoal.engine.members.member import Member, scratch_copy, trying
 from shoal.engine.planning import perf_cache
 from shoal.engine.planning.perf_cache import digest
 from shoal.engine.planning.planner import Curve
@@ -65,7 +64,7 @@ def _undone(measure: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found: seconds of one member's step, both ways, and whether the numbers agreed."""
+    """What a trial measured: seconds of one member's step, both ways, and whether the numbers agreed."""
 
     stacked: float
     solo: float
@@ -83,9 +82,7 @@ class Verdict:
     def curve(self) -> Curve:
         """Seconds of a stacked step over rows."""
         points = [(LEAST, self.pair)] if self.pair else []
-        found = Curve.of([*points, (self.rows, self.stacked * self.rows)])
-        assert found is not None
-        return found
+        return Curve((*points, (self.rows, self.stacked * self.rows)))
 
     @property
     def large(self) -> bool:
@@ -108,31 +105,34 @@ def num_steps(member: Member) -> int:
     return (job.epochs or 0) * -(-member.num_batches // job.accumulate)
 
 
-def verdicts(recipes: list[Recipe], trace_cache: TraceCache) -> dict[int, Verdict]:
+def verdicts(recipes: list[Recipe], trace_cache: TraceCache, *, short_too: bool = False) -> dict[int, Verdict]:
     """What trials say about members of one recipe key, by their places; those left out are stacked, as is the rule.
 
-    Each is tried with its own optimizer: members that have the same one share a trial.
+    Each is tried with its own optimizer: members that have the same one share a trial. `short_too`: also jobs that are
+    not worth a trial, whose tier it does not decide.
     """
-    said: dict[Hashable, Verdict | None] = {}
-    found: dict[int, Verdict] = {}
+    by_optimizer: dict[Hashable, Verdict | None] = {}
+    said: dict[int, Verdict] = {}
     for recipe in recipes:
-        if not _worth_it(recipe):
+        if not (can_be_timed(recipe) if short_too else worth_a_trial(recipe)):
             continue
         kind = recipe.optimizer.key
-        if kind not in said:
-            said[kind] = verdict(recipe, trace_cache)
-        own = said[kind]
-        if own is not None:
-            found[recipe.member.index] = own
-    return found
+        if kind not in by_optimizer:
+            by_optimizer[kind] = verdict(recipe, trace_cache)
+        if (answer := by_optimizer[kind]) is not None:
+            said[recipe.member.index] = answer
+    return said
 
 
-def _worth_it(recipe: Recipe) -> bool:
-    """By the job itself, never by its companions."""
-    member = recipe.member
+def worth_a_trial(recipe: Recipe) -> bool:
+    """Whether a trial decides a job's tier: it follows from the job itself, never from its companions."""
     few = LARGE_FEW_STEPS if result_bytes(recipe) >= LARGE_BYTES else FEW_STEPS
-    in_memory = isinstance(member.data.source, TensorSource)
-    return member.device.type == "cpu" and in_memory and num_steps(member) >= few
+    return can_be_timed(recipe) and num_steps(recipe.member) >= few
+
+
+def can_be_timed(recipe: Recipe) -> bool:
+    """Whether a few steps can be timed beforehand: on a CPU, with data in memory."""
+    return recipe.member.device.type == "cpu" and isinstance(recipe.member.data.source, TensorSource)
 
 
 def result_bytes(recipe: Recipe) -> int:
@@ -146,39 +146,37 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
     """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
-        found = _remembered(key)
-        if found is None:
+        answer = _remembered(key)
+        if answer is None:
             try:
-                found = trial(recipe, trace_cache)
+                answer = trial(recipe, trace_cache)
             except Exception:  # whatever it is will show in training, where it ends its own member
                 return None
-            perf_cache.remember(key, asdict(found))
-        _verdicts[key] = found
+            perf_cache.remember(key, asdict(answer))
+        _verdicts[key] = answer
     return _verdicts[key]
 
 
 def _remembered(key: str) -> Verdict | None:
-    """What an earlier run found; what cannot be read is no verdict."""
-    found = perf_cache.lookup(key).verdict
+    """What an earlier run measured; None where a number is missing."""
     try:
-        known = Verdict(**found) if found is not None else None
-        return known if known is not None and all(math.isfinite(x) for x in (known.stacked, known.solo)) else None
+        return Verdict(**perf_cache.lookup(key).verdict)
     except TypeError:
         return None
 
 
-def seconds_curve(recipe: Recipe, found: Verdict | None, tier: str = "stacked") -> Curve | None:
+def seconds_curve(recipe: Recipe, tried: Verdict | None, tier: str = "stacked") -> Curve | None:
     """Seconds of a step over rows: what runs have shown, then what the trial said."""
     seen = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
-    said = found.curve.points if found is not None and tier == "stacked" else ()
+    said = tried.curve.points if tried is not None and tier == "stacked" else ()
     return Curve.of([*said, *(seen.points if seen is not None else ())])
 
 
-def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, found: Verdict) -> None:
+def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -> None:
     """Time a stack of a pack's own size, where that is cheap and far from what was tried; it changes no tier."""
     rows = min(rows, MOST_ROWS)
-    curve = seconds_curve(recipe, found)
-    if found.large or curve is None or rows < 2 * found.rows or curve.at(rows) > REFINE_SECONDS:
+    curve = seconds_curve(recipe, tried)
+    if tried.large or curve is None or rows < 2 * tried.rows or curve.at(rows) > REFINE_SECONDS:
         return
     if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
         return
@@ -200,59 +198,36 @@ def step_seconds(recipe: Recipe, trace_cache: TraceCache, rows: int, rounds: int
 
 @_undone
 def lone_seconds(member: Member, rounds: int = 2) -> float:
-    """Seconds of a step of a copy of this member alone, with as many threads as torch has now."""
+    """Seconds of a step of a copy of this member alone: on a CPU with as many threads as torch has now."""
     runner = _Runner(SerialUnit(scratch_copy(member)))
     runner.run(1)
     return min(runner.run(1) for _ in range(rounds))
 
 
-@_undone
-def plain_seconds(member: Member, steps: int = 10) -> float:
-    """Seconds of a step of a copy of this member in a plain loop on its GPU, without anything of ours."""
-    own, job = scratch_copy(member), member.job
-    model = own.model.to(own.device).train()
-    optimizer = make_optimizer(job, model)
-    batch = own.data.take(0, min(job.batch_size, own.num_rows))
-    times = []
-    with torch.random.fork_rng([own.device]):
-        for _ in range(steps):
-            torch.cuda.synchronize(own.device)
-            start = perf_counter()
-            optimizer.zero_grad()
-            with autocast(job, own.device):
-                loss, _ = run_step(job, model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            torch.cuda.synchronize(own.device)
-            times.append(perf_counter() - start)
-    return statistics.median(times)
-
-
 def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     member = scratch_copy(recipe.member)
-    own = Recipe(member, recipe.steps, plan_optimizer(member))
-    return _Runner(StackedUnit.around(Stack([own], size=rows), trace_cache), thread_time)
+    copied = Recipe(member, recipe.steps, plan_optimizer(member))
+    return _Runner(StackedUnit.around(Stack([copied], size=rows), trace_cache), thread_time)
 
 
 @_undone
-def trial(recipe: Recipe, trace_cache: TraceCache, members: int | None = None) -> Verdict:
-    """Step copies of the recipe's member, stacked and alone, in turns; as so many, or as the canonical few."""
+def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
+    """Step copies of the recipe's member, stacked and alone, in turns."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)), thread_time)
     alone.run(1)
     first = alone.run(1)
-    count, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
-    rows = count if members is None else max(members, LEAST)
+    rows, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
     together, two = _stacked(recipe, trace_cache, rows), _stacked(recipe, trace_cache, LEAST)
     together.run(2)
     two.run(2)
     ratios, stacked, solo, pair = [], [], [], []
     for number in range(rounds):
         if number % 2:
-            a, b = together.run(1), alone.run(count)
+            a, b = together.run(1), alone.run(rows)
         else:
-            b, a = alone.run(count), together.run(1)
+            b, a = alone.run(rows), together.run(1)
         stacked.append(a / rows)
-        solo.append(b / count)
+        solo.append(b / rows)
         ratios.append(solo[-1] / stacked[-1])
         pair.append(two.run(1))
     middle = statistics.median
@@ -268,25 +243,25 @@ class _Runner:
         self.unit = unit
         self.clock = clock or perf_counter
         self.left = 0
-        self.losses: list[float] = []
 
     def run(self, batches: int) -> float:
+        """Seconds of so many batches."""
+        self._wait()
         start = self.clock()
         for _ in range(batches):
             if not self.left:
                 self._begin()
             self.unit.run(1)
             self.left -= 1
-        seconds = self.clock() - start
-        self.losses += self.unit.losses()[0, -batches:].tolist()
-        return seconds
+        self._wait()
+        return self.clock() - start
+
+    def _wait(self) -> None:
+        if self.unit.members[0].device.type == "cuda":
+            torch.cuda.synchronize(self.unit.members[0].device)
 
     def _begin(self) -> None:
         member = self.unit.members[0]
         rows = member.data.rows(torch.arange(member.num_rows))
         self.unit.begin_epoch(rows.unsqueeze(0))
         self.left = member.num_batches
-
-    def weights(self) -> list[Tensor]:
-        self.unit.write_back()
-        return [p.detach().double() for p in self.unit.members[0].model.parameters()]

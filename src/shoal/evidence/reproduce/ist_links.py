@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shoal.engine.runtime.processes import forget, fork
+from shoal.engine.runtime.processes import Child
 from shoal.evidence.reproduce.ist import DATA_PARALLEL, MOMENTUM, Network, Scene, Setting, job_of, method_of, trained
 from shoal.evidence.reproduce.namespaces import Links
 
@@ -39,7 +38,7 @@ def over_links(
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting)
     workers = [
-        LocalWorker(*fork(partial(_behind, links, number, job, method, codec))) for number in range(scene.workers)
+        LocalWorker(Child(partial(_behind, links, number, job, method, codec))) for number in range(scene.workers)
     ]
     try:
         with Distributed(job, method, workers=scene.workers, codec=codec, address=Address(links.host, 0)) as executor:
@@ -65,21 +64,20 @@ def _behind(links: Links, number: int, job: Any, method: Any, codec: str, pipe: 
 
 def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
-    hands = [fork(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
+    children = [Child(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
     try:
         found: list[float] = []
-        for _, pipe in hands:
-            if not pipe.poll(WAIT):
+        for child in children:
+            if not child.pipe.poll(WAIT):
                 raise OSError(f"no answer from a worker in {WAIT:g} s")
-            found.append(pipe.recv())
+            found.append(child.pipe.recv())
         return max(found)
     except EOFError:
         raise OSError("a worker of DistributedDataParallel ended early") from None
     finally:
-        for pid, pipe in hands:
-            with suppress(OSError):
-                os.waitpid(pid, 0)
-            forget(pipe)
+        for child in children:
+            child.wait()
+            child.close()
 
 
 def _reduced(scene: Scene, links: Links, number: int, steps: int, pipe: Connection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.engine.runtime.processes import forget, fork
+from shoal.engine.runtime.processes import Child
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
@@ -34,29 +33,20 @@ END_SECONDS = 5.0
 class LocalWorker:
     """A forked worker of this machine."""
 
-    pid: int
-    pipe: Connection
-    ended: bool = False
+    child: Child
 
     def go(self, where: Address) -> None:
         """Tell it where its coordinator is."""
         with suppress(OSError):
-            self.pipe.send(where)
+            self.child.pipe.send(where)
 
     def alive(self) -> bool:
-        if not self.ended:
-            self.ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        return not self.ended
+        return self.child.alive()
 
     def end(self, until: float) -> None:
         """Wait for its end until then, and end it."""
-        forget(self.pipe)  # one that was never told where to go ends by this
-        while self.alive() and time.monotonic() < until:
-            time.sleep(0.005)
-        if self.alive():
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.ended = True
+        self.child.close()  # one that was never told where to go ends by this
+        self.child.end(until - time.monotonic())
 
 
 def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[LocalWorker]:
@@ -73,7 +63,7 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
     TrafficForecast(job, method, EXACT)  # what torch loads with its first optimizer step is loaded once, here
-    return [LocalWorker(*fork(partial(_work, job, method, settings))) for _ in range(count)]
+    return [LocalWorker(Child(partial(_work, job, method, settings))) for _ in range(count)]
 
 
 def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:

@@ -7,6 +7,7 @@ compiled whole (forward, backward and update fuse across their borders) and capt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,8 @@ from shoal.engine.optim.compile_fence import fence
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
-from shoal.engine.tiers.captured._random_masks import Noise
 from shoal.engine.tracing.trace import autocast
+from shoal.utils.randomness import Draw, counter_draw, draw_columns, site_numbers
 
 
 @dataclass(slots=True)
@@ -94,13 +95,31 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     return bound
 
 
+class StepDraws:
+    """The random draws of a step, with everything they need on the device beforehand."""
+
+    def __init__(self, draws: Sequence[Draw], members: int, device: torch.device) -> None:
+        self._draws = draws
+        self._columns = [draw_columns(draw, members, device) for draw in draws]
+        numbers = site_numbers(draws, members)
+        self._sites = [torch.tensor(row, dtype=torch.int64, device=device) for row in numbers]
+
+    def of(self, seeds: Tensor, counts: Tensor) -> Callable[[int], Tensor]:
+        """The draws of members with these seeds at these batches: from a draw's number to its values [M, ...]."""
+
+        def value(index: int) -> Tensor:
+            return counter_draw(self._draws[index], seeds, counts, self._sites[index], self._columns[index])
+
+        return value
+
+
 class Step:
     """One batch of a fixed shape for a stack, with an optimizer step after it."""
 
     def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
-        self.noise = Noise(program.draws, len(stack.rows), stack.device)
+        self.draws = StepDraws(program.draws, len(stack.rows), stack.device)
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
         """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
@@ -144,7 +163,7 @@ class Step:
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
     def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        solo, drawn = not self.program.members, self.noise.of(inputs.seeds, inputs.count)
+        solo, drawn = not self.program.members, self.draws.of(inputs.seeds, inputs.count)
 
         def noise(index: int) -> Tensor:
             return drawn(index)[0] if solo else drawn(index)

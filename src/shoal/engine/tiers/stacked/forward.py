@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import evaluating
 from shoal.engine.proof.cases import stacked_state
-from shoal.engine.proof.evaluation import prove_evaluation
+from shoal.engine.proof.prove import prove_evaluation
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable

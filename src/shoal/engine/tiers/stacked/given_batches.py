@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.engine.members.member import draws, run_step
 from shoal.engine.proof.cases import Disproved
-from shoal.engine.proof.training import prove_training
+from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tiers.serial import SerialUnit

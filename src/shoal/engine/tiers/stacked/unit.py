@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.batch_stream import Stream
 from shoal.engine.members.member import Member
-from shoal.engine.proof.training import proven_together
+from shoal.engine.proof.prove import proven_together
 from shoal.engine.recipes.program import Program, as_column
 from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
 from shoal.engine.stack.batches import Feed
