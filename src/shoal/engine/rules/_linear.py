@@ -80,8 +80,8 @@ def addmm(ctx: OpContext) -> Run:
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
-        own = bias.dim() - flags[0]
-        bias = pad_dims(widened(bias, flags[0], members), own, 2)
+        ndim = bias.dim() - flags[0]
+        bias = pad_dims(widened(bias, flags[0], members), ndim, 2)
         if x.device.type == "cpu":
             return bmm(widened(x, flags[1], members), widened(y, flags[2], members)) + bias
         return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))

@@ -57,7 +57,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 def _steady(x: Tensor) -> bool:
     """Whether all members' matrices start on a boundary, as they are."""
     member, row, column = x.stride()
-    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the company
+    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the other members
     return member % _BOUNDARY == 0 and ((column == 1 and row >= x.shape[2]) or (row == 1 and column >= x.shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""Validation of a unit's members: val_loss and metrics, with the validation data read once for all who share it."""
+"""Validation of a unit's members: val_loss and metrics, with validation data read once for all that share it."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
         for batch in view.feed(unit.members[slots[0]].job.batch_size):
             for slot in slots:
                 # a step may write to its batch
-                own = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
+                given = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
                 with _blame(slot), _watching(twins[slot]):
-                    sheets[slot].add(twins[slot].model, own)
+                    sheets[slot].add(twins[slot].model, given)
         values = {}
         for slot in slots:
             with _blame(slot), _watching(twins[slot]):
