@@ -105,7 +105,7 @@ class Member:
         return -(-self.num_rows // self.job.batch_size)
 
     @property
-    def settled(self) -> bool:
+    def at_step_boundary(self) -> bool:
         """Whether it is between optimizer steps, so that it can leave, and be saved."""
         return self.place % self.job.accumulate == 0 or self.place == self.num_batches
 
