@@ -123,9 +123,6 @@ class Position(Place):
         except Exception:
             return None  # it cannot tell
 
-    def put(self, value: Any) -> None:
-        return
-
 
 class CachedCalls(Place):
     """How many results a `functools.cache` has had to work out. They stay: `forget` is for those that must not."""
@@ -134,9 +131,6 @@ class CachedCalls(Place):
 
     def get(self) -> int:
         return int(self.owner.cache_info().misses)
-
-    def put(self, value: Any) -> None:
-        return
 
     def forget(self) -> None:
         """Empty the cache: what it held will be worked out again."""
