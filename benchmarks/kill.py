@@ -1,4 +1,4 @@
-"""Killed at random moments, the same run goes on, and ends as if nothing had happened: shown on real processes.
+"""Killed at random moments, the same run resumes, and ends as if nothing had happened: shown on real processes.
 
 python benchmarks/kill.py --kills 100 --out benchmarks/results/kill.json
 
@@ -169,8 +169,13 @@ def child(folder: str | None, result: str, every: str, length: int) -> None:
 def plain(result: shoal.Result) -> dict[str, Any]:
     """All that must be the same."""
     history = [{k: v for k, v in row.items() if k != "seconds"} for row in result.history]
-    told = {k: getattr(result, k) for k in ("name", "status", "tier", "error", "steps")}
-    return {**told, "weights": dict(result.model.state_dict()), "optimizer": result.optimizer_state, "history": history}
+    endings = {k: getattr(result, k) for k in ("name", "status", "tier", "error", "steps")}
+    return {
+        **endings,
+        "weights": dict(result.model.state_dict()),
+        "optimizer": result.optimizer_state,
+        "history": history,
+    }
 
 
 def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:
@@ -322,7 +327,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result = found.pop("result")
             bad = [f"exit code {found['code']}: {found['said']}"] if found["code"] else []
             bad = bad or differences(expected, torch.load(result, weights_only=False))
-            bad += [f"a damaged file was not told: {path}" for path in found["unnoticed"]]
+            bad += [f"a damaged file was not reported: {path}" for path in found["unnoticed"]]
             found["differences"] = bad
             done += len(found["kills"])
             trials.append(found)
@@ -335,9 +340,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ways(results: list[dict[str, Any]]) -> str:
-    """How the jobs ended, and in which tiers they rode."""
-    told = [(r["status"], r["tier"]) for r in results]
-    return ", ".join(f"{told.count(pair)} {pair[0]} ({pair[1]})" for pair in dict.fromkeys(told))
+    """How the jobs ended, and in which tiers they ran."""
+    endings = [(r["status"], r["tier"]) for r in results]
+    return ", ".join(f"{endings.count(pair)} {pair[0]} ({pair[1]})" for pair in dict.fromkeys(endings))
 
 
 def main() -> None:

@@ -294,7 +294,7 @@ def test_names() -> None:
 
 def test_wait_with_a_timeout() -> None:
     with live(job("a", epochs=LONG)) as run:
-        with pytest.raises(TimeoutError, match=r"not at its end after 0\.05 seconds; it goes on"):
+        with pytest.raises(TimeoutError, match=r"not at its end after 0\.05 seconds; it continues"):
             run.wait(timeout=0.05)
         assert run.running and run.stop("a")
         assert run.wait(60)[0].status == "stopped"
@@ -359,7 +359,7 @@ def test_orders_from_within() -> None:
     runs.append(shoal.start([job("a"), job("b", seed=1)], device="cpu", callbacks=[greedy]))
     ready.set()
     for result in runs[0].wait(60):
-        assert result.status == "failed" and "would wait for itself" in str(result.error)
+        assert result.status == "failed" and "would deadlock" in str(result.error)
 
 
 def test_progress_knows_newcomers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

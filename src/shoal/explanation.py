@@ -33,7 +33,7 @@ class Explanation:
     steps: dict[int, int]
     """Each job's optimizer steps, by its place."""
     data_bytes: int
-    """The data sets, kept once for all jobs."""
+    """The data sets, in memory once for all jobs."""
     measured: bool
 
     @property
@@ -98,7 +98,7 @@ class Explanation:
             yield f"  and {len(self.plan.waiting) - MOST_NAMED} more"
 
     def _totals(self) -> Iterator[str]:
-        yield f"data: {size(self.data_bytes)}, kept once; memory in all: about {size(self.memory_bytes)}"
+        yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}"
         known = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
         if known and len(known) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""`shoal.start`: a run that goes on in the background, and can be told things while it does."""
+"""`shoal.start`: a run in the background, which takes commands while it trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start(
 ) -> LiveRun:
     """Begin to train these jobs in a thread of this process, and come back at once.
 
-    Settings are those of `shoal.train`. What is asked of the run is done between two of its steps.
+    Settings are those of `shoal.train`. Commands to the run are carried out between two of its steps.
 
     >>> run = shoal.start(jobs)
     >>> run.stop("lr=1")
@@ -81,8 +81,8 @@ class LiveRun:
     def wait(self, timeout: float | None = None) -> Results:
         """The results, once all jobs have ended; jobs that were added come last, in the order they came.
 
-        TimeoutError where it takes longer; the run goes on then. Raises what the run raised. Ctrl-C ends the run, saved
-        where it has a folder.
+        TimeoutError where it takes longer; the run continues then. Raises what the run raised. Ctrl-C ends the run,
+        saved where it has a folder.
         """
         try:
             self._thread.join(timeout)
@@ -91,22 +91,22 @@ class LiveRun:
             self._thread.join()
             raise
         if self._thread.is_alive():
-            raise TimeoutError(f"the run is not at its end after {timeout:g} seconds; it goes on")
+            raise TimeoutError(f"the run is not at its end after {timeout:g} seconds; it continues")
         if self._error is not None:
             raise self._error
         assert self._results is not None
         return self._results
 
     def status(self) -> dict[str, State]:
-        """Every job's status ("waiting", "riding", or how it ended), epochs and steps."""
+        """Every job's status ("waiting", "running", or how it ended), epochs and steps."""
 
         def look(run: Run) -> dict[str, State]:
-            found = {}
-            for member in run.everybody:
+            states = {}
+            for member in run.all_members:
                 under_way = "waiting" if member.index in run.waiting else "running"
                 said = under_way if member.status == "running" else member.status
-                found[member.name] = (said, member.epoch, member.step)
-            return found
+                states[member.name] = (said, member.epoch, member.step)
+            return states
 
         try:
             return self._ask(look)  # type: ignore[no-any-return]
@@ -123,7 +123,7 @@ class LiveRun:
 
     def _end(self, name: str, status: str) -> bool:
         try:
-            return self._ask(lambda run: run.end(_named(run.everybody, name).index, status))  # type: ignore[no-any-return]
+            return self._ask(lambda run: run.end(_named(run.all_members, name).index, status))  # type: ignore[no-any-return]
         except EndedError:
             _named(self.wait(), name)
             return False
@@ -133,39 +133,37 @@ class LiveRun:
         if not isinstance(job, Job):
             raise JobError(f"add: {type(job).__name__} is no job; pass a shoal.Job")
 
-        def order(run: Run) -> None:
-            source = None if warm_start is None else _named(run.everybody, warm_start)
+        def add(run: Run) -> None:
+            source = None if warm_start is None else _named(run.all_members, warm_start)
             member = new_member(run, job)
             if source is not None:
                 warm(member, run.written(source))
             run.add(member)
 
-        self._ask(order)
+        self._ask(add)
 
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
-        """A copy of a job as it is now, optimizer and random state and all, that goes on with some settings changed.
+        """A copy of a job as it is now, optimizer and random state and all, that continues with some settings changed.
 
-        Changes are fields of shoal.Job that do not say what it is or where it stands: hparams (put over those it has),
-        epochs, steps, clip_norm, loss, step, val, metrics, val_every, stop, keep, owner, priority. Its length counts
-        from the first job's own beginning. Under a schedule a new lr scales all rates from here on.
+        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, loss, step, val,
+        metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning. Under a
+        schedule a new lr scales all rates from here on.
         """
-        self._ask(lambda run: run.add(clone_of(run, _named(run.everybody, name), new_name, changes)))
+        self._ask(lambda run: run.add(clone_of(run, _named(run.all_members, name), new_name, changes)))
 
-    def _ask(self, order: Any) -> Any:
+    def _ask(self, command: Any) -> Any:
         if threading.current_thread() is self._thread:
-            raise ShoalError(
-                "an order from a callback or a listener would wait for itself; give it from another thread"
-            )
-        return self._controls.give(order).result()
+            raise ShoalError("calling this from a callback or a listener would deadlock; call it from another thread")
+        return self._controls.give(command).result()
 
 
 def _named(jobs: Any, name: str) -> Any:
     for each in jobs:
         if each.name == name:
             return each
-    told = [repr(each.name) for each in jobs]
-    more = f" and {len(told) - 10} more" if len(told) > 10 else ""
-    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(told[:10])}{more}")
+    names = [repr(each.name) for each in jobs]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(names[:10])}{more}")
 
 
 class NoSuchJob(JobError, KeyError):

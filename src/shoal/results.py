@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
 
 MOST_ERRORS = 10
-"""Errors told below a table."""
+"""Errors shown below a table."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -88,9 +88,9 @@ class Results(Sequence[Result]):
     """The results of a list of jobs, in its order."""
 
     plan: Plan | None = None
-    """What rode together, what it should have cost and what it did; None where nothing had to be trained."""
+    """Which jobs ran together, what that should have cost and what it did; None where nothing had to be trained."""
     running: float = 0.0
-    """Members that rode at the same time, on average."""
+    """Members that ran at the same time, on average."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = list(results)
@@ -125,12 +125,12 @@ class Results(Sequence[Result]):
                 does: small for a loss or an error, large for an accuracy or a score.
         """
         scores = [(result.value(metric), result) for result in self]
-        found = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
-        if not found:
+        known = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
+        if not known:
             raise ValueError(
                 f"no result has a value of {metric!r}; the histories have: {', '.join(self.columns()) or 'nothing'}"
             )
-        return (max if self._mode(metric, mode) == "max" else min)(found, key=lambda pair: pair[0])[1]
+        return (max if self._mode(metric, mode) == "max" else min)(known, key=lambda pair: pair[0])[1]
 
     def _mode(self, metric: str, mode: str | None) -> str:
         if mode in ("min", "max"):

@@ -57,8 +57,8 @@ def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 
         moment = Moment(now, before, admission, queue.tickets)
         yield moment
         for t in moment.running:
-            queue.rode(t.index, tick, t.seconds - tick)
-            if t.ridden + tick >= loads[t.index].seconds:
+            queue.add_device_time(t.index, tick, t.seconds - tick)
+            if t.device_seconds + tick >= loads[t.index].seconds:
                 queue.remove(t.index)
         step += 1
 
@@ -146,11 +146,14 @@ def _draw_tickets(draw: random.Random) -> list[Ticket]:
             seconds=draw.choice([math.nan, 0.0, 1.0, draw.uniform(0, 1e4)]),
             bytes=draw.randint(0, 10),
             running=draw.random() < 0.5,
-            ridden=draw.uniform(0, 50),
+            device_seconds=draw.uniform(0, 50),
         )
         tickets.append(ticket)
     had = Counter({owner: draw.randint(100, 200) for owner in "abc"})
-    return [replace(t, owner_ridden=float(had[t.owner])) for t in sorted(tickets, key=lambda t: (t.arrived, t.index))]
+    return [
+        replace(t, owner_device_seconds=float(had[t.owner]))
+        for t in sorted(tickets, key=lambda t: (t.arrived, t.index))
+    ]
 
 
 def _draw_load(draw: random.Random, unit: float) -> Load:

@@ -77,7 +77,7 @@ def train(
         jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
         device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
         out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
-            same folder go on where they were, whatever ended the run before; other jobs are an error that says what
+            same folder resume where they were, whatever ended the run before; other jobs are an error that says what
             differs.
         progress: Show a table in terminals and notebooks, plain lines elsewhere.
         memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
@@ -90,8 +90,8 @@ def train(
         deterministic: The same bits every time: torch's deterministic algorithms alone, and an error where there is
             none. On a CPU with one thread (which is then the default) a job's result also has the same bits whichever
             jobs run beside it, and no clock decides how it is run; that may cost time.
-        policy: Who goes first where not all can ride: "fifo", "priority", "shortest", "round-robin", "fair", or a
-            shoal.Policy of your own.
+        policy: Which jobs go first where not all can run at once: "fifo", "priority", "shortest", "round-robin",
+            "fair", or a shoal.Policy of your own.
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
             this process.
         events: A function that is given each shoal.Event as it happens.
@@ -125,8 +125,8 @@ def carry_out(
         if folder is not None and folder.claim(members):
             for member in members:
                 folder.restore(member)
-            kept = folder.plan()
-            tiers = {int(index): tier for index, tier in kept["tiers"].items()} if kept is not None else {}
+            saved = folder.plan()
+            tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
             trained = as_trained(tiers, members)  # some may have left their stack on the way
             tiers = trained if settings.device.type == "cuda" else tiers | trained
         with progress_for(members, progress) as watch:
@@ -157,13 +157,13 @@ def _folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFo
     if out is None and not (guarded and find_spec("safetensors")):
         yield None
         return
-    own = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
-    with own as name, RunFolder(Path(name), passing=out is None) as folder:
+    place = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
+    with place as name, RunFolder(Path(name), passing=out is None) as folder:
         yield folder
 
 
 class _Work:
-    """The members of a run that are not at their end, on their way there."""
+    """The training of a run's members that have not ended."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Work:
         self.plan: Plan | None = None
         self.seconds = 0.0
         self.stamp: dict[str, Any] = {}
-        self._told = False
+        self._started = False
 
     def go(self, guarded: bool) -> None:
         """Train them: in a child process on a GPU, in this one and others on a CPU."""
@@ -206,15 +206,15 @@ class _Work:
         try:
             run_shared(
                 alive, planning, count, lambda members, tell, **more: self._run(members, planning, tell, **more),
-                self.tell, everybody=self.members, requeue=self._requeue,
+                self.tell, all_members=self.members, requeue=self._requeue,
             )  # fmt: skip
         except RuntimeError as error:
             if not context_lost(error):
                 raise
             raise ShoalError(
                 f"a job's kernel took the GPU's context with it ({describe(error)}), and this process had used CUDA "
-                "before, so that the run could not be kept apart; run it by `shoal train`, or before any other use of "
-                "the GPU, and it costs that job alone"
+                "before, so that the run could not have its own process; run it by `shoal train`, or before any other "
+                "use of the GPU, and it costs that job alone"
             ) from error
 
     def _guarded(self, alive: list[Member]) -> None:
@@ -265,11 +265,11 @@ class _Work:
         self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 
     def _tell_start(self, plan: Plan | None) -> None:
-        if self._told:
+        if self._started:
             return
-        self._told = True
-        said = None if plan is None else plan.to_json()
-        self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=said))
+        self._started = True
+        content = None if plan is None else plan.to_json()
+        self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=content))
 
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
@@ -303,11 +303,11 @@ def make_settings(
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
     if not isinstance(compile, bool) and compile != "auto":
         raise ValueError(f"compile is {compile!r}; use True, False or 'auto'")
-    found = pick_device(device)
-    if compile is True and found.type == "cpu":
+    chosen = pick_device(device)
+    if compile is True and chosen.type == "cpu":
         raise ValueError("compile is True, but steps on a CPU are not compiled; use 'auto' or False")
     return Settings(
-        device=found,
+        device=chosen,
         memory=None if memory is None else parse_bytes(memory),
         threads=threads,
         compile=compile,
@@ -322,16 +322,16 @@ def pick_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() else "cpu"
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device is {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from None
-    if found.type not in ("cpu", "cuda"):
+    if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; Shoal runs on 'cpu' and 'cuda'")
-    if found.type == "cuda":
-        if not torch.cuda.device_count():  # asks the driver, and so leaves CUDA untouched: see `pack.guard`
+    if chosen.type == "cuda":
+        if not torch.cuda.device_count():  # asks the driver, and so leaves CUDA untouched: see `runtime.guard`
             raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        index = current if found.index is None else found.index
+        index = current if chosen.index is None else chosen.index
         if index >= torch.cuda.device_count():
             raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
         return torch.device("cuda", index)
@@ -352,9 +352,9 @@ def parse_bytes(text: int | str) -> int:
         "gib": 1 << 30,
         "tib": 1 << 40,
     }
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(text))
     try:
-        size = int(float(found[1]) * units[found[2].lower()]) if found else 0
+        size = int(float(match[1]) * units[match[2].lower()]) if match else 0
     except (KeyError, ValueError):
         size = 0
     if size <= 0:
@@ -364,9 +364,9 @@ def parse_bytes(text: int | str) -> int:
 
 def parse_seconds(text: float | str) -> float:
     """A time: seconds, or a string such as "60s", "5m" or "1h"."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|h|)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|h|)\s*", str(text))
     try:
-        seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
     except ValueError:
         seconds = 0.0
     if seconds <= 0:

@@ -173,7 +173,7 @@ def test_what_is_no_callback(given: Any, match: str) -> None:
 def test_async_callbacks_are_refused() -> None:
     async def later(view: shoal.MemberView) -> None: ...
 
-    with pytest.raises(ValueError, match="is async, and nobody would wait for it"):
+    with pytest.raises(ValueError, match="is async and would never be awaited"):
         Callbacks([later])
     assert not Callbacks(None) and not Callbacks([]) and Callbacks([print])
 

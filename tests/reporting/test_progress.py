@@ -68,16 +68,14 @@ def test_batches_of_a_step_with_a_smaller_last_group() -> None:
     assert length(short) == 7 and done(short) == 0
 
 
-def test_a_member_alone_tells_its_progress_as_the_loop_does_without_events() -> None:
+def test_epochs_and_ends_count_without_turns() -> None:
     a, b = members()
     tally = Tally([a, b])
     assert tally.share == 0.0
-    epoch(a, 0.5)
-    tally.tell(a)
+    tally(epoch(a, 0.5))
     assert tally.share == 0.25 and tally.loss_range() == (0.5, 0.5)
-    a.status, b.status = "done", "cancelled"
-    tally.tell(a)
-    tally.tell(b)
+    tally(leave(a))
+    tally(leave(b, "cancelled"))
     assert tally.share == 0.5, "a cancelled job has not done its whole length"
     assert line(tally) == " 50%, 2/2 ended, loss 0.5 to 0.5, 1 cancelled"
 
@@ -117,7 +115,7 @@ def test_speed_gain_memory_and_the_time_left() -> None:
     assert row.left == pytest.approx(60 / 5), "by the clock: 40 batches in 8 seconds"
     assert row.cells() == ["1", "stacked", "2", "20", "4.0x", "2 MB (3 MB predicted)", "12 s"]
     text = line(tally)
-    assert text == " 40%, 0/2 ended, 2 riding in 1 pack, 20 steps/s, 4.0x alone, 2 MB (3 MB predicted), 12 s left"
+    assert text == " 40%, 0/2 ended, 2 running in 1 pack, 20 steps/s, 4.0x alone, 2 MB (3 MB predicted), 12 s left"
 
 
 def test_steps_are_the_optimizer_s() -> None:
@@ -255,7 +253,7 @@ def test_a_live_table_on_a_terminal() -> None:
         told(turn(1, 4, bytes=5_000_000))
         told(epoch(crowd[0], 0.25))
     text = out.getvalue()
-    for part in ("training", "pack", "steps/s", "stacked", "[red]2", "5 MB", "loss 0.25 to 0.25", "2 riding"):
+    for part in ("training", "pack", "steps/s", "stacked", "[red]2", "5 MB", "loss 0.25 to 0.25", "2 running"):
         assert part in text, part
 
 
@@ -306,7 +304,6 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = progress_for(crowd, False)
     assert type(quiet) is Progress
     with quiet as told:
-        told(crowd[0])
         told(join(crowd[0]))
     assert type(progress_for(crowd, True)) is Lines
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.engine.loop import run
 from tests.engine.tiers.captured.test_captured import job
 from tests.engine.tiers.captured.test_captured_on_cpu import CPU, OnCpu, Seats
 
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.runtime._turns import run
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.captured.executor import CapturedExecutor

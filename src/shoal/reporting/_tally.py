@@ -1,14 +1,15 @@
 """What a run has done and has left, counted from its events.
 
-An event costs the same however many members ride: a unit keeps one sum over its members, and a turn moves all of
-them on by moving the unit on. Whatever needs a look at every unit or member is left to whoever asks.
+An event changes a few numbers of one unit or member, however many there are; sums over all of them are made when
+they are shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -39,73 +40,43 @@ class Pace:
         return rest * (now - then) / (count - before) if count > before else math.nan
 
 
+@dataclass(slots=True, eq=False)
 class UnitProgress:
     """The members of one unit."""
 
-    __slots__ = (
-        "accumulate",
-        "alone",
-        "batches",
-        "bytes",
-        "costs",
-        "ends",
-        "label",
-        "longest",
-        "pace",
-        "predicted",
-        "seconds",
-        "tier",
-        "total",
-        "weight",
-        "work",
-    )
-
-    def __init__(self, label: Any, tier: str, now: float) -> None:
-        self.label = label
-        self.tier = tier
-        self.batches = 0
-        """Batches the unit has run; a member's last batch is told on the same scale."""
-        self.ends: dict[int, int] = {}
-        """By member: the unit's batch at which it will have had its length."""
-        self.longest: int | None = None
-        """The largest of them; None where it has to be looked for."""
-        self.total = 0
-        """Their sum."""
-        self.alone: dict[int, float] = {}
-        """By member: predicted seconds of one batch alone, where known."""
-        self.costs = 0.0
-        """Their sum."""
-        self.work = self.seconds = 0.0
-        """Member batches, and the seconds they took; older ones count less."""
-        self.bytes: int | None = None
-        self.predicted: float | None = None
-        self.accumulate = 1
-        self.weight = 1.0
-        """What one batch of a member counts in the work of the whole run."""
-        self.pace = Pace(now)
+    label: Any
+    tier: str
+    pace: Pace
+    batches: int = 0
+    """Batches the unit has run; the end of a member is on the same scale."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """By member: the unit's batch at which it will have had its length."""
+    alone: dict[int, float] = field(default_factory=dict)
+    """By member: predicted seconds of one batch alone, where known."""
+    work: float = 0.0
+    """Member batches; older ones count less."""
+    seconds: float = 0.0
+    """What they took; older ones count less."""
+    bytes: int | None = None
+    predicted: float | None = None
+    """Bytes."""
+    accumulate: int = 1
+    weight: float = 1.0
+    """What one batch of a member counts in the work of the whole run."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def put(self, index: int, left: int) -> None:
         """A member is here, with so many batches left."""
-        end = self.batches + left
-        before = self.ends.get(index, 0)
-        self.total += end - before
-        self.ends[index] = end
-        if self.longest is not None:
-            if end >= self.longest:
-                self.longest = end
-            elif before == self.longest:
-                self.longest = None
+        self.ends[index] = self.batches + left
 
-    def drop(self, index: int) -> None:
-        """A member is no longer here."""
-        end = self.ends.pop(index)
-        self.total -= end
-        if end == self.longest:
-            self.longest = None
-        self.costs -= self.alone.pop(index, 0.0)
+    def drop(self, index: int) -> int:
+        """A member is no longer here; the batches that it has left."""
+        left = self.left_of(index)
+        del self.ends[index]
+        self.alone.pop(index, None)
+        return left
 
     def left_of(self, index: int) -> int:
         """Batches a member has left."""
@@ -114,7 +85,12 @@ class UnitProgress:
     @property
     def left(self) -> int:
         """Member batches left."""
-        return max(0, self.total - len(self.ends) * self.batches)
+        return max(0, sum(self.ends.values()) - len(self.ends) * self.batches)
+
+    @property
+    def longest(self) -> int:
+        """The unit's batch at which its last member ends."""
+        return max(self.ends.values(), default=0)
 
     def turn(self, members: int, batches: int, seconds: float) -> None:
         """It has run for a while."""
@@ -124,21 +100,14 @@ class UnitProgress:
         self.batches += batches
 
     @property
-    def speed(self) -> float | None:
-        """Member batches a second of its turns."""
-        return self.work / self.seconds if self.seconds > 0 else None
-
-    @property
     def gain(self) -> float | None:
         """How many times faster than its members one after another; None where nothing was predicted."""
-        if self.speed is None or not self.alone or len(self.alone) < len(self.ends):
+        if not self.seconds or not self.alone or len(self.alone) < len(self.ends):
             return None
-        return self.speed * self.costs / len(self.alone)
+        return self.work / self.seconds * sum(self.alone.values()) / len(self.alone)
 
     def seconds_left(self, now: float) -> float:
         """Until the last member's end, by the clock; NaN where nothing can be said."""
-        if self.longest is None:
-            self.longest = max(self.ends.values(), default=0)
         return self.pace.left(now, self.batches, self.longest - self.batches)
 
 
@@ -150,27 +119,27 @@ class Tally:
         self.began = clock()
         self.members: dict[int, Member] = {}
         self.waiting: dict[int, int] = {}
-        """By member that rides nowhere: batches left."""
+        """By member that is in no unit: batches left."""
         self.ended: dict[int, str] = {}
-        self.counts: dict[str, int] = {}
-        """Members by the way they ended."""
+        """By member: how it ended."""
         self.losses: dict[int, float] = {}
-        self.total = 0
-        """Batches of all members."""
-        self.missed = 0
-        """Batches that were never trained, of members that ended before their length as cancelled."""
         self.worked = 0.0
         """What this run has trained: member batches, by what they cost alone where that is known."""
-        self._usual = 1.0
-        """What a batch of a member counts whose cost is not known."""
         self.packs: dict[Any, UnitProgress] = {}
         self.home: dict[int, UnitProgress] = {}
+        """By member that runs: its unit."""
         self.joins = False
-        """Whether we are told who rides."""
-        self.parts: dict[int, tuple[float | None, float | None]] = {}
-        """By member, from the plan: seconds of a batch alone, and its share of its pack's bytes."""
+        """Whether members have joined units."""
+        self.alone: dict[int, float] = {}
+        """By member: predicted seconds of a batch alone."""
         self.note = ""
         self.over = False
+        self._missed: dict[int, int] = {}
+        """By cancelled member: batches that were never trained."""
+        self._bytes: dict[int, float] = {}
+        """By member: its share of the bytes that are predicted for its pack."""
+        self._usual = 1.0
+        """What a batch of a member counts whose cost is not known."""
         self._pace = Pace(self.began)
         self._do = {
             "start": self._start,
@@ -191,14 +160,20 @@ class Tally:
         if do is not None:
             do(event.member, event.data)
 
-    def tell(self, member: Member) -> None:
-        """A member has ended an epoch, or left, and nobody tells of turns."""
-        row = member.history[-1] if member.history else {}
-        if member.status == "running":
-            self._epoch(member, row)
-        else:
-            self._loss(member.index, row)
-            self._leave(member, {"status": member.status})
+    @property
+    def counts(self) -> Counter[str]:
+        """Members by the way they ended."""
+        return Counter(self.ended.values())
+
+    @property
+    def total(self) -> int:
+        """Batches of all members."""
+        return sum(map(length, self.members.values()))
+
+    @property
+    def missed(self) -> int:
+        """Batches that were never trained, of members that were cancelled."""
+        return sum(self._missed.values())
 
     @property
     def left(self) -> int:
@@ -208,11 +183,12 @@ class Tally:
     @property
     def share(self) -> float:
         """How much of the work is done, 0 to 1."""
-        return 1 - (self.left + self.missed) / self.total if self.total else 1.0
+        total = self.total
+        return 1 - (self.left + self.missed) / total if total else 1.0
 
     @property
     def running(self) -> int:
-        """Members that ride now."""
+        """Members that run now."""
         return len(self.home)
 
     def seconds_left(self) -> float:
@@ -231,85 +207,61 @@ class Tally:
 
     def _see(self, member: Member) -> None:
         """Take in a member that is new to us, or what a resume has made of it."""
-        index, left = member.index, length(member) - done(member)
-        if index not in self.members:
-            self.members[index] = member
-            self.total += length(member)
+        index = member.index
+        self.members.setdefault(index, member)
         if index in self.home or index in self.ended:
             return
-        if member.status == "running":
-            self.waiting[index] = left
-        else:
-            self.waiting.pop(index, None)
-            self._count(index, member.status, left)
+        self.waiting[index] = length(member) - done(member)
+        if member.status != "running":
+            self._count_end(index, member.status, self.waiting.pop(index))
 
-    def _count(self, index: int, status: str, left: int) -> None:
+    def _count_end(self, index: int, status: str, left: int) -> None:
         self.ended[index] = status
-        self.counts[status] = self.counts.get(status, 0) + 1
         if status == "cancelled":
-            self.missed += left
-
-    def _back(self, index: int, left: int) -> None:
-        """A member that had ended goes on after all."""
-        status = self.ended.pop(index)
-        self.counts[status] -= 1
-        if status == "cancelled":
-            self.missed -= left
+            self._missed[index] = left
 
     def _start(self, member: Member | None, data: Mapping[str, Any]) -> None:
         for each in list(self.members.values()):
             self._see(each)
         for part in (data.get("plan") or {}).get("parts", ()):
-            self._plan(part["members"], part.get("predicted") or {})
-        known = [alone for alone, _ in self.parts.values() if alone]
-        self._usual = sum(known) / len(known) if known else 1.0
+            self._take_part(part["members"], part.get("predicted") or {})
+        if self.alone:
+            self._usual = sum(self.alone.values()) / len(self.alone)
+
+    def _take_part(self, members: Sequence[int], predicted: Mapping[str, float]) -> None:
+        for name, shares in (("alone_seconds", self.alone), ("memory_bytes", self._bytes)):
+            if predicted.get(name):
+                shares |= dict.fromkeys(members, predicted[name] / len(members))
 
     def _weight(self, index: int) -> float:
-        return self.parts.get(index, (None, None))[0] or self._usual
-
-    def _plan(self, members: Sequence[int], predicted: Mapping[str, float]) -> None:
-        alone, held = predicted.get("alone_seconds"), predicted.get("memory_bytes")
-        count = max(1, len(members))
-        share = (None if alone is None else alone / count, None if held is None else held / count)
-        for index in members:
-            self.parts[index] = share
+        return self.alone.get(index, self._usual)
 
     def _join(self, member: Member | None, data: Mapping[str, Any]) -> None:
         assert member is not None
         self.joins = True
-        index, label = member.index, data["unit"]
-        self._see(member)
-        if index in self.ended:
-            self._back(index, length(member) - done(member))
-        self._go(index)
-        self.waiting.pop(index, None)
-        pack = self._pack(label, data["tier"])
+        index, label, alone = member.index, data["unit"], data.get("alone_seconds")
+        self._leave_unit(index)
+        self.members.setdefault(index, member)
+        for places in (self.waiting, self.ended, self._missed):
+            places.pop(index, None)
+        if alone and math.isfinite(alone):
+            self.alone[index] = alone
+        if label not in self.packs:
+            self.packs[label] = UnitProgress(label, data["tier"], Pace(self.clock()))
+        pack = self.home[index] = self.packs[label]
         pack.put(index, length(member) - done(member))
         pack.accumulate, pack.weight = member.job.accumulate, self._weight(index)
-        self.home[index] = pack
-        alone, held = self.parts.get(index, (None, None))
-        alone = data.get("alone_seconds", alone)
-        if alone is not None and math.isfinite(alone):
-            pack.alone[index] = alone
-            pack.costs += alone
-        if data.get("predicted_bytes") is not None:
-            pack.predicted = data["predicted_bytes"]
-        elif held is not None:
-            pack.predicted = held * len(pack)
+        if index in self.alone:
+            pack.alone[index] = self.alone[index]
+        if index in self._bytes:
+            pack.predicted = self._bytes[index] * len(pack)
 
-    def _pack(self, label: Any, tier: str) -> UnitProgress:
-        pack = self.packs.get(label)
-        if pack is None:
-            pack = self.packs[label] = UnitProgress(label, tier, self.clock())
-        return pack
-
-    def _go(self, index: int) -> int | None:
-        """A member leaves its pack: what it had left; None where it rode nowhere."""
+    def _leave_unit(self, index: int) -> int | None:
+        """Take a member out of its unit: what it has left; None where it was in none."""
         pack = self.home.pop(index, None)
         if pack is None:
             return None
-        left = pack.left_of(index)
-        pack.drop(index)
+        left = pack.drop(index)
         if not pack.ends:
             self.packs.pop(pack.label, None)
         return left
@@ -326,9 +278,9 @@ class Tally:
 
     def _epoch(self, member: Member | None, data: Mapping[str, Any]) -> None:
         assert member is not None
-        index = member.index
-        self._loss(index, data)
-        left = length(member) - done(member)
+        index, left = member.index, length(member) - done(member)
+        if "loss" in data:
+            self.losses[index] = data["loss"]
         pack = self.home.get(index)
         if pack is not None:
             self.worked += (pack.left_of(index) - left) * pack.weight
@@ -337,34 +289,29 @@ class Tally:
             self.worked += (self.waiting.get(index, left) - left) * self._weight(index)
             self.waiting[index] = left
 
-    def _loss(self, index: int, row: Mapping[str, float]) -> None:
-        if "loss" in row:
-            self.losses[index] = row["loss"]
-
     def _leave(self, member: Member | None, data: Mapping[str, Any]) -> None:
         assert member is not None
         index = member.index
         self._see(member)
-        left = self._go(index)
+        left = self._leave_unit(index)
         if left is None:
             left = self.waiting.pop(index, 0)
         if index not in self.ended:
-            self._count(index, data["status"], left)
+            self._count_end(index, data["status"], left)
 
     def _preempt(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        if member is not None and (left := self._go(member.index)) is not None:
+        if member is not None and (left := self._leave_unit(member.index)) is not None:
             self.waiting[member.index] = left
 
     def _split(self, member: Member | None, data: Mapping[str, Any]) -> None:
         self.note = f"pack {data.get('unit')} was split into {data.get('sizes')}: {data.get('reason')}"
         pack = self.packs.get(data.get("unit"))
         for index in list(pack.ends) if pack is not None else []:
-            left = self._go(index)
-            self.waiting[index] = left or 0
+            self.waiting[index] = self._leave_unit(index) or 0
 
     def _note(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        who = "" if member is None else f"{member.name}: "
-        self.note = f"{who}{data.get('text', '')}"
+        name = "" if member is None else f"{member.name}: "
+        self.note = f"{name}{data.get('text', '')}"
         if member is not None:
             self._see(member)
 

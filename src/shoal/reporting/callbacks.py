@@ -51,7 +51,7 @@ class MemberView:
 
     @property
     def owner(self) -> str:
-        """Whose job it is."""
+        """The job's owner."""
         return self._member.job.owner
 
     @property
@@ -154,7 +154,7 @@ class Callbacks:
 
     Those with a true attribute `only_watches`, such as `shoal.TensorBoard`, neither ask for the model nor stop anybody:
     they listen, wherever a member trains, and one that raises is dropped. All others are called by `after` where the
-    member trains, which must be the calling process: their Python has effects that somebody is waiting for.
+    member trains, which must be the calling process: their Python has effects that the caller waits for.
     """
 
     def __init__(self, callbacks: Sequence[Callback] | None = None) -> None:
@@ -219,7 +219,7 @@ def _checked(callbacks: Any) -> list[Callback]:
         if isinstance(callback, type):
             raise ValueError(f"a callback is the class {callback.__qualname__}; pass an object of it")
         if inspect.iscoroutinefunction(callback):
-            raise ValueError(f"the callback {title(callback)} is async, and nobody would wait for it; use a plain def")
+            raise ValueError(f"the callback {title(callback)} is async and would never be awaited; use a plain def")
     return list(callbacks)
 
 

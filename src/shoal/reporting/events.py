@@ -11,9 +11,9 @@
 | split | | unit, reason, sizes |
 | checkpoint | | members, seconds |
 | note | maybe | text |
-| end | | statuses, seconds, riding (members riding on average) |
+| end | | statuses, seconds, running (members running on average) |
 
-A turn is told before the epochs and ends that it brought about. A member that has been preempted, or whose unit was
+A turn comes before the epochs and ends that it brought about. A member that has been preempted, or whose unit was
 split, joins again.
 """
 
@@ -36,7 +36,7 @@ KINDS = ("start", "join", "turn", "epoch", "leave", "preempt", "split", "checkpo
 _KINDS = frozenset(KINDS)
 
 Wire = tuple[str, float, int | None, dict[str, Any]]
-"""An event on its way between processes: a member is told by its place."""
+"""An event as it is sent between processes: a member is its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain data; `member` is the job's place in the list, `name` its name."""
-        who = {} if self.member is None else {"member": self.member.index, "name": self.member.name}
-        return {"kind": self.kind, "time": self.time, **who, "data": plain(self.data)}
+        member = {} if self.member is None else {"member": self.member.index, "name": self.member.name}
+        return {"kind": self.kind, "time": self.time, **member, "data": plain(self.data)}
 
     def to_json(self) -> str:
         """`to_dict()` as one line."""
@@ -103,7 +103,7 @@ Listener = Callable[[Event], None]
 
 
 class Listeners:
-    """Several listeners as one. One that raises is told of once, and hears no more; the training goes on."""
+    """Several listeners as one. One that raises is dropped, with a warning; the training continues."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._listeners = list(listeners)
@@ -126,7 +126,7 @@ class Listeners:
         self._listeners = [other for other in self._listeners if other is not listener]
         text = (
             f"{title(listener)} raised {describe(error)} at the event {event.kind!r}; "
-            "it hears no more of this run, which goes on"
+            "it gets no more events of this run, which continues"
         )
         warnings.warn(text, ShoalWarning, stacklevel=3)
 
@@ -148,7 +148,7 @@ class JsonLines:
 
 
 class MembersRunning:
-    """Counts how many members ride on average: the sum of all rides over the time from the first to the last event.
+    """Counts how many members run on average: the time that all of them ran, over the time of the whole run.
 
     Events of several processes may come in any order.
     """
@@ -169,7 +169,7 @@ class MembersRunning:
             self._since[index] = event.time
 
     def average(self, now: float | None = None) -> float:
-        """Members riding, on average, until `now` (by default the last event)."""
+        """Members running, on average, until `now` (by default the last event)."""
         last = self._last if now is None else now
         if not last > self._first:
             return 0.0

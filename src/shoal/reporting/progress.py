@@ -21,11 +21,11 @@ LIVE_EVERY = 0.1
 MOST_OF_TIME = 0.02
 """The part of the time that drawing may take: after a slow picture the next one waits longer."""
 MOST_ROWS = 10
-"""Packs shown one by one; the others are told in one row."""
+"""Packs shown one by one; the others share a row."""
 
 
 class Progress:
-    """Follows a run: given its events, or each member after an epoch and at its end. This one says nothing."""
+    """Shows how a run gets on, given its events. This one shows nothing."""
 
     def __enter__(self) -> Progress:
         return self
@@ -35,12 +35,12 @@ class Progress:
     ) -> None:
         return None
 
-    def __call__(self, told: Member | Event) -> None:
-        """An event; or a member that has ended an epoch or left."""
+    def __call__(self, event: Event) -> None:
+        """Take in an event."""
 
 
 class _Counting(Progress):
-    """Keeps a tally, and shows it now and then."""
+    """Counts what happens, and shows it now and then."""
 
     every: float
 
@@ -48,19 +48,13 @@ class _Counting(Progress):
         self.tally = Tally(members)
         self._due = self.tally.clock() + self.every
 
-    def __call__(self, told: Member | Event) -> None:
+    def __call__(self, event: Event) -> None:
         tally = self.tally
-        if isinstance(told, Event):
-            tally(told)
-        else:
-            tally.tell(told)
+        tally(event)
         now = tally.clock()
-        if now >= self._due or (len(tally.ended) == len(tally.members) and self._last(told)):
+        last = event.kind == "leave" and len(tally.ended) == len(tally.members)  # after it no event may come
+        if now >= self._due or last:
             self._show(now)
-
-    def _last(self, told: Member | Event) -> bool:
-        """Whether this was the last member's end; after it no more may come."""
-        return told.kind == "leave" if isinstance(told, Event) else told.status != "running"
 
     def _show(self, now: float) -> None:
         self.show()
@@ -146,7 +140,7 @@ class Notebook(_Counting):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is told of one pack, or of several together."""
+    """What is shown of one pack, or of several together."""
 
     pack: str
     tier: str
@@ -177,7 +171,7 @@ HEAD = ("pack", "tier", "members", "steps/s", "gain", "memory", "left")
 
 
 def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
-    """The packs, largest first. Members that ride alone share a row, and so do packs past `most`."""
+    """The packs, largest first. Members that run alone share a row, and so do packs past `most`."""
     now = tally.clock()
     several = [pack for pack in tally.packs.values() if pack.tier != "serial"]
     alone = [pack for pack in tally.packs.values() if pack.tier == "serial"]
@@ -228,7 +222,7 @@ def percent(share: float) -> str:
 
 
 def counts(tally: Tally) -> Iterator[str]:
-    """How many members have ended, ride and wait, bit by bit."""
+    """How many members have ended, run and wait, phrase by phrase."""
     yield f"{len(tally.ended)}/{len(tally.members)} ended"
     if (losses := tally.loss_range()) is not None:
         yield f"loss {losses[0]:.4g} to {losses[1]:.4g}"
@@ -236,7 +230,7 @@ def counts(tally: Tally) -> Iterator[str]:
         if count := tally.counts.get(status):
             yield f"{count} {status}"
     if tally.packs:
-        yield f"{tally.running} riding in {len(tally.packs)} pack{'s' * (len(tally.packs) != 1)}"
+        yield f"{tally.running} running in {len(tally.packs)} pack{'s' * (len(tally.packs) != 1)}"
     if tally.waiting and tally.joins:
         yield f"{len(tally.waiting)} waiting"
 
@@ -250,8 +244,8 @@ def speeds(tally: Tally) -> Iterator[str]:
         yield f"{number(whole.speed)} steps/s"
     if whole.gain is not None:
         yield f"{whole.gain:.1f}x alone"
-    if told := memory(whole.bytes, whole.predicted):
-        yield told
+    if held := memory(whole.bytes, whole.predicted):
+        yield held
 
 
 def rest(tally: Tally) -> Iterator[str]:

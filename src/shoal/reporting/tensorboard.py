@@ -21,7 +21,7 @@ class TensorBoard:
 
     Every member has a folder of its own, named after it. There its losses, logs, metrics and learning rate lie over its
     optimizer steps, and its hyper-parameters for the HPARAMS page. Files are open only while a row is written, so that
-    there may be thousands of members. A resumed run goes on in the same folder: rows written after the checkpoint it
+    there may be thousands of members. A resumed run continues in the same folder: rows written after the checkpoint it
     started from are replaced.
     """
 
@@ -134,8 +134,8 @@ def _setting(value: Any) -> Any:
 def _scalars(values: dict[str, float], step: int) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    return _event(step=step, summary=Summary(value=found))
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    return _event(step=step, summary=summary)
 
 
 def _ending(status: str) -> Any:

@@ -28,7 +28,7 @@ Y = torch.arange(64) % 4
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(memory, "_found", {})
+    monkeypatch.setattr(memory, "_analytic", {})
 
 
 def network() -> nn.Module:

@@ -127,7 +127,7 @@ def test_round_robin(queue: list[Load], seats: int, patience: float) -> None:
     start: dict[tuple[int, int], float] = {}
     for moment in simulate(policy, queue, room=seats):
         for a, b in combinations(sorted(moment.tickets, key=lambda t: t.index), 2):
-            lead = a.ridden - b.ridden
+            lead = a.device_seconds - b.device_seconds
             assert abs(lead - start.setdefault((a.index, b.index), lead)) <= SLICE
 
 
@@ -143,7 +143,7 @@ def test_fair_share(queue: list[Load], seats: int) -> None:
     policy = FairShare(slice_seconds=SLICE, patience=math.inf)
     start: dict[tuple[str, str], float] = {}
     for moment in simulate(policy, queue, room=seats):
-        had = {t.owner: t.owner_ridden for t in moment.after if not t.running}
+        had = {t.owner: t.owner_device_seconds for t in moment.after if not t.running}
         start = {pair: lead for pair, lead in start.items() if set(pair) <= set(had)}
         for a, b in combinations(sorted(had), 2):
             lead = had[a] - had[b]
@@ -157,7 +157,7 @@ def test_fair_share_does_not_count_jobs(counts: list[int], seats: int) -> None:
     """One owner with many jobs, another with few: the same device time while both have jobs that wait."""
     queue = [Load(seconds=9, owner="abc"[i]) for i, jobs in enumerate(counts) for _ in range(jobs)]
     for moment in simulate(FairShare(slice_seconds=SLICE, patience=math.inf), queue, room=seats):
-        had = {t.owner: t.owner_ridden for t in moment.after if not t.running}
+        had = {t.owner: t.owner_device_seconds for t in moment.after if not t.running}
         if len(had) < len(counts):
             break
         assert max(had.values()) - min(had.values()) <= SLICE + 1

@@ -58,12 +58,15 @@ def queues(draw: st.DrawFn) -> tuple[list[Ticket], Fits]:
             bytes=draw(st.integers(0, 8)),
             running=draw(st.booleans()),
             turn=index,
-            owner_ridden=draw(st.integers(0, 100)),
+            owner_device_seconds=draw(st.integers(0, 100)),
         )
         if ticket.running and not fits([ticket, *(t for t in tickets if t.running)]):
             ticket = replace(ticket, running=False)
         tickets.append(ticket)
-    return [replace(t, owner_ridden=next(u.owner_ridden for u in tickets if u.owner == t.owner)) for t in tickets], fits
+    return [
+        replace(t, owner_device_seconds=next(u.owner_device_seconds for u in tickets if u.owner == t.owner))
+        for t in tickets
+    ], fits
 
 
 def apply(tickets: list[Ticket], admission: Admission) -> list[Ticket]:

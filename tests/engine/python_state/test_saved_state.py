@@ -109,11 +109,11 @@ def test_a_clone_of_a_clone_and_one_with_another_step() -> None:
     def clone(run: Run) -> None:
         if member.batches >= 4 and not clones:
             run.add(clone_of(run, member, "one", {}))
-            clones.append(run.everybody[-1])
+            clones.append(run.all_members[-1])
         elif clones and clones[0].batches >= 9 and len(clones) == 1:
             run.add(clone_of(run, clones[0], "two", {}))
             run.add(clone_of(run, clones[0], "three", {"step": job("nonlocal counter").step}))
-            clones.extend(run.everybody[-2:])
+            clones.extend(run.all_members[-2:])
 
     trained(member, clone)
     assert [m.status for m in clones] == ["done"] * 3
@@ -123,7 +123,7 @@ def test_a_clone_of_a_clone_and_one_with_another_step() -> None:
 
 def test_state_that_does_not_fit_is_an_error_that_names_it() -> None:
     states: list[dict[str, Any]] = []
-    trained(prepared("dict in a closure"), lambda run: states.append(run.everybody[0].state()))
+    trained(prepared("dict in a closure"), lambda run: states.append(run.all_members[0].state()))
     other = prepared("nonlocal counter")
     other.load_state(states[1])
     with pytest.raises(

@@ -13,7 +13,8 @@ from tests.engine.proof.steps.compare import differences
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.optim import Rule, load_optimizer
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.state import load_optimizer
 
 N, D, C = 18, 6, 3
 X, Y = numbers(1, 25, D), whole(2, C, 25)

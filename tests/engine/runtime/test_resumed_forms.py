@@ -92,7 +92,20 @@ def test_a_form_that_fails_here_is_chosen_anew(tried: list[str], monkeypatch: py
     assert set(arranged(dict.fromkeys(range(4), "streams")).values()) == {"stacked compiled"}
 
 
-def test_a_board_notes_the_forms_and_gives_them_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_puts_what_trials_showed_into_the_plan(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = members(3)
+    planning = PlanningContext(own, timed=False, thorough=True)
+    monkeypatch.setattr(planning, "gpu", True)
+    plan = planning.propose(own)
+    planning.rehearse(plan, own)
+    (part,) = plan.parts
+    assert part.tier == "stacked" and part.members == [0, 1, 2]
+    assert {"step_seconds", "alone_seconds", "compile_seconds", "memory_bytes"} <= part.predicted.keys()
+    assert part.predicted["gain"] == part.predicted["alone_seconds"] / part.predicted["step_seconds"]
+    assert plan.memory_bytes > part.predicted["memory_bytes"] > part.predicted["state_bytes"] > 0
+
+
+def test_the_forms_are_noted_and_gives_them_again(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, as far as a CPU can."""
 
     def planning(own: list[Member], tiers: dict[int, str]) -> PlanningContext:

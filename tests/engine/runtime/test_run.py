@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine.loop import run
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.row_order import deal
-from shoal.engine.runtime._turns import run
 from shoal.engine.tiers.serial import SerialUnit, serial_units
 from shoal.engine.tiers.unit import Unit
 from shoal.errors import MemberError

@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 from shoal import reference
 from shoal.engine.members.member import Member
 from shoal.engine.recipes.recipe import Recipe, TraceCache
-from shoal.engine.runtime._turns import turn
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.stack import transfer
 from shoal.engine.tiers.captured.chunk import Chunk
 from shoal.engine.tiers.captured.unit import CapturedUnit

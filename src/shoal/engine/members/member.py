@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.data.source import as_bytes
-from shoal.engine.optim import make_scheduler
+from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.engine.tracing.trace import PRECISIONS

@@ -1,4 +1,4 @@
-"""What a step holds in memory, found without memory: the step is run once on fake tensors (shapes without data), and a
+"""What a step holds in memory, without using any: the step is run once on fake tensors (shapes without data), and a
 ledger counts what is alive after every operator. Forward, backward and the optimizer are the real ones, so that what
 autograd keeps, gradients and temporaries are all in it. What kernels take inside themselves is not.
 """
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.members.member import Member
-from shoal.engine.optim import rule_for
+from shoal.engine.optim.hparams import rule_for
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack.fused_update import FusedAdam
@@ -42,7 +42,7 @@ class Held:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, notes when every tensor that an operator makes comes to be, and when nobody has it any more."""
+    """Inside, notes when every tensor that an operator makes comes to be, and when it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _blocks(size: int) -> int:
-    """Allocators hand out whole blocks."""
+    """Rounded up, since allocators give out whole blocks."""
     return -(-size // 512) * 512
 
 
@@ -126,8 +126,8 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
             stack.set_buffers({k: v.detach() for k, v in after.items()}, None, before)
             del losses, after, noise
             _update(stack, grads)
-        found: Held = ledger.held(start)
-        return found
+        held: Held = ledger.held(start)
+        return held
 
 
 def _update(stack: Stack, grads: list[Tensor | None]) -> None:

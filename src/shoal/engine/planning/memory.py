@@ -35,7 +35,7 @@ STREAMS = 16
 """Branches of a captured graph at the most."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-_found: dict[tuple[str, str], tuple[Curve, Curve]] = {}
+_analytic: dict[tuple[str, str], tuple[Curve, Curve]] = {}
 
 
 def footprint(
@@ -43,14 +43,14 @@ def footprint(
 ) -> tuple[Curve, Curve]:
     """(state, working) bytes over rows, with what was learned put in. `exact=False`: by rule of thumb, at once."""
     key = perf_cache.digest(recipe)
-    if (key, tier) not in _found:
+    if (key, tier) not in _analytic:
         if not exact:
             return Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
         try:
-            _found[key, tier] = analytic(recipe, tier)
+            _analytic[key, tier] = analytic(recipe, tier)
         except Exception:  # an operator that knows no fake tensors: a prediction is not worth a run
-            _found[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
-    state, working = _found[key, tier]
+            _analytic[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
+    state, working = _analytic[key, tier]
     known = perf_cache.lookup(key)
     seen = known.curve("bytes", tier + perf_cache.COMPILED) if compiled else None
     return state, corrected(state, working, seen or known.curve("bytes", tier))
@@ -97,8 +97,8 @@ def activation_bytes(graph: Trace) -> int:
 
 
 def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
-    """Working bytes such that the sum goes through what was seen: by its ratio at one point; what was found besides at
-    several is taken by lines between them, and is the same beyond, since small packs leave the larger holes."""
+    """Working bytes such that the sum goes through what was measured. One measured point scales all of them; between
+    several the difference is interpolated, and beyond them it stays the same, since small packs leave larger holes."""
     if seen is None:
         return working
     pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
@@ -107,12 +107,12 @@ def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
     if len(pairs) == 1:
         _, value, said = pairs[0]
         ratio = value / said if said else 1.0
-        points = [(rows, ratio * (state.at(rows) + own) - state.at(rows)) for rows, own in working.points]
+        points = [(rows, ratio * (state.at(rows) + extra) - state.at(rows)) for rows, extra in working.points]
     else:
         rest = [(rows, value - said) for rows, value, said in pairs]
         wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
         more = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
-        sums = [working.at(rows) + own for rows, own in zip(wide, more.tolist(), strict=True)]
+        sums = [working.at(rows) + extra for rows, extra in zip(wide, more.tolist(), strict=True)]
         rising = np.minimum.accumulate(sums[::-1])[::-1]  # a curve never falls: the larger packs are right then
         points = list(zip(wide, rising.tolist(), strict=True))
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
@@ -227,7 +227,7 @@ def _available() -> int | None:
 
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What the control group of this process leaves us, where it sets a limit (a container does)."""
-    found = []
+    free = []
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -236,10 +236,10 @@ def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
             most, now = (root / limit).read_text().strip(), int((root / used).read_text())
             if most == "max" or int(most) >= 1 << 60:
                 continue
-            found.append(max(0, int(most) - now + _stat((root / limit).parent / "memory.stat", files)))
+            free.append(max(0, int(most) - now + _stat((root / limit).parent / "memory.stat", files)))
         except (OSError, ValueError):
             continue
-    return min(found) if found else None
+    return min(free) if free else None
 
 
 def _stat(file: Path, name: str) -> int:

@@ -1,6 +1,6 @@
 """The planner: which jobs advance together, and what that should cost. Pure, on plain data.
 
-    plan(requests)                 -> parts: who is stacked with whom, what it should cost
+    plan(requests)                 -> parts: which jobs are stacked together, what that should cost
     total_bytes(costs, together)   -> what all of it takes at once
 
 No model, no device, no clock: costs come in as curves over the number of rows. A job's tier depends on that job alone

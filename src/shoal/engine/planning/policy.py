@@ -1,4 +1,4 @@
-"""Who goes first where more jobs want to ride than there is room for.
+"""Which jobs go first where more want to run than there is memory for.
 
 A policy is one function: tickets in, the same tickets out, in the order in which they should have a place. It is pure
 and knows nothing of memory, networks or devices. `queue.admit` decides by that order, and keeps what holds under
@@ -29,26 +29,26 @@ class Ticket:
     arrived: float
     """The moment it came."""
     since: float
-    """The moment its present wait or ride began: it has waited, or ridden without a break, for `now - since`."""
+    """The moment it began to wait, or to run: it has waited, or run without a break, for `now - since`."""
     turn: int = 0
-    """Counts up whenever a wait or a ride of any job begins: who comes first where moments are equal."""
+    """Counts up whenever any job begins to wait or to run: the order where moments are equal."""
     seconds: float = math.nan
     """Predicted work left; nan: not known."""
     bytes: int = 0
     """Predicted memory."""
     running: bool
-    ridden: float = 0.0
-    """Device time it has had, in all its rides."""
-    owner_ridden: float = 0.0
+    device_seconds: float = 0.0
+    """Device time it has had in all."""
+    owner_device_seconds: float = 0.0
     """Device time its owner has had, in all jobs, ended ones too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Who should have a place first. A policy of your own has `order`, and other defaults if it likes."""
+    """Which job should run first. A policy of your own has `order`, and other defaults if it likes."""
 
     slice_seconds: float | None = None
-    """A job that rides has its place for this long before another may take it; None: until it ends."""
+    """A job that runs has its place for this long before another may take it; None: until it ends."""
     patience: float = 600.0
     """Ageing. A job goes before all that began to wait later once it has waited this long for each of the jobs
     that were there when its wait began, itself included. One that should be next but finds no room has room held back
@@ -67,14 +67,14 @@ class Policy(ABC):
 
     @property
     def preempts(self) -> bool:
-        """Whether a job that rides may lose its place to another."""
+        """Whether a job that runs may lose its place to another."""
         return self.slice_seconds is not None
 
     @abstractmethod
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        """The tickets, who should have a place first comes first; those that ride compete with those that wait.
+        """The tickets, those that should run first come first; jobs that run compete with those that wait.
 
-        They are given in the order in which they came, so a stable sort leaves ties to who came first.
+        They are given in the order in which they came, so a stable sort leaves ties to the first that came.
         """
 
 
@@ -121,14 +121,14 @@ class Sliced(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin(Sliced):
-    """Everybody in turn, a slice each. Who has used up a slice, or has just come, goes to the end of the line."""
+    """All jobs in turn, a slice each. A job that has used up its slice, or is new, goes to the end of the line."""
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
         def lined_up(t: Ticket) -> float:
             return now - (now - t.since) % self.slice_seconds if t.running else t.since
 
-        # At one moment, those that had another slice were before those that had to leave, and of them the one whose
-        # ride began later was before the other: the line stays as it was.
+        # At one moment, those that had another slice were before those that had to leave, and of them the one that
+        # began to run later was before the other: the line stays as it was.
         return sorted(tickets, key=lambda t: (lined_up(t), not t.running, -t.since, t.turn))
 
 
@@ -143,7 +143,7 @@ class FairShare(Sliced):
         places: Counter[str] = Counter()
         share = {}
         for t in tickets:
-            share[t.index] = t.owner_ridden + places[t.owner] * self.slice_seconds
+            share[t.index] = t.owner_device_seconds + places[t.owner] * self.slice_seconds
             places[t.owner] += 1
         return sorted(tickets, key=lambda t: (share[t.index], not t.running))
 

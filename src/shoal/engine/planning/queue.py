@@ -1,29 +1,30 @@
-"""Who joins now, and who is sent back to wait: a policy's order and what fits, made into a decision. Pure.
+"""Which jobs join now, and which are sent back to wait: a policy's order and what fits, made into a decision. Pure.
 
 Three rules hold under every policy, a user's own too:
 
-1. A ride lasts at least `slice_seconds` (without: to its end), so that places are not taken back and forth.
+1. A job runs for at least `slice_seconds` (without: to its end), so that places are not taken back and forth.
 2. Ageing. A job that has waited `patience` seconds for each of the jobs that were there when its wait began goes before
-   all that began to wait later. Nobody who comes afterwards changes that number or goes before it, so with n jobs there
-   it waits at most n * (patience + r), where r is the longest that others keep their places: a slice, or without
-   slices the longest ride. That the number counts is what keeps the policy in force on a long queue: of n waiting jobs,
-   one each `patience` seconds goes out of the policy's order, however large n is.
+   all that began to wait later. No job that comes afterwards changes that number or goes before it, so with n jobs
+   there it waits at most n * (patience + r), where r is the longest that others keep their places: a slice, or without
+   slices the longest job. Since the number counts, the policy stays in force on a long queue: of n waiting jobs, one
+   each `patience` seconds goes out of the policy's order, however large n is.
 3. Reserve. Smaller jobs may fill the room beside one that does not fit, until it has waited `patience` seconds. From
-   then on nobody after it joins, and it has its place as soon as enough others have left.
+   then on no job after it joins, and it has its place as soon as enough others have left.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.engine.planning.policy import Policy, Ticket
 from shoal.errors import JobError
 
 Fits = Callable[[list[Ticket]], bool]
-"""Whether these jobs can ride together; fewer of them must then fit too."""
+"""Whether these jobs can run together; fewer of them must then fit too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Admission:
 
 
 class Queue:
-    """The tickets of all unfinished jobs, kept up to date."""
+    """The tickets of all unfinished jobs."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -48,17 +49,17 @@ class Queue:
 
     @property
     def tickets(self) -> list[Ticket]:
-        return [replace(t, owner_ridden=self._owners[t.owner]) for t in self._tickets.values()]
+        return [replace(t, owner_device_seconds=self._owners[t.owner]) for t in self._tickets.values()]
 
     def add(self, ticket: Ticket) -> None:
         """A job arrives."""
         assert ticket.index not in self._tickets
-        self._owners[ticket.owner] += ticket.ridden
+        self._owners[ticket.owner] += ticket.device_seconds
         self._tickets[ticket.index] = ticket
         self.move(ticket.index, running=ticket.running, now=ticket.since)
 
     def admit(self, fits: Fits, now: float) -> Admission:
-        """Decide who rides from now on, and note it."""
+        """Decide which jobs run from now on, and note it."""
         admission = admit(self.tickets, self.policy, fits, now)
         for index in admission.leave:
             self.move(index, running=False, now=now)
@@ -71,11 +72,11 @@ class Queue:
         self._turn += 1
         self._tickets[index] = replace(self._tickets[index], running=running, since=now, turn=self._turn)
 
-    def rode(self, index: int, seconds: float, left: float) -> None:
+    def add_device_time(self, index: int, seconds: float, left: float) -> None:
         """A job had so much device time, and has so much left as far as is known."""
         ticket = self._tickets[index]
         self._owners[ticket.owner] += seconds
-        self._tickets[index] = replace(ticket, ridden=ticket.ridden + seconds, seconds=left)
+        self._tickets[index] = replace(ticket, device_seconds=ticket.device_seconds + seconds, seconds=left)
 
     def remove(self, index: int) -> None:
         """A job has ended."""
@@ -83,9 +84,9 @@ class Queue:
 
 
 def admit(tickets: Sequence[Ticket], policy: Policy, fits: Fits, now: float) -> Admission:
-    """Who of the unfinished jobs rides from now on.
+    """Which of the unfinished jobs run from now on.
 
-    What rides after the decision always fits, even where what rode before does not fit any more. A job that does not
+    What runs after the decision always fits, even where what ran before does not fit any more. A job that does not
     fit alone is passed over.
     """
     if fits(list(tickets)):
@@ -100,10 +101,10 @@ def admit(tickets: Sequence[Ticket], policy: Policy, fits: Fits, now: float) -> 
             chosen.append(t)
         elif not t.running and now - t.since > policy.patience:
             held = fits([t])
-    runners = {t.index for t in chosen}
+    running = {t.index for t in chosen}
     return Admission(
         join=[t.index for t in chosen if not t.running],
-        leave=[t.index for t in order if t.running and t.index not in runners],
+        leave=[t.index for t in order if t.running and t.index not in running],
     )
 
 
@@ -112,7 +113,7 @@ def _always(tickets: list[Ticket]) -> bool:
 
 
 def ranked(tickets: Sequence[Ticket], policy: Policy, now: float) -> list[Ticket]:
-    """Those whose ride must not end yet, then those that have waited too long, then the policy's order."""
+    """Those that must not be sent back yet, then those that have waited too long, then the policy's order."""
     came = sorted(tickets, key=lambda t: (t.arrived, t.index))
     order = policy.order(came, now)
     if sorted(t.index for t in order) != sorted(t.index for t in came):
@@ -129,3 +130,35 @@ def ranked(tickets: Sequence[Ticket], policy: Policy, now: float) -> list[Ticket
         return (1, t.since) if spent > policy.patience * bisect_right(arrivals, t.since) else (2, 0.0)
 
     return sorted(order, key=rank)
+
+
+class MemberLimit:
+    """How many members may run at once after memory was full.
+
+    The limit is about the kinds of jobs that filled the memory. When the last of them has ended it is lifted: what was
+    wrong about their bytes says nothing about those of others.
+
+    >>> limit = MemberLimit()
+    >>> limit.lower(4, {"wide"}); limit.lift({"narrow", "wide"}); limit.most
+    4
+    >>> limit.lift({"narrow"}); limit.most
+    inf
+    """
+
+    def __init__(self) -> None:
+        self.most = math.inf
+        self._kinds: set[str] = set()
+
+    def lower(self, most: int, kinds: Collection[str]) -> None:
+        """From now on at most so many, since jobs of these kinds did not fit."""
+        self.most = min(self.most, most)
+        self._kinds |= set(kinds)
+
+    def lift(self, kinds: Collection[str]) -> None:
+        """Forget the limit, unless jobs of a kind that did not fit are among these, which are left."""
+        if self._kinds.isdisjoint(kinds):
+            self.forget()
+
+    def forget(self) -> None:
+        """No limit again."""
+        self.most, self._kinds = math.inf, set()

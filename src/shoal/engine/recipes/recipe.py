@@ -20,7 +20,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
-from shoal.engine.optim import RULES, Flags, ScheduleRunner, split_hparams
+from shoal.engine.optim.hparams import split_hparams, structure
+from shoal.engine.optim.rule import Flags
+from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
@@ -63,13 +65,8 @@ class OptimizerPlan:
 
     @property
     def key(self) -> Hashable:
-        structure = None if self.flags is None else tuple(tuple(sorted(f.items())) for f in self._structural())
-        return (self.kind, tuple(map(tuple, self.groups)), structure)
-
-    def _structural(self) -> list[dict[str, bool]]:
-        assert self.flags is not None
-        names = RULES[self.kind].structural
-        return [{name: flags[name] for name in names} for flags in self.flags]
+        common = None if self.flags is None else tuple(structure(self.kind, flags) for flags in self.flags)
+        return (self.kind, tuple(map(tuple, self.groups)), common)
 
 
 @dataclass(slots=True, eq=False)

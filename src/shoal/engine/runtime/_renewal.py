@@ -1,7 +1,8 @@
-"""When Python values that steps read have changed: members get a new recipe, and a place in a unit that goes by it.
+"""When Python values that steps read have changed: members get a new recipe, and a unit that runs it.
 
-Between epochs anything may change what a step reads: callbacks, schedules by the epoch, orders to a live run. Whatever
-changes it during an epoch changes it for a step that was recorded before; such a member goes on by itself, unstacked.
+Between epochs anything may change what a step reads: callbacks, schedules by the epoch, commands to a live run.
+Whatever changes it during an epoch changes it for a step that was recorded before; such a member trains by itself,
+unstacked.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Renewals:
         self.due = self.due or ending
 
     def take_out(self, runners: list[UnitRunner], waiting: Iterable[Member]) -> list[Member]:
-        """Members whose steps have become others, with new recipes, taken out of their rides; empty ones go too."""
+        """Take members out of their units whose steps have changed; they have new recipes."""
         moved = self._renew(runners, waiting)
         members: list[Member] = []
         for runner in runners if moved else ():

@@ -11,11 +11,10 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Plan
-from shoal.engine.runtime._turns import turn
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child
 from shoal.engine.runtime.sharing import deal, processes_for
-from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
+from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
@@ -25,17 +24,17 @@ class TimedPack:
     """A pack in the middle of its training; `step(n)` takes every member n batches further."""
 
     def __init__(self, planning: PlanningContext, members: Sequence[Member], count: int = 1) -> None:
-        own, *others = deal(members, planning, count) if count > 1 else [list(members)]
+        ours, *others = deal(members, planning, count) if count > 1 else [list(members)]
         self.plan = planning.propose(members)
         self.device = members[0].device
         self._helpers = [Child(partial(_serve, planning, share)) for share in others if share]
         self._threads = torch.get_num_threads()
         if self._helpers:
             torch.set_num_threads(1)  # as each of them has
-        units = planning.units(own)
+        units = planning.units(ours)
         if planning.gpu:
             self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
-        self._own = _Steps([unit for unit, _ in units], planning.executor)
+        self._ours = _Steps([unit for unit, _ in units], planning.executor)
         self._latest: dict[int, float] = {}
 
     @property
@@ -55,7 +54,7 @@ class TimedPack:
         """Train every member for n more batches."""
         for helper in self._helpers:
             helper.pipe.send(n)
-        self._latest |= self._own.step(n)
+        self._latest |= self._ours.step(n)
         for helper in self._helpers:
             self._latest |= helper.pipe.recv()
         if self.device.type == "cuda":
@@ -97,7 +96,7 @@ class _Steps:
 
 
 def _serve(planning: PlanningContext, members: Sequence[Member], pipe: Connection) -> None:
-    """A helper's life: step when told to."""
+    """A helper process: step when asked to."""
     steps = _Steps([unit for unit, _ in planning.units(members)], Executor())
     while True:
         pipe.send(steps.step(pipe.recv()))

@@ -1,4 +1,4 @@
-"""Members that come to a run under way: new jobs, jobs with another one's weights, copies of jobs with changes."""
+"""Members that are added to a run under way: new jobs, jobs with another one's weights, copies of jobs with changes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ CHANGEABLE = (
     "hparams", "epochs", "steps", "clip_norm", "loss", "step", "val", "metrics", "val_every", "stop", "keep", "owner",
     "priority",
 )  # fmt: skip
-"""Fields of a job that a clone may have otherwise: what it is, and where it stands, stays."""
+"""Fields of a job that a clone may have otherwise: what it computes, and how far it has come, stay."""
 WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
 """With another one of these, what was best before says nothing."""
 
 
 def new_member(run: Run, job: Job) -> Member:
     """A member for a job that was not in the run's list."""
-    index = 1 + max(member.index for member in run.everybody)
+    index = 1 + max(member.index for member in run.all_members)
     named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
-    if any(member.name == named.name for member in run.everybody):
+    if any(member.name == named.name for member in run.all_members):
         raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
     member = prepare([named], run.planning.device)[0]
     member.index = index
@@ -56,7 +56,7 @@ def warm(member: Member, source: Member) -> None:
 
 
 def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) -> Member:
-    """A member that goes on where another one is, with some of the job's fields changed."""
+    """A member that continues where another one is, with some of the job's fields changed."""
     _check(source, changes)
     given = dict(changes)
     hparams = given.pop("hparams", {})
@@ -68,7 +68,7 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
     state = copy.deepcopy(run.written(source).state())
     if source.own.job is not None:
         state["python"] = _apart(member, source, state["python"], given)
-        share([other.own for other in (*run.everybody, member) if other.status == "running"])
+        share([other.own for other in (*run.all_members, member) if other.status == "running"])
         _warn_of_shared(source, member)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
     if changes.keys() & WATCHED:
@@ -83,14 +83,14 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
     return member
 
 
-OWN = ("model", "collate", "loss", "step", "optimizer", "params", "schedule", "metrics")
+COPIED = ("model", "collate", "loss", "step", "optimizer", "params", "schedule", "metrics")
 """Fields of a job that may hold state."""
 
 
 def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any]) -> Any:
     """Give a clone functions, objects and a network of its own, all as they are now; what its optimizer has to load."""
     copies = PrivateCopies()
-    fields = {name: copies.of(getattr(source.job, name)) for name in OWN if name not in given}
+    fields = {name: copies.of(getattr(source.job, name)) for name in COPIED if name not in given}
     member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
     member.own.wanted, member.own.watched = True, source.own.watched
     member.own.begin(member.job, member.model)
@@ -137,7 +137,9 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
     elif not source.settled:
         why = "it is between two optimizer steps"
     if why is not None:
-        raise JobError(f"clone: {source.name!r} cannot go on ({why}); add(job, warm_start={source.name!r}) starts anew")
+        raise JobError(
+            f"clone: {source.name!r} cannot continue ({why}); add(job, warm_start={source.name!r}) starts anew"
+        )
 
 
 def _change(member: Member, before: Job) -> None:

@@ -2,8 +2,8 @@
 
 An assert on the device takes the whole CUDA context with it, and does not say whose kernel it was. So the run lives in
 a forked child that saves its members; when the context is lost, another child takes each suspect by itself from its
-last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child goes
-on with the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
+last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child
+trains the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
 error says so.
 """
 
@@ -105,8 +105,8 @@ def run_guarded(
         culprit = blame(left, device, child.targets)
         if culprit is None:
             raise ShoalError(
-                f"the GPU was lost ({child.lost}) and no job could be found that did it; what was saved is there: "
-                "run it again"
+                f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
+                "saved: run it again"
             )
         culprit.status, culprit.error = "failed", child.lost
         tell(

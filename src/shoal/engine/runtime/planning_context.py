@@ -83,7 +83,7 @@ class PlanningContext:
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()
-        """Members whose steps have become others since the run began."""
+        """Members whose steps have changed since the run began."""
         self.renewals = Renewals(self)
         self.executor: Executor = Executor()
         memory.keep_heap()
@@ -96,7 +96,7 @@ class PlanningContext:
         self.recipes: dict[int, Recipe] = {}
         self._requests: dict[int, Request] = {}
         self._parts: dict[int, Part] = {}
-        """By the ride's number."""
+        """By the number of the unit's runner."""
         self._taken = 0
         self.forms: dict[int, str] = {}
         """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
@@ -116,8 +116,8 @@ class PlanningContext:
         self._take(groups, asked)
         for member in members:
             member.own.watched = member.index not in self.recipes
-        everybody = [member for own in self.groups for member in own.members]
-        self._taken = memory.data_bytes(everybody) + memory.workspace_bytes(self.device)
+        known = [member for alike in self.groups for member in alike.members]
+        self._taken = memory.data_bytes(known) + memory.workspace_bytes(self.device)
 
     def _look_at(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""
@@ -126,19 +126,19 @@ class PlanningContext:
         self.watch.add(member.index, code, member.model, private=copied)
 
     def _does_the_same(self, member: Member) -> bool:
-        """Whether a member's step is still the one that it was."""
+        """Whether a member's step is still the one that was traced."""
         before = self.recipes.get(member.index)
         try:
             return before is not None and self.trace_cache.recipe(member).same_steps(before)
         except Untraceable:
             return False
 
-    def _take(self, groups: list[Group], found: Sequence[Request]) -> None:
-        self._requests |= {request.index: request for request in found}
-        self.recipes |= {recipe.member.index: recipe for own in groups for recipe in own.recipes}
+    def _take(self, groups: list[Group], asked: Sequence[Request]) -> None:
+        self._requests |= {request.index: request for request in asked}
+        self.recipes |= {recipe.member.index: recipe for alike in groups for recipe in alike.recipes}
         self.groups += groups
-        alone = {request.index for request in found if request.tier == "serial" and not self.gpu}
-        self.watch.drop(alone | {m.index for own in groups if not own.recipes for m in own.members})
+        alone = {request.index for request in asked if request.tier == "serial" and not self.gpu}
+        self.watch.drop(alone | {m.index for alike in groups if not alike.recipes for m in alike.members})
 
     def renew(self, members: Sequence[Member], unstacked: Mapping[int, str]) -> set[int]:
         """Work out anew what is to be known of members whose steps read something that has changed.
@@ -154,21 +154,25 @@ class PlanningContext:
         moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
         groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.trace_cache)
         groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
-        rest = {member.index for own in self.groups for member in own.members} - moved
-        self.groups = [only for own in self.groups if (only := _only(own, rest)).members]
-        self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in moved}
+        self._drop(moved)
         before = {index: self._requests[index] for index in moved}
         tiers = {index: request.tier for index, request in before.items()}
-        found = requests(groups, {}, tiers, exact=self._matters(groups))
+        asked = requests(groups, {}, tiers, exact=self._matters(groups))
         self._take(
-            groups, [replace(r, most_rows=before[r.index].most_rows, alone=before[r.index].alone) for r in found]
+            groups, [replace(r, most_rows=before[r.index].most_rows, alone=before[r.index].alone) for r in asked]
         )
         self.changed |= moved
         return moved
 
+    def _drop(self, indices: set[int]) -> None:
+        """Take members out of their groups."""
+        rest = {member.index for alike in self.groups for member in alike.members} - indices
+        self.groups = _restricted(self.groups, rest)
+        self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in indices}
+
     def _matters(self, groups: list[Group]) -> bool:
         """Whether memory could be short, so that it is worth a closer look."""
-        rough = sum(memory.rough(own.recipes[0]) * len(own.members) for own in groups if own.recipes)
+        rough = sum(memory.rough(alike.recipes[0]) * len(alike.members) for alike in groups if alike.recipes)
         return self.budget < math.inf and rough > 0.05 * self.budget
 
     def request(self, member: Member) -> Request:
@@ -187,7 +191,8 @@ class PlanningContext:
         step = predict([request]).get("step_seconds", math.nan)
         return Ticket(
             index=member.index, name=member.name, owner=job.owner, priority=job.priority, arrived=now, since=now,
-            seconds=step * request.steps, bytes=int(sum(stack_bytes([request]))), running=False, ridden=member.seconds,
+            seconds=step * request.steps, bytes=int(sum(stack_bytes([request]))), running=False,
+            device_seconds=member.seconds,
         )  # fmt: skip
 
     def propose(self, members: Sequence[Member], policy: Policy | None = None) -> Plan:
@@ -207,16 +212,12 @@ class PlanningContext:
     def _waiting(self, member: Member, running: Sequence[Member]) -> Waiting:
         need, over = self.bytes([member]), self.bytes([*running, member]) - self.budget
         never = need > self.budget
-        reason = self.too_large(member, self.budget) if never else f"waits for {size(max(0.0, over))} of memory"
+        reason = self.too_large(member) if never else f"waits for {size(max(0.0, over))} of memory"
         return Waiting(member.index, member.name, reason, never, need)
 
-    def too_large(self, member: Member, most: float) -> str:
+    def too_large(self, member: Member) -> str:
         """Why a member does not fit, even alone."""
-        return f"needs about {size(self.bytes([member]))} and {size(most)} may be used; raise memory="
-
-    def seconds_left(self, member: Member, batch_seconds: float) -> float:
-        """Of the work left, at so many seconds a batch."""
-        return member.batches_left * batch_seconds
+        return f"needs about {size(self.bytes([member]))} and {size(self.budget)} may be used; raise memory="
 
     def predicted(self, member: Member) -> dict[str, float]:
         """What is known of a member beforehand."""
@@ -226,42 +227,41 @@ class PlanningContext:
     # --- units ------------------------------------------------------------------------------------------------------
 
     def seats(self, runners: Sequence[UnitRunner], members: Sequence[Member]) -> list[tuple[UnitRunner, Recipe]]:
-        """Which rides these members may join, all of them together; those who may join none are left out."""
-        found: list[tuple[UnitRunner, Recipe]] = []
+        """Which units these members may join, all of them together; those that may join none are left out."""
+        joining: list[tuple[UnitRunner, Recipe]] = []
         for member in members:
             for runner in (runner for runner in runners if runner.members):
-                recipe = self.seat(runner, member, [other for own, other in found if own is runner])
+                recipe = self.seat(runner, member, [other for joined, other in joining if joined is runner])
                 if recipe is not None:
-                    found.append((runner, recipe))
+                    joining.append((runner, recipe))
                     break
-        return found
+        return joining
 
     def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
-        """The recipe by which a member may join a ride, beside others who are about to; None where it may not."""
+        """The recipe by which a member may join a unit, beside others that are about to; None where it may not."""
         request, recipe, unit = self.request(member), self.recipes.get(member.index), runner.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
         others = [*unit.members, *(other.member for other in beside)]
         asked = [request, *(self.request(other) for other in others)]
-        if len(others) >= min((own.most_rows for own in asked if own.most_rows), default=math.inf):
+        if len(others) >= min((other.most_rows for other in asked if other.most_rows), default=math.inf):
             return None
         return recipe if unit.accepts(recipe, beside) else None
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
-        """Units of their own for these members, with their parts of the plan."""
+        """New units for these members, with their parts of the plan."""
         with timed("units"):
             return self._units({member.index for member in members})
 
     def _units(self, wanted: set[int]) -> list[tuple[Unit, Part]]:
-        groups = [_only(own, wanted) for own in self.groups]
-        groups = [own for own in groups if own.members]
+        groups = _restricted(self.groups, wanted)
         if self.gpu:
             from shoal.engine.units.arrange import arrange
 
             parts: list[Part] = []
             units: list[Unit] = []
-            for own, compile in self._to_compile(groups):
-                some, built = arrange(own, self.trace_cache, compile, self.tiers)
+            for some_groups, compile in self._to_compile(groups):
+                some, built = arrange(some_groups, self.trace_cache, compile, self.tiers)
                 parts, units = parts + some, units + built
             self._note_forms(units)
         else:
@@ -272,11 +272,9 @@ class PlanningContext:
 
     def _to_compile(self, groups: list[Group]) -> list[tuple[list[Group], bool | Literal["auto"]]]:
         """Steps that have changed may change again: compiling them would seldom pay."""
-        wanted = {member.index for own in groups for member in own.members}
+        wanted = {member.index for alike in groups for member in alike.members}
         parts = ((wanted - self.changed, self.compile), (wanted & self.changed, self.compile is True))
-        return [
-            ([only for own in groups if (only := _only(own, part)).members], compile) for part, compile in parts if part
-        ]
+        return [(_restricted(groups, part), compile) for part, compile in parts if part]
 
     def _note_forms(self, units: Sequence[Unit]) -> None:
         before = dict(self.forms)
@@ -316,53 +314,54 @@ class PlanningContext:
         known = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
         return replace(self.request(member), tier=part.tier, **known)
 
-    def alone(self, member: Member, reason: str) -> Part:
-        """From now on a member trains by itself, wherever it was; its part of the plan."""
-        for own in self.groups:
-            own.members = [other for other in own.members if other is not member]
-            own.recipes = [recipe for recipe in own.recipes if recipe.member is not member]
-        self.groups = [own for own in self.groups if own.members]
+    def run_alone(self, member: Member, reason: str) -> Part:
+        """From now on a member trains by itself; its part of the plan."""
+        self._drop({member.index})
         self.groups.append(Group([member], reason=reason))
-        self.recipes.pop(member.index, None)
         self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
         return plan([self.request(member)])[0]
 
-    def boarded(self, runner: UnitRunner, part: Part) -> None:
-        """A ride begins."""
+    def add_part(self, runner: UnitRunner, part: Part) -> None:
+        """A unit begins to run."""
         again = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
         before = next(again, None)  # the same members, with another step
         self._parts[runner.number] = before or part
         if before is None:
             self.plan.parts.append(part)
 
-    def joined(self, runner: UnitRunner, member: Member) -> None:
-        """A member has joined a ride."""
+    def add_to_part(self, runner: UnitRunner, member: Member) -> None:
+        """A member has joined a unit."""
         part = self._parts[runner.number]
         if member.index not in part.members:
             part.members.append(member.index)
             part.names.append(member.name)
 
-    def noted(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
-        """Take in what a turn did cost; the bytes in use, where that is known."""
+    def note_turn(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
+        """Add what a turn took to the plan; the bytes in use, where that is known."""
         used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
         part = self._parts.get(runner.number)
         if part is not None and seconds > 0:
             part.note(seconds, batches, used)
         return used
 
-    def full(self, members: Sequence[Member]) -> None:
-        """Memory was full while these rode: remembered, so that the next run asks for less."""
+    def note_full_memory(self, members: Sequence[Member]) -> None:
+        """Remember that memory was full while these ran, so that the next run plans fewer of them."""
         recipes = [self.recipes[member.index] for member in members if member.index in self.recipes]
         for kind in {perf_cache.digest(recipe) for recipe in recipes} if self.budget < math.inf else ():
             perf_cache.note(kind, tier="stacked", rows=len(members), bytes=int(self.budget))
 
 
-def _only(own: Group, wanted: set[int]) -> Group:
-    return Group(
-        [member for member in own.members if member.index in wanted],
-        [recipe for recipe in own.recipes if recipe.member.index in wanted],
-        own.reason,
-    )
+def _restricted(groups: list[Group], wanted: set[int]) -> list[Group]:
+    """Groups with only these members; those that have none are left out."""
+    only = [
+        Group(
+            [member for member in alike.members if member.index in wanted],
+            [recipe for recipe in alike.recipes if recipe.member.index in wanted],
+            alike.reason,
+        )
+        for alike in groups
+    ]
+    return [alike for alike in only if alike.members]
 
 
 def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:

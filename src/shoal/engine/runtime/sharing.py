@@ -1,7 +1,7 @@
 """How a run is shared among processes of a CPU: how many there are, and which members each of them trains.
 
-Members whose step could not be traced stay in the calling process: their Python may have effects that somebody is
-waiting for. So do streams, whose reading threads do not survive a fork.
+Members whose step could not be traced stay in the calling process: their Python may have effects that the caller
+waits for. So do streams, whose reading threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MANY_STEPS = 100
 def processes_for(members: Sequence[Member], planning: PlanningContext, threads: int | None) -> int:
     """How many processes these members are worth; `threads` as in `workers_for`."""
     count = workers_for(threads, planning.device, predicted_seconds(planning, members))
-    told = "SHOAL_WORKERS" in os.environ
-    return count if count == 1 or told or _apart_pays(members, planning, count) else 1
+    given = "SHOAL_WORKERS" in os.environ
+    return count if count == 1 or given or _apart_pays(members, planning, count) else 1
 
 
 def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
@@ -75,16 +75,16 @@ def usable_cores() -> int:
 def workers_for(threads: int | None, device: torch.device, seconds: float) -> int:
     """How many processes a run of so many predicted seconds is worth.
 
-    `threads=None` leaves it to us: one process for each core that is free, whatever torch's own thread count. A number
+    `threads=None`: one process for each core that is free, whatever torch's own thread count. A number
     keeps everything in this process, with so many torch threads. SHOAL_WORKERS overrides both.
     """
     if device.type != "cpu" or not hasattr(os, "fork"):
         return 1
-    told = os.environ.get("SHOAL_WORKERS", "")
-    if told and not (told.isdigit() and int(told) > 0):
-        raise ValueError(f"SHOAL_WORKERS is {told!r}; set it to a whole number, 1 or more, or not at all")
-    if told:
-        return int(told)
+    given = os.environ.get("SHOAL_WORKERS", "")
+    if given and not (given.isdigit() and int(given) > 0):
+        raise ValueError(f"SHOAL_WORKERS is {given!r}; set it to a whole number, 1 or more, or not at all")
+    if given:
+        return int(given)
     if threads is not None or seconds < WORTH_SECONDS:
         return 1
     cores = usable_cores()
@@ -143,9 +143,9 @@ def _load(share: list[_Piece]) -> float:
 
 
 def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
-    """The heaviest first, each to whom has the least; what cannot be moved stays here."""
+    """The heaviest first, each to the process that has the least; what cannot be moved stays here."""
     shares: list[list[_Piece]] = [[] for _ in range(count)]
-    for piece in sorted(pieces, key=lambda own: (own.movable, -own.weight)):
+    for piece in sorted(pieces, key=lambda piece: (piece.movable, -piece.weight)):
         (min(shares, key=_load) if piece.movable else shares[0]).append(piece)
     return shares
 
@@ -170,7 +170,7 @@ def _weight(members: Sequence[Member], planning: PlanningContext) -> float:
     if not timed:
         return sum(n * _least_seconds(member) for n, member in zip(batches, members, strict=True))
     count, some = len(timed), timed[: max(1, len(timed) // 2)]
-    whole, half = (_step_seconds(own, planning) or 0.0 for own in (timed, some))
+    whole, half = (_step_seconds(stack, planning) or 0.0 for stack in (timed, some))
     each = max(0.0, whole - half) / max(1, count - len(some))
     return max(0.0, whole - each * count) * max(batches) + each * sum(batches)
 

@@ -1,10 +1,10 @@
-"""One unit on its way: turns, epochs, validation, early stopping, and members that end and leave."""
+"""The training of one unit: turns, epochs, validation, early stopping, and members that end and leave."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.engine.members import row_order
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.evaluate import evaluate
-from shoal.engine.tiers.unit import Outcome, Unit, context_lost
+from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
 from shoal.jobs.early_stopping import validates
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from shoal.reporting.callbacks import Ending
 
 FIRST = 4
-"""Batches of a ride's first turn, where turns are timed: nothing is known of it yet."""
+"""Batches of a unit's first turn, where turns are timed: nothing is known of it yet."""
 STREAM_CHUNK = 8
 """Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
 
 
 class UnitListener:
-    """Who hears of a ride's members. This one does not care."""
+    """Is called when a unit's members end epochs and leave. This one does nothing."""
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         """A member has ended an epoch; how it must end here, if it must."""
 
     def left(self, runner: UnitRunner, slot: int) -> Ending | None:
-        """A member is about to go, written back and with its status; another end for it, if it must be another."""
+        """A member is about to leave, written back and with its status; another end for it, if it must be another."""
 
 
 class UnitRunner:
@@ -44,15 +44,15 @@ class UnitRunner:
         self.unit = unit
         self.host = host
         self.number = number
-        """Tells rides apart."""
+        """Different for each unit of a run."""
         self.batch_seconds = 0.0
         """What a batch of all members took, lately."""
         self.alone: dict[Member, str] = {}
-        """Members that have to go on by themselves after this turn, and why."""
+        """Members that have to train by themselves after this turn, and why."""
         self._before: list[int] = []
-        self._named()
+        self._set_tier()
 
-    def _named(self) -> None:
+    def _set_tier(self) -> None:
         for member in self.unit.members:
             member.tier = self.unit.tier
 
@@ -61,23 +61,23 @@ class UnitRunner:
         return self.unit.members
 
     def ready(self) -> bool:
-        """Let members that have had their length go; whether any are left."""
+        """Let members leave that have had their length; whether any are left."""
         ended = {s: "done" for s, member in enumerate(self.members) if not member.place and member.finished()}
         self.leave(ended)
         return bool(self.members)
 
     def begin(self) -> None:
-        """Rows for those who are at the beginning of an epoch."""
+        """Deal rows to members that are at the beginning of an epoch."""
         row_order.deal(self.members)
 
     def look_ahead(self, batches: int) -> None:
-        """While the device is busy: draw the next epoch's orders, and make ready for those who will be at their end."""
+        """While the device is busy: draw the next epoch's rows, and prepare for members that are about to end."""
         row_order.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
         ending = [slot for slot, member in enumerate(self.members) if member.batches_left <= batches]
         self.unit.look_ahead(ending)
 
     def next_batches(self, seconds: float = math.inf) -> int:
-        """How many batches until something has to be settled, or until so much time is over."""
+        """How many batches until a member's epoch or training ends, or until so much time is over."""
         batches = min(_limit(member) - member.place for member in self.members)
         if any(member.data.source.streamed for member in self.members):
             batches = min(batches, self._whole_steps(STREAM_CHUNK))
@@ -86,7 +86,7 @@ class UnitRunner:
         elif seconds < batches * self.batch_seconds:
             batches = min(batches, self._whole_steps(max(1, int(seconds / self.batch_seconds))))
         if batches > 1 and len({member.rows_in(batches) for member in self.members}) > 1:
-            batches -= 1  # somebody's last batch is short: it comes by itself
+            batches -= 1  # a member's last batch is short: it comes by itself
         return batches
 
     def _whole_steps(self, batches: int) -> int:
@@ -96,11 +96,11 @@ class UnitRunner:
         return -(-(member.place + batches) // k) * k - member.place
 
     def start(self) -> None:
-        """Remember where everybody is: `settle` looks at what came after."""
+        """Remember where each member is: `finish_turn` looks at what came after."""
         self._before = [member.place for member in self.members]
 
     def finish_turn(self, outcome: Outcome) -> None:
-        """Take in what a turn did: who failed, who diverged, who is at the end of an epoch or of its training."""
+        """Take in what a turn did: which members failed or diverged, or are at the end of an epoch or of training."""
         members = self.members
         ends: dict[int, str] = {}
         done = 0
@@ -130,15 +130,15 @@ class UnitRunner:
         return {slot: self._fail(MemberError(slot, error)) for slot, error in self.unit.failures().items()}
 
     def separate(self) -> list[tuple[Unit, str]]:
-        """Units of their own for members that cannot go on in this one, and why; it goes on without them."""
-        found: list[tuple[Unit, str]] = []
+        """Take members out that cannot stay in this unit: a unit for each, and why."""
+        separated: list[tuple[Unit, str]] = []
         slots = [slot for slot, member in enumerate(self.members) if member in self.alone]
         if slots:
             reasons = [self.alone[self.members[slot]] for slot in slots]
-            found = list(zip(self.unit.alone(slots), reasons, strict=True))
+            separated = list(zip(self.unit.alone(slots), reasons, strict=True))
             self.drop(slots)
         self.alone = {}
-        return found
+        return separated
 
     def _end_epoch(self, slots: list[int]) -> dict[int, str]:
         """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
@@ -171,7 +171,7 @@ class UnitRunner:
         return ends
 
     def _judge(self, slot: int) -> bool:
-        """Keep a member's weights if they are its best; whether it should stop."""
+        """Copy a member's weights if they are its best; whether it should stop."""
         member = self.members[slot]
         best, stop = member.monitor.see(member.history[-1])
         if best and member.job.keep == "best":
@@ -204,7 +204,7 @@ class UnitRunner:
         return {slot: "stopped"} if stop or ending is not None else {}
 
     def leave(self, ends: dict[int, str]) -> None:
-        """Let members go, each with its weights and the way it ended, and go on with the others."""
+        """Let members leave, each with its weights and the way it ended."""
         if not ends:
             return
         self.unit.write_back(list(ends))
@@ -219,21 +219,21 @@ class UnitRunner:
         self.drop(list(ends))
 
     def eject(self, slots: list[int]) -> list[Member]:
-        """Let members go who are not at their end: they can go on from here, anywhere."""
+        """Let members leave before their end: they can continue from here in any unit."""
         self.unit.write_back(slots)
-        gone = [self.members[slot] for slot in slots]
+        ejected = [self.members[slot] for slot in slots]
         self.drop(slots)
-        for member in gone:
+        for member in ejected:
             member.rest()
-        return gone
+        return ejected
 
     def join(self, recipes: Sequence[Recipe]) -> None:
         """Take in members, wherever each is in its training."""
         self.unit = self.unit.join(recipes)
-        self._named()
+        self._set_tier()
 
     def drop(self, slots: list[int]) -> None:
-        """Go on without these members, who have been written back."""
+        """Remove these members, which have been written back."""
         stay = [slot for slot in range(len(self.members)) if slot not in slots]
         if stay:
             self.unit = self.unit.keep(stay)
@@ -241,8 +241,38 @@ class UnitRunner:
             self.unit.members = []
 
     def cancel(self) -> None:
-        """Stop here: members keep what they have."""
+        """Stop here, with the members' weights as they are now."""
         self.leave(dict.fromkeys(range(len(self.members)), "cancelled"))
+
+
+def turn(
+    runners: list[UnitRunner],
+    batches: list[int],
+    executor: Executor,
+    look: Callable[[UnitRunner, Outcome, int], None] | None = None,
+    done: Callable[[Sequence[UnitRunner]], None] | None = None,
+) -> list[Outcome]:
+    """Run so many batches of each unit, work off what came of them, and return the outcomes.
+
+    `done` is called when all have had their batches and before any epoch is closed; `look` sees each before its own is.
+    """
+    for runner in runners:
+        runner.begin()
+        runner.start()
+    work = [(runner.unit, count) for runner, count in zip(runners, batches, strict=True)]
+
+    def look_ahead() -> None:  # while the executor waits for a device
+        for runner, count in zip(runners, batches, strict=True):
+            runner.look_ahead(count)
+
+    outcomes = executor.run(work, look_ahead)
+    if done is not None:
+        done(runners)
+    for runner, count, outcome in zip(runners, batches, outcomes, strict=True):
+        if look is not None:
+            look(runner, outcome, count)
+        runner.finish_turn(outcome)
+    return outcomes
 
 
 def _limit(member: Member) -> int:

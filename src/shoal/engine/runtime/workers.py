@@ -33,7 +33,7 @@ from shoal.reporting.events import Event, Wire, happened
 READY_SECONDS = 20.0
 """A worker that has not answered by then is stuck in something it inherited, and its units run here."""
 READER_SECONDS = 20.0
-"""For a worker's last messages to be read; a pipe that somebody else holds open is left open."""
+"""For a worker's last messages to be read; a pipe that another process holds open is left open."""
 
 Tell = Callable[[Event], None]
 Requeue = Callable[[Member], None]
@@ -49,10 +49,10 @@ def run_shared(
     make: MakeRun,
     tell: Tell,
     *,
-    everybody: list[Member] | None = None,
+    all_members: list[Member] | None = None,
     requeue: Requeue = beginning,
 ) -> None:
-    """Train these members in `count` processes, this one included; those that come later are added to `everybody`."""
+    """Train these members in `count` processes, this one included; those that come later are added to `all_members`."""
     ours, *others = deal(members, planning, count) if count > 1 else [list(members)]
     planning.budget /= max(1, count)
 
@@ -79,7 +79,7 @@ def run_shared(
 
         run = make(
             ours, tell, numbers=itertools.count(1, count), between=partial(drain, wait=False),
-            everybody=list(members) if everybody is None else everybody,
+            all_members=list(members) if all_members is None else all_members,
         )  # fmt: skip
         try:
             run.go()
@@ -244,7 +244,7 @@ class WorkerHandle:
         self._release()
 
     def _release(self) -> str:
-        """Wait for the process's end, and close the pipe once nobody reads from it any more: the next pipe may get its
+        """Wait for the process's end, and close the pipe once its reader has ended: the next pipe may get its
         number, and a reader that is late would take what is sent there. Returns how the process ended."""
         if self._child is None:
             return ""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.engine.optim import Rule
+from shoal.engine.optim.rule import Rule
 
 MOST_ELEMENTS = 1 << 14
 LEAST_PARAMS = 3

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.member import make_optimizer, make_schedule, trying
-from shoal.engine.optim import load_optimizer
 from shoal.engine.optim.schedules import jump_to
+from shoal.engine.optim.state import load_optimizer
 
 if TYPE_CHECKING:
     from shoal.engine.stack.optimizers import Grads, Span

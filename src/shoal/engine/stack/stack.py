@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.members.member import Member
-from shoal.engine.optim import MemberScaler, clip_
+from shoal.engine.optim.gradients import MemberScaler, clip_
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
@@ -143,7 +143,9 @@ class Stack:
     def _write_back(self, slots: Sequence[int]) -> None:
         there = [self._row(slot) for slot in slots]
         here = iter(transfer.moved([row for rows in there for row in rows], transfer.CPU))
-        scaler = None if self.scaler is None else self.scaler.cpu()
+        scaler = self.scaler
+        if scaler is not None:  # on the host, where looking at one member waits for nothing
+            scaler = scaler.on(scaler.scale_M.cpu(), scaler.growth_tracker_M.cpu())
         for slot, far in zip(slots, there, strict=True):
             member, near = self.recipes[slot].member, [next(here) for _ in far]
             params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
@@ -179,10 +181,8 @@ class Stack:
         new.buffers = [both(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)]
         new.active = both(self.active, other.active)
         new.scaler = None
-        if self.scaler is not None and other.scaler is not None:
-            new.scaler = MemberScaler(size, device=self.device)
-            new.scaler.scale_M.copy_(both(self.scaler.scale_M, other.scaler.scale_M))
-            new.scaler.growth_tracker_M.copy_(both(self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
+        if (a := self.scaler) is not None and (b := other.scaler) is not None:
+            new.scaler = a.on(both(a.scale_M, b.scale_M), both(a.growth_tracker_M, b.growth_tracker_M))
         new.max_norm = None
         if self.max_norm is not None or other.max_norm is not None:
             new.max_norm = both(self._limits(), other._limits())
@@ -239,7 +239,9 @@ class Stack:
         kept.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
         kept.buffers = [b[rows] for b in self.buffers]
         kept.active = self.active[rows]
-        kept.scaler = None if self.scaler is None else self.scaler.keep(rows)
+        kept.scaler = self.scaler
+        if kept.scaler is not None:
+            kept.scaler = kept.scaler.on(kept.scaler.scale_M[rows], kept.scaler.growth_tracker_M[rows])
         kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
         kept.optimizer = self.optimizer.keep(kept, rows)
         return kept

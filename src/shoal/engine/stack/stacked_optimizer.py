@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim import (
-    Columns,
-    Rule,
-    ScheduleRunner,
-    merge_flags,
-    optimizer_state_dict,
-    rule_for,
-    torch_entry,
-    torch_values,
-)
+from shoal.engine.optim.columns import Columns
 from shoal.engine.optim.compile_fence import is_traced
+from shoal.engine.optim.hparams import merge_flags, rule_for
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.schedules import ScheduleRunner
+from shoal.engine.optim.state import optimizer_state_dict, torch_entry, torch_values
 from shoal.engine.stack import _flat_state, fused_update, transfer
 from shoal.engine.stack._flat_state import FlatUpdate
 from shoal.engine.stack.fused_update import FusedAdam

@@ -24,8 +24,8 @@ from shoal.engine.members.member import (
     run_step,
     trying,
 )
-from shoal.engine.optim import load_optimizer
 from shoal.engine.optim.schedules import jump_to
+from shoal.engine.optim.state import load_optimizer
 from shoal.engine.tiers.unit import Unit, out_of_memory
 from shoal.errors import MemberError
 

@@ -3,7 +3,7 @@
 Candidates are one stack of all members, and every member's own step side by side on streams. The first is built,
 captured and timed, and what it did is undone. Where the work that is left is so short that no other form could save
 what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too. What
-a trial found (seconds, bytes) is stored on disk, see `perf_cache`: later runs decide without trying again.
+a trial measured (seconds, bytes) is stored on disk, see `perf_cache`: later runs decide without trying again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def choose(
     stackable: bool = True,
     recorded: str = "",
 ) -> tuple[Form, CapturedUnit] | None:
-    """The fastest form found, and a unit of it; None where nothing could be captured.
+    """The fastest form, and a unit of it; None where nothing could be captured.
 
     `recorded`: the form that these had in the run that is resumed. They have it again if it can be captured.
     """
@@ -118,7 +118,7 @@ def _recorded(name: str, count: int, compile: bool | Literal["auto"], stackable:
 _Place = tuple[str, int, str]
 """A trial: of which recipes, how many members, which form."""
 _here: dict[_Place, tuple[Form, float] | None] = {}
-"""What is known in this process, and what the trial took: should it not be kept on disk, none is made twice. None: it
+"""What is known in this process, and what the trial took: should the disk not hold it, none is made twice. None: it
 failed here."""
 _made_here: set[_Place] = set()
 """Trials that were made by this process, and not by an earlier one."""
@@ -136,7 +136,7 @@ class Trials:
         self._failed: set[str] = set()
         """Forms that this group cannot have: with more memory, say, another one may."""
         self._key = perf_cache.digest_of(recipes)
-        self._learned = perf_cache.lookup(self._key)
+        self._known = perf_cache.lookup(self._key)
 
     def _place(self, form: Form) -> _Place:
         return self._key, len(self.recipes), form.name
@@ -146,14 +146,14 @@ class Trials:
         return form.name in self._failed or self._place(form) in _made_here
 
     def known(self, form: Form) -> tuple[Form, float] | None:
-        """A form with what an earlier trial of as many members found, and what that trial took."""
+        """A form with what an earlier trial of as many members measured, and what that trial took."""
         if form.name in self._failed:
             return None
-        place, entry = self._place(form), self._learned
+        place, entry = self._place(form), self._known
         seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
         if place not in _here and seconds is not None:
-            found = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
-            _here[place] = (found, entry.trial_seconds.get(form.name, 0.0))
+            measured = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
+            _here[place] = (measured, entry.trial_seconds.get(form.name, 0.0))
         return _here.get(place)
 
     def unit(self, form: Form) -> CapturedUnit:
@@ -174,12 +174,12 @@ class Trials:
         """Build, capture and time one form, unless that was done before; None where it fails."""
         known = self.known(form)
         if known is not None:
-            found, self.spent = known
-            return found
+            measured, self.spent = known
+            return measured
         return None if self.made_here(form) else self.confirm(form)
 
     def confirm(self, form: Form) -> Form | None:
-        """Try a form here, whatever was found elsewhere: what is compiled has to be compiled here, which may fail."""
+        """Try a form here, whatever was measured before: what is compiled has to be compiled here, which may fail."""
         if self._last is not None:
             self._last = None
             clear()
@@ -196,18 +196,18 @@ class Trials:
         if self._last is None:
             clear()
             return None
-        found = self._last[0]
-        self.spent = span.seconds - found.compile_seconds
-        self._remember(found)
-        return found
+        measured = self._last[0]
+        self.spent = span.seconds - measured.compile_seconds
+        self._remember(measured)
+        return measured
 
     def _time(self, form: Form) -> tuple[Form, CapturedUnit]:
         trim()
         before, _ = held()
         unit = self._build(form)
-        found = _timed(unit, form)
+        measured = _timed(unit, form)
         self._bytes = unit.set_up_bytes - before
-        return found, unit
+        return measured, unit
 
     def _remember(self, form: Form) -> None:
         _here[self._place(form)] = (form, self.spent)
@@ -255,8 +255,7 @@ def _fills(form: Form, count: int) -> bool:
 
 
 def _best(forms: list[Form | None]) -> Form | None:
-    found = [form for form in forms if form is not None]
-    return min(found, key=lambda form: form.seconds) if found else None
+    return min((form for form in forms if form is not None), key=lambda form: form.seconds, default=None)
 
 
 def _timed(unit: CapturedUnit, form: Form) -> Form:

@@ -31,23 +31,23 @@ def arrange(
     parts: list[Part] = []
     units: list[Unit] = []
     cache: Cache = trace_cache.executables
-    for found in groups:
-        reason = told(found, groups)
-        for member in found.members:
+    for alike in groups:
+        reason = told(alike, groups)
+        for member in alike.members:
             before = recorded.get(member.index) == "serial"
-            if before or not found.recipes:
-                why = f"{reason}; serial as in the run before" if before and found.recipes else reason
+            if before or not alike.recipes:
+                why = f"{reason}; serial as in the run before" if before and alike.recipes else reason
                 parts.append(Part("serial", [member.index], [member.name], why))
                 units.append(SerialUnit(member))
-        for form, recipes in _alike(found.recipes, recorded):
-            part, unit = _captured(found, recipes, trace_cache, cache, compile, reason, form)
+        for form, recipes in _alike(alike.recipes, recorded):
+            part, unit = _captured(alike, recipes, trace_cache, cache, compile, reason, form)
             parts.append(part)
             units += unit
     return parts, units
 
 
 def _captured(
-    found: Group,
+    alike: Group,
     recipes: list[Recipe],
     trace_cache: TraceCache,
     cache: Cache,
@@ -60,10 +60,10 @@ def _captured(
     refused = why_not(recipes[0])
     chosen = None
     if not refused:
-        chosen = choose(recipes, trace_cache, cache, compile, stackable=found.stackable, recorded=recorded)
+        chosen = choose(recipes, trace_cache, cache, compile, stackable=alike.stackable, recorded=recorded)
     if chosen is None:
         why = f"{reason}; not captured: {refused or 'the device refused'}"
-        if not found.stackable:
+        if not alike.stackable:
             return Part("serial", places, names, why), [SerialUnit(member) for member in members]
         return Part("stacked", places, names, why), [StackedUnit(recipes, trace_cache)]
     form, unit = chosen
@@ -74,19 +74,21 @@ def _captured(
 
 
 def _alike(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
-    """Members that read the same data, since a captured step gathers from one data set; those that cannot be captured
-    by themselves, or the others would not be either; and those that had the same form in the run before, which comes
-    with them. Members without one go with the most of those that have one."""
+    """Members that are captured together, with the form that they had in the run before.
+
+    They read the same data, since a captured step gathers from one data set. Those that cannot be captured are apart,
+    or the others would not be captured either. Members without a form get the one that most of the others had.
+    """
     groups: dict[tuple[int, bool], list[Recipe]] = {}
     for recipe in recipes:
         if recorded.get(recipe.member.index) != "serial":
             groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
     parted: list[tuple[str, list[Recipe]]] = []
-    for alike in groups.values():
-        forms = Counter(form for recipe in alike if (form := recorded.get(recipe.member.index)))
+    for same in groups.values():
+        forms = Counter(form for recipe in same if (form := recorded.get(recipe.member.index)))
         usual = forms.most_common(1)[0][0] if forms else ""
         by_form: dict[str, list[Recipe]] = {}
-        for recipe in alike:
+        for recipe in same:
             by_form.setdefault(recorded.get(recipe.member.index, usual), []).append(recipe)
         parted += by_form.items()
     return parted

@@ -64,7 +64,7 @@ def _undone(measure: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found: seconds of one member's step, both ways, and whether the numbers agreed."""
+    """What a trial measured: seconds of one member's step, both ways, and whether the numbers agreed."""
 
     stacked: float
     solo: float
@@ -82,9 +82,7 @@ class Verdict:
     def curve(self) -> Curve:
         """Seconds of a stacked step over rows."""
         points = [(LEAST, self.pair)] if self.pair else []
-        found = Curve.of([*points, (self.rows, self.stacked * self.rows)])
-        assert found is not None
-        return found
+        return Curve((*points, (self.rows, self.stacked * self.rows)))
 
     @property
     def large(self) -> bool:
@@ -148,37 +146,37 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
     """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
-        found = _remembered(key)
-        if found is None:
+        answer = _remembered(key)
+        if answer is None:
             try:
-                found = trial(recipe, trace_cache)
+                answer = trial(recipe, trace_cache)
             except Exception:  # whatever it is will show in training, where it ends its own member
                 return None
-            perf_cache.remember(key, asdict(found))
-        _verdicts[key] = found
+            perf_cache.remember(key, asdict(answer))
+        _verdicts[key] = answer
     return _verdicts[key]
 
 
 def _remembered(key: str) -> Verdict | None:
-    """What an earlier run found; None where a number is missing."""
+    """What an earlier run measured; None where a number is missing."""
     try:
         return Verdict(**perf_cache.lookup(key).verdict)
     except TypeError:
         return None
 
 
-def seconds_curve(recipe: Recipe, found: Verdict | None, tier: str = "stacked") -> Curve | None:
+def seconds_curve(recipe: Recipe, tried: Verdict | None, tier: str = "stacked") -> Curve | None:
     """Seconds of a step over rows: what runs have shown, then what the trial said."""
     seen = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
-    said = found.curve.points if found is not None and tier == "stacked" else ()
+    said = tried.curve.points if tried is not None and tier == "stacked" else ()
     return Curve.of([*said, *(seen.points if seen is not None else ())])
 
 
-def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, found: Verdict) -> None:
+def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -> None:
     """Time a stack of a pack's own size, where that is cheap and far from what was tried; it changes no tier."""
     rows = min(rows, MOST_ROWS)
-    curve = seconds_curve(recipe, found)
-    if found.large or curve is None or rows < 2 * found.rows or curve.at(rows) > REFINE_SECONDS:
+    curve = seconds_curve(recipe, tried)
+    if tried.large or curve is None or rows < 2 * tried.rows or curve.at(rows) > REFINE_SECONDS:
         return
     if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
         return
@@ -208,8 +206,8 @@ def lone_seconds(member: Member, rounds: int = 2) -> float:
 
 def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     member = scratch_copy(recipe.member)
-    own = Recipe(member, recipe.steps, plan_optimizer(member))
-    return _Runner(StackedUnit.around(Stack([own], size=rows), trace_cache), thread_time)
+    copied = Recipe(member, recipe.steps, plan_optimizer(member))
+    return _Runner(StackedUnit.around(Stack([copied], size=rows), trace_cache), thread_time)
 
 
 @_undone

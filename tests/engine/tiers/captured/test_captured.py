@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine.loop import run
 from torch import nn
 
 import shoal
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.runtime._turns import run
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.preparation.checks import prepare

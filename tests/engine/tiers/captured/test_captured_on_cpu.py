@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.loop import run
 from tests.engine.tiers.captured.test_captured import CASES, KINDS, job, worst
 
 import shoal
@@ -19,7 +20,6 @@ from shoal.engine.planning.policy import Fifo, Policy, RoundRobin
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules import op_context
-from shoal.engine.runtime._turns import run
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.optim import MemberScaler
 from shoal.engine.optim.compile_fence import fence
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
@@ -91,10 +90,7 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     )
     bound.active = rest.pop(0)
     if stack.scaler is not None:
-        scaler = object.__new__(MemberScaler)
-        scaler.__dict__.update(stack.scaler.__dict__)
-        scaler.scale_M, scaler.growth_tracker_M = rest.pop(0), rest.pop(0)
-        bound.scaler = scaler
+        bound.scaler = stack.scaler.on(rest.pop(0), rest.pop(0))
     bound.max_norm = rest.pop(0) if stack.max_norm is not None else None
     return bound
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
-from shoal.engine.optim import merge_flags
+from shoal.engine.optim.hparams import merge_flags
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.optimizers import kind

@@ -10,39 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim._hparams import PAIRS
-from shoal.engine.optim._rule import Rule, State, scalar_dtype
-
-
-def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mapping[str, float]) -> State:
-    """The entry torch has for this parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
-
-    `h` is the member's numbers for the parameter's group (`Columns.row(slot)[group]`). Every tensor is a copy: a view
-    would be saved with the whole stack behind it. It is the host's: a full GPU has no room for those who are sent away.
-    """
-    return torch_entry(rule, {name: value[slot].detach().to("cpu", copy=True) for name, value in state.items()}, h)
+from shoal.engine.optim.rule import Rule, State, scalar_dtype
 
 
 def torch_entry(rule: Rule, own: State, h: Mapping[str, float]) -> State:
-    """The same from a member's own state on the host, which becomes part of it."""
+    """The entry torch has for a parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
+
+    `own`: the member's state on the host, which becomes part of the entry. `h`: its numbers for the parameter's group.
+    """
     if float(own["step"]) == 0 and "sum" not in own:
         return {}  # torch makes its state at the first step (Adagrad: when it is built)
     entry = rule.torch_entry(own, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
     return entry
-
-
-def from_torch_state(
-    rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], slot: int, *, step: int | None = None
-) -> None:
-    """Write torch's entry for one parameter into a member's slot, in place; an empty entry leaves the slot fresh.
-
-    `state` comes from `rule.init` (or `init_all`: then the shared clock is written too).
-    """
-    with torch.no_grad():
-        for stacked, value in torch_values(rule, entry, state, step=step):
-            stacked[slot] = value.to(stacked.device)
 
 
 def torch_values(
@@ -87,31 +68,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 optimizer.state[param][name] = loaded.to(value.dtype)
 
 
-def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:
-    """A group's columns under torch's names: beta1 and beta2 are `betas` again.
-
-    >>> group_settings({"lr": 0.1, "beta1": 0.9, "beta2": 0.99})
-    {'lr': 0.1, 'betas': (0.9, 0.99)}
-    """
-    settings: dict[str, Any] = dict(columns)
-    for name, parts in PAIRS.items():
-        if parts[0] in settings:
-            settings[name] = tuple(settings.pop(part) for part in parts)
-    return settings
-
-
 def optimizer_state_dict(
     skeleton: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """A whole `state_dict()` for a member that trained in a stack.
 
     `skeleton` is the param groups as the real optimizer's `state_dict()` has them: their keys, and the order of the
-    parameters. `entries` has one state per parameter in that order; `groups` the current settings, from
-    `group_settings(Columns.row(...))` or `ScheduleRunner.groups()` (which knows `initial_lr` too).
+    parameters. `entries` has one state per parameter in that order; `groups` the current settings.
     """
-    count = sum(len(group["params"]) for group in skeleton)
-    if len(entries) != count or len(groups) != len(skeleton):
-        raise ValueError(f"{len(entries)} states in {len(groups)} groups for {count} parameters in {len(skeleton)}")
+    assert len(entries) == sum(len(group["params"]) for group in skeleton), "a state for every parameter"
     kept = [
         {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
         for group, settings in zip(skeleton, groups, strict=True)
