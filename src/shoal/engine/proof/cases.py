@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,6 +18,7 @@ from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, lift, numbers
 from shoal.engine.tracing.trace import Trace
 from shoal.errors import describe
+from shoal.utils.random_state import Snapshot
 
 if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Proofs
@@ -115,12 +114,11 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
 
     `caches`: it is known to fill caches at a first call.
     """
-    world, python, arrays = World(), random.getstate(), np.random.get_state()
+    world, before = World(), Snapshot()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
         yield world
-        same = zip(np.random.get_state(), arrays, strict=True)
-        if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
+        if before.moved():
             world.reason = "it draws from python's or numpy's random numbers inside the step"
         elif state.changed and not caches:
             world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"

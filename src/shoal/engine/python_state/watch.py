@@ -32,9 +32,6 @@ class RequiresGrad(Place):
     def get(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.owner]
 
-    def changed(self, note: list[bool]) -> bool:
-        return self.get() != note
-
 
 @dataclass(slots=True, eq=False)
 class _Check:
@@ -144,9 +141,7 @@ def _key(place: Place) -> tuple[Any, ...]:
 def _identity(place: Place) -> Callable[[], bool] | None:
     """A quick test whether a place holds the very objects that it holds now; None: there is none."""
     owner = place.owner
-    if isinstance(place, places.Attributes):
-        return _same_values(place.space)
-    if isinstance(place, places.ClassAttributes):
+    if isinstance(place, places.Attributes | places.ClassAttributes):
         return _same_values(vars(owner))
     if isinstance(place, places.Items) and isinstance(owner, dict):
         return _same_values(owner)
