@@ -181,7 +181,7 @@ def main() -> None:
     start = time.perf_counter()
     results = shoal.train(made, device=device, compile="auto" if args.compile == "auto" else False)
     packed = time.perf_counter() - start
-    print(f"packed: {packed:.1f} s, {results.running:.1f} members riding on average, {results}", flush=True)
+    print(f"packed: {packed:.1f} s, {results.running:.1f} members at once on average, {results}", flush=True)
     alone = one_after_another(made, device, args.sample)
     print(f"one after another: {alone:.1f} s; gain {alone / packed:.2f}x", flush=True)
     wrong = differing(made, results, args.check)

@@ -260,7 +260,7 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def told(line: dict[str, Any]) -> str:
+def summary_line(line: dict[str, Any]) -> str:
     """A summary in words."""
     last = line["memory_share_in_recovery"]
     return (
@@ -297,7 +297,7 @@ def main() -> None:
             rows.append(bench.compared(rates, seed))
             print(json.dumps(rows[-1]), flush=True)
         lines.append(summary(name, [row for row in rows if row["network"] == name]))
-        print(told(lines[-1]), flush=True)
+        print(summary_line(lines[-1]), flush=True)
         if args.out is not None:
             cases = {name: case_of(name, defaults=args.defaults) for name in args.networks}
             settings = {name: {"local_steps": case.local_steps, **case.settings} for name, case in cases.items()}

@@ -1,4 +1,4 @@
-"""Killed at random moments, the same run goes on, and ends as if nothing had happened: shown on real processes.
+"""Killed at random moments, the same run resumes, and ends as if nothing had happened: shown on real processes.
 
 python benchmarks/kill.py --kills 100 --out benchmarks/results/kill.json
 
@@ -169,8 +169,13 @@ def child(folder: str | None, result: str, every: str, length: int) -> None:
 def plain(result: shoal.Result) -> dict[str, Any]:
     """All that must be the same."""
     history = [{k: v for k, v in row.items() if k != "seconds"} for row in result.history]
-    told = {k: getattr(result, k) for k in ("name", "status", "tier", "error", "steps")}
-    return {**told, "weights": dict(result.model.state_dict()), "optimizer": result.optimizer_state, "history": history}
+    endings = {k: getattr(result, k) for k in ("name", "status", "tier", "error", "steps")}
+    return {
+        **endings,
+        "weights": dict(result.model.state_dict()),
+        "optimizer": result.optimizer_state,
+        "history": history,
+    }
 
 
 def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:
@@ -220,7 +225,7 @@ class Command:
         """Wait for its first checkpoint; whether one came."""
         until = time.monotonic() + LIMIT
         while process.poll() is None and time.monotonic() < until:
-            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/[ab].safetensors")):
+            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/[ab].ckpt")):
                 return True
             time.sleep(0.01)
         return False
@@ -252,7 +257,7 @@ def reference(room: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]
 
 def damage(folder: Path, draw: random.Random) -> tuple[Path, str] | None:
     """Spoil one checkpoint."""
-    held = sorted(folder.glob("members/*/[ab].safetensors"))
+    held = sorted(folder.glob("members/*/[ab].ckpt"))
     if not held:
         return None
     path, how = draw.choice(held), draw.choice(["cut short", "zeroed", "one bit changed"])
@@ -300,7 +305,7 @@ def trial(number: int, room: Path, args: argparse.Namespace, seconds: tuple[floa
 
 def seen(folder: Path) -> dict[str, int]:
     """How far a run had come: members with a checkpoint, checkpoints written, files that were on their way."""
-    held = list(folder.glob("members/*/[ab].safetensors"))
+    held = list(folder.glob("members/*/[ab].ckpt"))
     numbers = [int(_store.peek(path, "number") or 0) + 1 for path in held]
     return {
         "members": len({path.parent for path in held}),
@@ -322,7 +327,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result = found.pop("result")
             bad = [f"exit code {found['code']}: {found['said']}"] if found["code"] else []
             bad = bad or differences(expected, torch.load(result, weights_only=False))
-            bad += [f"a damaged file was not told: {path}" for path in found["unnoticed"]]
+            bad += [f"a damaged file was not reported: {path}" for path in found["unnoticed"]]
             found["differences"] = bad
             done += len(found["kills"])
             trials.append(found)
@@ -335,9 +340,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ways(results: list[dict[str, Any]]) -> str:
-    """How the jobs ended, and in which tiers they rode."""
-    told = [(r["status"], r["tier"]) for r in results]
-    return ", ".join(f"{told.count(pair)} {pair[0]} ({pair[1]})" for pair in dict.fromkeys(told))
+    """How the jobs ended, and in which tiers they ran."""
+    endings = [(r["status"], r["tier"]) for r in results]
+    return ", ".join(f"{endings.count(pair)} {pair[0]} ({pair[1]})" for pair in dict.fromkeys(endings))
 
 
 def main() -> None:

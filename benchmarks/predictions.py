@@ -48,8 +48,8 @@ def predict(network: str, members: int) -> dict[str, float]:
     """The growth of a process that trains this pack, from its traced step alone."""
     import shoal
 
-    told = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
-    return {"bytes": told.memory_bytes + RUNTIME_BYTES}
+    explanation = shoal.explain(jobs(network, members, 6, 8), device="cpu", measure=False)
+    return {"bytes": explanation.memory_bytes + RUNTIME_BYTES}
 
 
 def growth(network: str, members: int) -> dict[str, float]:
@@ -103,7 +103,7 @@ def _turn(units: Sequence[Any], steps: int) -> float:
     return (perf_counter() - start) / steps
 
 
-def told(network: str, members: int, compile: bool) -> dict[str, Any]:
+def explained(network: str, members: int, compile: bool) -> dict[str, Any]:
     """What `shoal.explain` says of a pack on a GPU."""
     import shoal
 
@@ -176,9 +176,9 @@ def gpu_rows(networks: list[str], members: int, compile: bool, fit: bool) -> lis
     rows = []
     for network in networks:
         how, pack = "compile" if compile else "", f"{network}:{members}"
-        small = [child("told", network, str(count), how)["bytes"] for count in SMALL] if fit else []
+        small = [child("explained", network, str(count), how)["bytes"] for count in SMALL] if fit else []
         fit_said = child("fitted", network, str(members), how) if fit else {}
-        said = child("told", network, str(members), how)
+        said = child("explained", network, str(members), how)
         seen = child("trained", network, str(members), how)
         rows.append(row(pack, "memory", said["bytes"], seen["bytes"], MEMORY_BAR["cuda"]))
         rows.append(row(pack, "step", said["seconds"], seen["seconds"], TIME_BAR))
@@ -194,8 +194,10 @@ def row(pack: str, what: str, said: float, seen: float, bar: float, counts: bool
     holds = None if not counts else abs(off) <= bar
     line = {"pack": pack, "what": what, "predicted": said, "measured": seen, "off": off, "bar": bar, "holds": holds}
     unit, scale = ("MB", 1e-6) if what.startswith("memory") else ("ms", 1e3)
-    told = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
-    print(f"{told:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True)
+    verdict = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
+    print(
+        f"{verdict:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True
+    )
     return line
 
 
@@ -213,7 +215,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.child:
         name, network, members, *rest = given.child
-        more = ("compile" in rest,) if name in ("told", "fitted", "trained") else ()
+        more = ("compile" in rest,) if name in ("explained", "fitted", "trained") else ()
         print(json.dumps(globals()[name](network, int(members), *more)))
         return 0
     with tempfile.TemporaryDirectory() as cache:

@@ -2,7 +2,7 @@
 
 python benchmarks/stall.py --network mlp --seats 32
 
-Three times as many jobs as seats, of different lengths: whoever ends makes room for one who waits. Told are the
+Three times as many jobs as seats, of different lengths: finished jobs free memory for queued ones. It reports the
 milliseconds for which the others stand still, and the steps that they would have taken meanwhile.
 """
 

@@ -101,3 +101,30 @@ def test_links_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    path_of_a_call = page[page.index("\n    training.py") : page.index("Where to look for a change")]
+    named = set(re.findall(r"^ +([\w/]+\.py)", path_of_a_call, re.M))
+    assert 10 <= len(named) <= 15, f"the path of one call crosses {len(named)} files"
+    named |= {name.removeprefix("src/shoal/") for name in re.findall(r"`(src/shoal/[\w/]+\.py)`", page)}
+    assert not {name for name in named if not (ROOT / "src" / "shoal" / name).is_file()}
+
+
+def test_the_architecture_names_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = page[page.index("    src/shoal/") : page.index("The core (")]
+    packages = {path.parent.name for path in (ROOT / "src" / "shoal").rglob("__init__.py")} - {"shoal"}
+    assert not {name for name in packages if f"{name}/" not in tree}
+
+
+PRIVATE_WORDS = re.compile(
+    r"\b(rides?|riding|rode|ridden|told|kitchen|crew|crewman|knocks?|porter|newcomers?|handout|goes on|who ends)\b",
+    re.I,
+)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_the_words_are_plain(page: Path) -> None:
+    assert not sorted({word.lower() for word in PRIVATE_WORDS.findall(page.read_text())})

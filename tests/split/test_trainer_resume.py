@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path)
     method = LocalSGD(job, 2, 2)
     with pytest.raises(KeyboardInterrupt):
         train_split(job, method, Killed(job, method, 2), out=tmp_path, checkpoint_every="0.0001s")
-    newest = max(tmp_path.glob("members/0000/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    newest = max(tmp_path.glob("members/0000/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(newest.read_bytes())
     data[-3] ^= 1
     newest.write_bytes(data)

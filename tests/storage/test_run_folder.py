@@ -26,7 +26,7 @@ def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
             assert folder.save(member.train(3))
     back = restored(tmp_path)
     assert back.step == 15 and torch.equal(back.weight, member.weight) and back.history == member.history
-    assert sorted(p.name for p in (tmp_path / "members" / "0000").iterdir()) == ["a.safetensors", "b.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "members" / "0000").iterdir()) == ["a.ckpt", "b.ckpt"]
     assert [_store.load(p)["step"] for p in sorted((tmp_path / "members" / "0000").iterdir())] == [15, 12]
     lines = (tmp_path / "history" / "0000.jsonl").read_text().splitlines()
     assert len(lines) == 15 and json.loads(lines[4]) == {"epoch": 5, "loss": 0.2, "lr": "inf"}
@@ -92,17 +92,17 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
     with opened(tmp_path) as folder:
         for _ in range(3):
             folder.save(member.train())
-    newest = tmp_path / "members" / "0000" / "a.safetensors"
+    newest = tmp_path / "members" / "0000" / "a.ckpt"
     damage(newest, how)
     back = Rider()
     with opened(tmp_path) as folder:
         (line,) = told(lambda: folder.restore(back))
-        assert str(newest) in line and "job 'm0'" in line and "going on from b.safetensors" in line
+        assert str(newest) in line and "job 'm0'" in line and "going on from b.ckpt" in line
         assert back.step == 2 and len(back.history) == 2
         folder.save(back.train())
     assert restored(tmp_path).step == 3, "the damaged one is replaced first"
     for name in "ab":
-        damage(newest.with_name(f"{name}.safetensors"), how)
+        damage(newest.with_name(f"{name}.ckpt"), how)
     with opened(tmp_path) as folder:
         (line,) = told(lambda: folder.restore(back))
     assert "starts again from its beginning" in line
@@ -111,9 +111,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
 def test_a_checkpoint_of_another_job_is_not_used(tmp_path: Path) -> None:
     with opened(tmp_path, 2) as folder:
         folder.save_many([Rider(0).train(), Rider(1).train(5)])
-    (tmp_path / "members" / "0000" / "a.safetensors").write_bytes(
-        (tmp_path / "members" / "0001" / "a.safetensors").read_bytes()
-    )
+    (tmp_path / "members" / "0000" / "a.ckpt").write_bytes((tmp_path / "members" / "0001" / "a.ckpt").read_bytes())
     back = Rider()
     with opened(tmp_path, 2) as folder:
         (line,) = told(lambda: folder.restore(back))

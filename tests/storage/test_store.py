@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import random
 import struct
+import subprocess
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.errors import DamagedError, NotStorable, OutError
@@ -51,8 +53,8 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def through(path: Path, state: Any) -> Any:
-    _store.save(path / "x.safetensors", state)
-    return _store.load(path / "x.safetensors")
+    _store.save(path / "x.ckpt", state)
+    return _store.load(path / "x.ckpt")
 
 
 DTYPES = [
@@ -142,19 +144,15 @@ def test_tensors_that_are_views(tmp_path: Path) -> None:
     assert back["part"].data_ptr() != back["once"].data_ptr()
     for name in ("turned", "thin", "slice"):
         assert back[name].stride() == state[name].stride(), name
-    assert (tmp_path / "x.safetensors").stat().st_size < 6_000, "a view brings only its own part"
+    assert (tmp_path / "x.ckpt").stat().st_size < 6_000, "a view brings only its own part"
 
 
-def test_the_file_is_read_by_any_safetensors_reader(tmp_path: Path) -> None:
-    state = {"model": nn.Linear(3, 2).state_dict(), "order": torch.arange(5), "flag": torch.tensor(True)}
-    _store.save(tmp_path / "x.safetensors", state, {"number": "7"})
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(loaded["model.weight"], state["model"]["weight"])
-    assert torch.equal(loaded["order"], torch.arange(5))
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata()["number"] == "7"
-    assert _store.read(tmp_path / "x.safetensors")[1] == {"number": "7"}
-    assert _store.peek(tmp_path / "x.safetensors", "number") == "7"
+def test_notes_are_read_with_and_without_the_state(tmp_path: Path) -> None:
+    _store.save(tmp_path / "x.ckpt", {"order": torch.arange(5)}, {"number": "7"})
+    assert _store.read(tmp_path / "x.ckpt")[1] == {"number": "7"}
+    assert _store.peek(tmp_path / "x.ckpt", "number") == "7"
+    assert _store.peek(tmp_path / "x.ckpt", "job") is None
+    assert _store.peek(tmp_path / "nowhere.ckpt", "number") is None
 
 
 def test_large_numbers_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
@@ -167,7 +165,6 @@ def test_names_that_collide_are_kept_apart(tmp_path: Path) -> None:
     state = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}, "__metadata__": torch.ones(1), "": torch.ones(3)}
     state |= {"sha256": "x", "tree": "y", "float": "z", "tensor": 3, "dict": {"dict": {"tensor": 0}}}
     assert same(through(tmp_path, state), state)
-    load_file(tmp_path / "x.safetensors")
 
 
 class Odd:
@@ -179,7 +176,7 @@ def test_rare_types_and_what_cannot_be_stored(tmp_path: Path) -> None:
     back = through(tmp_path, {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "sparse": sparse, "set": {1, 2}})
     assert back["size"] == torch.Size([2, 3]) and back["dtype"] is torch.bfloat16 and back["set"] == {1, 2}
     assert torch.equal(back["sparse"].to_dense(), torch.eye(3))
-    (tmp_path / "x.safetensors").unlink()
+    (tmp_path / "x.ckpt").unlink()
     loop: list[Any] = []
     loop.append(loop)
     for odd, words in (
@@ -200,7 +197,7 @@ def good() -> bytes:
 
 
 def refused(tmp_path: Path, data: bytes) -> str:
-    path = tmp_path / "x.safetensors"
+    path = tmp_path / "x.ckpt"
     path.write_bytes(data)
     with pytest.raises(DamagedError) as caught:
         _store.load(path)
@@ -211,17 +208,17 @@ def refused(tmp_path: Path, data: bytes) -> str:
 
 def test_a_change_in_any_bit_is_noticed(good: bytes) -> None:
     data = bytearray(good)
-    assert _store.fault(bytearray(data)) is None
+    assert _store.fault(bytes(data)) is None
     for place in range(len(data)):
         for bit in range(8):
             data[place] ^= 1 << bit
-            assert _store.fault(bytearray(data)), (place, bit)
+            assert _store.fault(bytes(data)), (place, bit)
             data[place] ^= 1 << bit
 
 
 def test_a_file_that_is_cut_zeroed_or_foreign_is_refused(tmp_path: Path, good: bytes) -> None:
     for length in range(len(good)):
-        assert _store.fault(bytearray(good[:length])), length
+        assert _store.fault(good[:length]), length
     assert f"is cut short: {len(good) - 1} of its {len(good)} bytes are left" in refused(tmp_path, good[:-1])
     assert "cut short" in refused(tmp_path, good[:200])
     assert "is empty" in refused(tmp_path, b"")
@@ -234,15 +231,38 @@ def test_a_file_that_is_cut_zeroed_or_foreign_is_refused(tmp_path: Path, good: b
     assert "no checkpoint of Shoal's" in refused(tmp_path, (tmp_path / "other.safetensors").read_bytes())
     assert "no checkpoint of Shoal's" in refused(tmp_path, b"hello")
     with pytest.raises(DamagedError, match="cannot be read"):
-        _store.load(tmp_path / "nowhere.safetensors")
+        _store.load(tmp_path / "nowhere.ckpt")
+
+
+class Calls:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.system, eval, exec, getattr, __import__, subprocess.Popen, torch.load, print])
+def test_a_file_that_names_a_function_is_refused(tmp_path: Path, function: Any) -> None:
+    """Whoever can write to the folder can write the checksum too: reading must not run what a file names."""
+    proof = tmp_path / "ran"
+    data = b"".join(_store.Frozen({"model": Calls(function, f"touch {proof}")}).seal({"number": "3"}))
+    assert f"names {function.__module__}.{function.__name__}, which no checkpoint does" in refused(tmp_path, data)
+    assert not proof.exists()
+
+
+def test_a_checkpoint_of_the_format_before_is_refused(tmp_path: Path, good: bytes) -> None:
+    assert "another version of Shoal (format 1)" in refused(tmp_path, good.replace(b"checkpoint 2", b"checkpoint 1", 1))
 
 
 def test_a_newer_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_store, "FORMAT", "9")
-    _store.save(tmp_path / "x.safetensors", {})
+    _store.save(tmp_path / "x.ckpt", {})
     monkeypatch.undo()
     with pytest.raises(DamagedError, match="another version of Shoal"):
-        _store.load(tmp_path / "x.safetensors")
+        _store.load(tmp_path / "x.ckpt")
 
 
 def test_a_frozen_state_does_not_follow_its_tensors(tmp_path: Path) -> None:
@@ -251,3 +271,11 @@ def test_a_frozen_state_does_not_follow_its_tensors(tmp_path: Path) -> None:
     weight.fill_(1)
     (tmp_path / "x").write_bytes(b"".join(frozen.seal({})))
     assert torch.equal(_store.load(tmp_path / "x")["w"], torch.zeros(3))
+
+
+def test_a_frozen_state_in_a_reference_cycle_can_be_collected() -> None:
+    for _ in range(20):
+        held: list[Any] = [_store.freeze({"weight": torch.ones(3)})]
+        held.append(held)
+        del held
+        gc.collect()

@@ -12,7 +12,7 @@ from tests.engine.equality import TOLERANCE, distance, numbers
 from torch import Tensor, nn
 
 import shoal
-from shoal.user_loop import _changes
+from shoal.engine.python_state import watch
 
 X, Y = numbers(1, 8, 6), numbers(2, 8, 1)
 CONFIG = {"beta": 0.0}
@@ -88,7 +88,7 @@ def test_a_value_that_the_loop_changes_takes_effect(change: Callable[[int], obje
 
 
 def test_a_value_that_changes_at_every_step_costs_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_changes, "MOST_CHANGES", 2)
+    monkeypatch.setattr(watch, "MOST_CHANGES", 2)
     loss = loss_of(lambda: CONFIG["beta"])
 
     def change(step: int) -> None:

@@ -1,0 +1,1 @@
+"""Measurements: benchmarks, reproductions of published comparisons, the demo."""

@@ -1,0 +1,1 @@
+"""The job, its early stopping and the direction of metrics."""

@@ -1,0 +1,1 @@
+"""From jobs to members: checks, a dry run of one step, folds."""

@@ -1,0 +1,1 @@
+"""What happens in a run, for people and programs: events, callbacks, progress, TensorBoard."""

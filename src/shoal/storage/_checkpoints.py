@@ -1,6 +1,6 @@
 """Members' checkpoints in a run folder: two generations each, written while training goes on.
 
-    members/0003/a.safetensors, b.safetensors     in turn; each has a number, and the higher one is the newer
+    members/0003/a.ckpt, b.ckpt     in turn; each has a number, and the higher one is the newer
 
 A state is copied when it is saved, which takes a fraction of a millisecond for a small network; the checksum, the
 writing and the waiting for the disk happen in a thread beside the training.
@@ -18,7 +18,7 @@ from shoal.errors import DamagedError
 from shoal.storage import _atomic, _store
 from shoal.storage._store import Frozen
 
-GENERATIONS = ("a.safetensors", "b.safetensors")
+GENERATIONS = ("a.ckpt", "b.ckpt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Differences:
 
 
 def compare(held: JobTable, here: JobTable) -> Differences:
-    """Compare the jobs of a folder with these. What an older folder does not tell is not compared."""
+    """Compare the jobs of a folder with these."""
     seen = Differences()
     old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
     seen.lines += [f"job {name!r} is not in it" for name in new if name not in old]
@@ -157,11 +157,6 @@ def _text(value: Any) -> str:
 
 def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTable) -> Iterator[str]:
     """What could not be compared, or differs and is let pass, a line each."""
-    if held.jobs and CODE not in held.jobs[0] and CODE in here.jobs[0]:
-        yield (
-            "it was written by a version of Shoal that noted names and settings alone (format 2), so that changes of "
-            "code and of initial weights are not seen; use another folder if there are any"
-        )
     if seen.versions:
         yield (
             f"{', '.join(seen.versions)}; code of libraries is compared by version alone: what is there is taken as it "

@@ -71,8 +71,8 @@ class JobTable:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """From what `to_json` gave; tables from before there were parts have none."""
-        return cls(content["jobs"], content.get("parts", {}), content.get("made_by", {}))
+        """Make the table again from what `to_json` gave."""
+        return cls(content["jobs"], content["parts"], content["made_by"])
 
     def to_json(self) -> dict[str, Any]:
         return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}

@@ -2,7 +2,7 @@
 
     jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
     plan.json                   how they ride, so that a resume replays the same arithmetic
-    members/0003/a.safetensors  a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
+    members/0003/a.ckpt         a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
     history/0003.jsonl          one row an epoch
     results.json                how each ended, and the environment
     weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
@@ -38,10 +38,8 @@ from shoal.storage._lock import Lock
 from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions
 from shoal.storage.lost_state import in_words, lost_state
 
-VERSION = 3
-"""Of the folder's format."""
-READABLE = (2, VERSION)
-"""Format 2 says nothing of code and initial weights, which are then not compared."""
+VERSION = 4
+"""Of the folder's format. Folders of other formats are refused."""
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
 """By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
 FOLDERS = ("members", "history", "weights")
@@ -134,7 +132,7 @@ class RunFolder:
         return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
 
     def _saved(self) -> Iterator[Path]:
-        return self.path.glob("members/*/[ab].safetensors")
+        return self.path.glob("members/*/[ab].ckpt")
 
     def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
         known = self.path / "jobs.json"
@@ -194,11 +192,11 @@ class RunFolder:
             content = _atomic.read_sealed(path)
         except DamagedError as error:
             raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
-        if content.get("version") not in READABLE:
+        if content.get("version") != VERSION:
             wrote = content.get("made_by", {}).get("shoal", "")
             raise OutError(
                 f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
-                f"{content.get('version')}; this one reads {' and '.join(map(str, READABLE))}); use that version, or "
+                f"{content.get('version')}; this one reads {VERSION}); use that version, or "
                 "another folder"
             )
         return content

@@ -1,0 +1,1 @@
+"""`shoal.Pack`: stacked training steps in the user's own loop."""

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,20 +15,19 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.data import View
-from shoal.engine.members.member import Member, autocast, draws, evaluating
+from shoal.engine.members.member import Member, draws
 from shoal.engine.proof.group import told
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.forward import Forward, joined
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
-from shoal.engine.tiers.unit import Unlike, evaluated
+from shoal.engine.tiers.unit import Unlike, member_output
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.user_loop._batch_source import Batches, FixedBatchSource
+from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, asked_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
 from shoal.user_loop._settings import Settings, device_of, make_member, refill
-from shoal.user_loop._step_subset import asked_ids, in_order, step_alone, step_some
 from shoal.utils.torch_flags import training_mode
 
 UNDECIDED = ("", "decided at its first step")
@@ -85,10 +83,10 @@ class Pack:
         self._trace_cache = TraceCache()
         self._changes = LoopChanges(self._trace_cache)
         self._members: dict[int, Member] = {}
-        self._units: list[GivenBatchesStack | SerialUnit] = []
+        self._units: list[LoopUnit] = []
         self._waiting: list[int] = []
         self._begins: dict[int, int] = {}
-        """Where the schedules of some who wait begin."""
+        """The steps at which the schedules of waiting members begin."""
         self._tiers: dict[int, tuple[str, str]] = {}
         self._next = 0
         lines: list[str] = []
@@ -101,7 +99,7 @@ class Pack:
         if lines:
             raise JobError(*lines)
 
-    # --- who is in it ---------------------------------------------------------------------------------------------
+    # --- members --------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._members)
@@ -134,25 +132,23 @@ class Pack:
         """Take in a copy of one more network, which begins at the next step; its id.
 
         Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
-        as for all members; where they were given one each, the newcomer's must be given too.
+        as for all members; a setting that was given one for each member must be given here too.
         """
         return self._enter(model, self._settings.of_new_member(seed, settings))
 
     def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
-        id, hand = self._next, View(FixedBatchSource(self.device))
-        self._members[id] = make_member(model, id, hand, self.device, settings)
+        id, data = self._next, View(FixedBatchSource(self.device))
+        self._members[id] = make_member(model, id, data, self.device, settings)
         self._waiting.append(id)
         self._next += 1
         return id
 
     def remove(self, id: int) -> nn.Module:
-        """Let a member go; its network, trained as far as it is. The others go on as if it had never been there."""
+        """Remove a member and return its network as trained so far. The others continue unchanged."""
         model = self.member(id)
-        for unit in self._units:
-            slot = next((s for s, member in enumerate(unit.members) if member.index == id), None)
-            if slot is not None:
-                self._drop(unit, [slot])
-                break
+        place = self._unit_of(id)
+        if place is not None:
+            self._drop(place[0], [place[1]])
         self._waiting = [waiting for waiting in self._waiting if waiting != id]
         del self._members[id]
         self._changes.drop(id)
@@ -186,41 +182,45 @@ class Pack:
             id: Whose. One that had stopped is running again.
             state_dict: As `model.load_state_dict` takes it.
             optimizer_state: As from the optimizer's own state_dict(); None: it starts with none.
-            step: Its schedule, a function of the step, goes on as after so many steps; None: from where it is.
-            seed: Its random draws begin again, from this seed; None: they go on.
+            step: Its schedule, a function of the step, continues as after so many steps; None: from where it is.
+            seed: Its random draws begin again, from this seed; None: they continue.
         """
         asked_ids([id], self.ids)
         refill(self._members[id], state_dict, optimizer_state, seed)
-        if not self._place(id, step) and id not in self._waiting:
+        place = self._unit_of(id)
+        if place is not None:
+            place[0].load(place[1], step)
+            return
+        if id not in self._waiting:
             self._waiting.append(id)
-        if id in self._waiting and step is not None:
+        if step is not None:
             self._begins[id] = step
 
-    def _place(self, id: int, step: int | None) -> bool:
-        """Let the unit that has a member take what the member has now; whether there is one."""
-        for unit in self._units:
-            for slot, member in enumerate(unit.members):
-                if member.index == id:
-                    unit.load(slot, step)
-                    return True
-        return False
+    def _unit_of(self, id: int) -> tuple[LoopUnit, int] | None:
+        """The unit that has a member, and its slot there."""
+        places = (
+            (unit, slot) for unit in self._units for slot, member in enumerate(unit.members) if member.index == id
+        )
+        return next(places, None)
 
     def _written(self, id: int) -> Member:
-        """The member, with its weights and optimizer state its own."""
+        """The member, with its weights and optimizer state written into its own model."""
         asked_ids([id], self.ids)
-        for unit in self._units:
-            slots = [slot for slot, member in enumerate(unit.members) if member.index == id]
-            if slots:
-                (unit.unit if isinstance(unit, GivenBatchesStack) else unit).write_back(slots)
+        place = self._unit_of(id)
+        if place is not None:
+            place[0].write_back([place[1]])
         return self._members[id]
 
-    def _drop(self, unit: GivenBatchesStack | SerialUnit, slots: list[int]) -> None:
-        if len(slots) < len(unit.members):
-            assert isinstance(unit, GivenBatchesStack)
-            unit.leave(slots)
-            return
-        (unit.unit if isinstance(unit, GivenBatchesStack) else unit).write_back()
-        self._units.remove(unit)
+    def _drop(self, unit: LoopUnit, slots: Sequence[int]) -> list[LoopUnit]:
+        """Take members out of a unit, with all they have become; the unit that is left, where one is."""
+        unit.write_back(list(slots))
+        staying = [slot for slot in range(len(unit.members)) if slot not in slots]
+        return self._replace(unit, [unit.keep(staying)] if staying else [])
+
+    def _replace(self, unit: LoopUnit, units: Sequence[LoopUnit]) -> list[LoopUnit]:
+        place = self._units.index(unit)
+        self._units[place : place + 1] = units
+        return list(units)
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -232,41 +232,61 @@ class Pack:
         first. With `members` only those ids take the step, and losses and batches are in their order.
 
         A member whose loss is not finite keeps its weights from before and stops; so does one whose own step raises,
-        with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is raised and
+        with a warning. Their losses are NaN from then on. When the batch fails for all members, the error is raised and
         nothing has changed.
         """
         asked = self.ids if members is None else asked_ids(members, self.ids)
         leaves, spec = self._read(batch, per_member, len(asked))
         self._look_for_changes()
-        batches = Batches(leaves, spec, per_member, {id: place for place, id in enumerate(asked)})
+        batches = Batches(leaves, spec, per_member, asked)
         if self._waiting:
             self._arrange(batches)
-        if len(batches.places) < len(self):
-            losses_of, failed = step_some(self._units, batches, self._dissolve)
-            self._raise_if_all(failed, asked)
-            some = in_order(losses_of, asked, self.device)
-            self._settle(some, failed, asked)
-            return some
-        for stack in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
-            self._prepare(stack, batches)
-        found: dict[int, Tensor] = {}
-        failed = {}
-        whole: Tensor | None = None
-        for unit in list(self._units):
-            parts, errors = self._advance(unit, batches)
-            failed |= errors
-            for ids, losses in parts:
-                whole = losses if ids == self.ids else None
-                found |= {} if whole is not None else dict(zip(ids, losses, strict=True))
-        self._raise_if_all(failed, self.ids)
-        out = whole if whole is not None else in_order(found, self.ids, self.device)
-        self._settle(out, failed, self.ids)
-        return out if asked == self.ids else out[[self.ids.index(id) for id in asked]]
+        parts, failed = self._step_units(batches)
+        if failed and len(failed) == sum(self._members[id].status == "running" for id in asked):
+            raise next(iter(failed.values()))  # it is the batch, or the loop, and not a member
+        losses = in_order(parts, asked, self.device)
+        self._end_members(losses, failed, asked)
+        return losses
 
-    def _raise_if_all(self, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
-        """Raise what everybody's step raised: then it is the batch, or the loop, and not a member."""
-        if failed and len(failed) == sum(self._members[id].status == "running" for id in stepped):
-            raise next(iter(failed.values()))
+    def _step_units(self, batches: Batches) -> tuple[Losses, dict[int, Exception]]:
+        """One step of the members that have a batch: their losses, and by id what some of them raised.
+
+        Some members of a stack step as a stack of their own.
+        """
+        losses: Losses = []
+        failed: dict[int, Exception] = {}
+        waiting = list(self._units)
+        while waiting:
+            unit = waiting.pop(0)
+            slots = [slot for slot, member in enumerate(unit.members) if member.index in batches.places]
+            if not slots:
+                continue
+            if isinstance(unit, SerialUnit):
+                own_loss, errors = step_alone(unit, batches)
+                losses += own_loss
+                failed |= errors
+                continue
+            part = unit.part(slots) if len(slots) < len(unit.members) else unit
+            try:
+                if not part.knows(batches.key):
+                    part.learn(batches.key, [batches.of(member) for member in part.members], batches.per_member)
+                part_losses, errors = part.step(batches.key, batches.rows(part))
+            except (Untraceable, NotStackable) as refusal:
+                waiting = [*self._dissolve(unit, f"on a batch of {batches.shapes()}: {refusal}"), *waiting]
+                continue
+            except Exception as error:
+                raising = part.raising([batches.of(member) for member in part.members])
+                if not raising:  # their own Python may handle what a stack does not
+                    waiting = [*self._dissolve(unit, f"a stacked step raised {describe(error)}"), *waiting]
+                elif len(raising) < len(slots):
+                    waiting = [*self._drop(unit, [slots[slot] for slot in raising]), *waiting]
+                failed |= {part.members[slot].index: cause for slot, cause in raising.items()}
+                continue
+            if part is not unit:
+                unit.take(slots, part)
+            losses.append(([member.index for member in part.members], part_losses))
+            failed |= errors
+        return losses, failed
 
     def _read(self, batch: tuple[Any, ...], per_member: bool, count: int) -> tuple[list[Tensor], pytree.TreeSpec]:
         if not self._members:
@@ -285,28 +305,29 @@ class Pack:
         return [leaf.to(self.device) for leaf in leaves], spec
 
     def _arrange(self, batches: Batches) -> None:
-        """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
+        """Place waiting members: in a stack that computes the same, in a new one, or alone."""
         members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
-            batches.hand(member)
+            batches.give(member)
         groups = self._changes.group(members)
-        for found in groups:
-            reason = told(found, groups)
-            if found.stackable and self._join(found.recipes, batches):
+        for candidates in groups:
+            reason = told(candidates, groups)
+            if candidates.stackable and self._join(candidates.recipes, batches):
                 reason = "one computation"
-            elif found.stackable:
-                self._units.append(GivenBatchesStack(found.recipes, self._trace_cache))
+            elif candidates.stackable:
+                self._units.append(GivenBatchesStack(candidates.recipes, self._trace_cache))
             else:
-                self._units += [SerialUnit(member) for member in found.members]
-            for member in found.members:
-                self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
+                self._units += [SerialUnit(member) for member in candidates.members]
+            for member in candidates.members:
+                self._tiers[member.index] = ("stacked" if candidates.stackable else "serial", reason)
         self._waiting = [id for id in self._waiting if id not in batches.places]
         for member in members:
-            if member.index in self._begins:
-                self._place(member.index, self._begins.pop(member.index))
+            place = self._unit_of(member.index)
+            if member.index in self._begins and place is not None:
+                place[0].load(place[1], self._begins.pop(member.index))
 
     def _look_for_changes(self) -> None:
-        """Where something has changed that members' steps read, let them wait for a new place."""
+        """Where something that members' steps read has changed, make them wait for a new place."""
         for unit in self._changes.stale(self._units):
             self._waiting += [member.index for member in unit.members]
             self._drop(unit, list(range(len(unit.members))))
@@ -315,49 +336,17 @@ class Pack:
         for unit in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
             with suppress(Untraceable, NotStackable):
                 if unit.key(batches.of(unit.members[0])) == recipes[0].key:
-                    unit.join(recipes)
+                    self._replace(unit, [unit.join(recipes)])
                     return True
         return False
 
-    def _prepare(self, unit: GivenBatchesStack, batches: Batches) -> None:
-        """Make a stack ready for this shape of batch; where it is no stack there, its members go on alone."""
-        try:
-            if not unit.knows(batches.key):
-                unit.learn(batches.key, [batches.of(member) for member in unit.members], batches.per_member)
-        except (Untraceable, NotStackable) as refusal:
-            self._dissolve(unit, f"on a batch of {batches.shapes()}: {refusal}")
-
-    def _dissolve(self, unit: GivenBatchesStack, reason: str) -> list[SerialUnit]:
+    def _dissolve(self, unit: GivenBatchesStack, reason: str) -> list[LoopUnit]:
         alone = unit.dissolve()
-        place = self._units.index(unit)
-        self._units[place : place + 1] = alone
         self._tiers |= {one.member.index: ("serial", reason) for one in alone}
-        return alone
+        return self._replace(unit, alone)
 
-    def _advance(
-        self, unit: GivenBatchesStack | SerialUnit, batches: Batches
-    ) -> tuple[list[tuple[list[int], Tensor]], dict[int, Exception]]:
-        """The ids of a unit's members with their losses, and what some of them raised."""
-        if isinstance(unit, SerialUnit):
-            return step_alone(unit, batches)
-        try:
-            return unit.step(batches.key, batches.rows(unit))
-        except Exception as caught:
-            raising, reason = unit.raising([batches.of(member) for member in unit.members]), describe(caught)
-        if not raising:  # their own Python may handle what a stack does not
-            alone = [step_alone(one, batches) for one in self._dissolve(unit, f"a stacked step raised {reason}")]
-            errors = {id: error for _, own in alone for id, error in own.items()}
-            return [part for parts, _ in alone for part in parts], errors
-        failed = {unit.members[slot].index: error for slot, error in raising.items()}
-        if len(raising) == len(unit.members):
-            return [], failed
-        self._drop(unit, list(raising))
-        self._prepare(unit, batches)
-        parts, more = self._advance(unit, batches) if unit in self._units else ([], {})
-        return parts, failed | more
-
-    def _settle(self, losses: Tensor, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
-        """Let those go who are at their end; what they have stays theirs."""
+    def _end_members(self, losses: Tensor, failed: dict[int, Exception], stepped: Sequence[int]) -> None:
+        """Stop members whose step raised or whose loss is not finite; they keep what they have."""
         if not failed and bool(torch.isfinite(losses).all()):
             return
         for id, loss in zip(stepped, losses.tolist(), strict=True):
@@ -396,8 +385,4 @@ class Pack:
         members = [self._written(id) for id in self._members]
         if len({member.job.precision for member in members}) == 1:
             return Forward([member.model for member in members], members[0].job.precision)(inputs)
-        outputs = []
-        for member in members:
-            with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
-        return joined(outputs)
+        return joined([member_output(Forward([m.model], m.job.precision)(inputs), 0) for m in members])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -185,6 +186,8 @@ def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torc
 # --- counter-based draws -------------------------------------------------------------------------------------------
 
 _WORD = 0xFFFFFFFF
+MASKS = ("dropout", "bernoulli")
+"""Kinds of draws whose elements are zero or one number."""
 
 
 def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor:
@@ -195,27 +198,12 @@ def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor
     that two keys' sequences are not each other's permutation. Elements are mixed before they are multiplied: a compiler
     may hold an index in 32 bits.
     """
-    key, again = counter_keys(seed, step, site_keys(site))
-    element = torch.arange(count, device=seed.device, dtype=torch.int64)
-    return spread(element, key.unsqueeze(1), again.unsqueeze(1))
-
-
-def site_keys(site: Tensor) -> Tensor:
-    """What the numbers of random calls are worth in a key."""
-    return _mix((site + 1) * 0x85EBCA6B & _WORD)
-
-
-def counter_keys(seed: Tensor, step: Tensor, site_key: Tensor) -> tuple[Tensor, Tensor]:
-    """The two keys of a draw, of any shapes that broadcast."""
     key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
     key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9 & _WORD))
-    key = _mix(key ^ site_key)
-    return key, _mix(key + 0x9E3779B9 & _WORD)
-
-
-def spread(element: Tensor, key: Tensor, again: Tensor) -> Tensor:
-    """The bits of elements under the two keys of their draw."""
-    return _mix(_mix(element ^ key) ^ again)
+    key = _mix(key ^ _mix((site + 1) * 0x85EBCA6B & _WORD))
+    again = _mix(key + 0x9E3779B9 & _WORD)
+    element = torch.arange(count, device=seed.device, dtype=torch.int64)
+    return _mix(_mix(element ^ key.unsqueeze(1)) ^ again.unsqueeze(1))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -236,8 +224,13 @@ def site_numbers(draws: Sequence[Draw], members: int) -> list[list[int]]:
 
 
 def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
-    """The distribution's numbers on the device, ready to broadcast."""
+    """The distribution's numbers on the device, ready to broadcast; of a mask its limits and scales, [M] each."""
     rows = [draw.of(m) for m in range(members)]
+    if draw.kind in MASKS:
+        shares = [1.0 - row[0] if draw.kind == "dropout" else row[0] for row in rows]
+        ones = [1.0 / share if draw.kind == "dropout" and share > 0 else 1.0 for share in shares]
+        limits = torch.tensor([int(share * 2.0**32) for share in shares], device=device)
+        return [limits, torch.tensor(ones, dtype=torch.float64).to(device, draw.dtype)]
     return [_column([row[i] for row in rows], len(draw.shape), device) for i in range(len(rows[0]))]
 
 
@@ -250,8 +243,8 @@ def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: 
     shape = (members, *draw.shape)
     columns = draw_columns(draw, members, seed.device) if columns is None else columns
     kind = draw.kind
-    if kind in ("dropout", "bernoulli"):
-        return _counter_bernoulli(draw, counter_bits(seed, step, site, count).view(shape), columns[0])
+    if kind in MASKS:
+        return _counter_mask(seed, step, site, columns[0], columns[1], count).view(shape)
     if kind == "permutation":
         return counter_bits(seed, step, site, count).argsort(dim=1, stable=True).to(draw.dtype)
     unit = ((counter_bits(seed, step, site, count).view(shape)).double() + 0.5) * 2.0**-32
@@ -277,17 +270,20 @@ def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
     return torch.tensor(values, device=device, dtype=torch.float64).view(-1, *[1] * ndim)
 
 
-def _counter_bernoulli(draw: Draw, bits: Tensor, column: Any) -> Tensor:
-    p_keep = 1.0 - column if draw.kind == "dropout" else column
-    if isinstance(p_keep, Tensor):
-        kept = bits < (p_keep * 2.0**32).to(torch.int64)
-        scale = torch.where(p_keep > 0, 1.0 / p_keep, 0.0).to(draw.dtype)
-    else:
-        kept = bits < int(p_keep * 2.0**32)
-        scale = torch.full((), 1.0 / p_keep if p_keep > 0 else 0.0, dtype=draw.dtype, device=bits.device)
-    if draw.kind == "bernoulli":
-        return kept.to(draw.dtype)
-    return torch.where(kept, scale, torch.zeros_like(scale))
+def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
+    """[M, count]: each member's scale in the places whose bits are below its limit, zero elsewhere."""
+    if seed.is_cuda and _has_triton():
+        from shoal.utils.mask_kernel import counter_mask
+
+        mask: Tensor = counter_mask(seed, step, site, limits, scales, count)
+        return mask
+    below = counter_bits(seed, step, site, count) < limits.unsqueeze(1)
+    return torch.where(below, scales.unsqueeze(1), torch.zeros_like(scales).unsqueeze(1))
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def signed(seed: int) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim import Columns, Rule, merge_flags, rule_for, split_hparams
+from shoal.engine.optim.columns import Columns
+from shoal.engine.optim.hparams import PAIRS, merge_flags, rule_for, split_hparams
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.state import torch_entry, torch_values
 
 SHAPES = [(3, 4), (5,), ()]
 """What one member's parameters look like: a matrix, a vector, a scalar."""
@@ -190,7 +194,6 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def assert_same(stacked: Stacked, members: list[Alone], tolerance: float) -> None:
     """Weights and every entry of the state, names and dtypes included."""
-    from shoal.engine.optim import to_torch_state
 
     for slot, member in enumerate(members):
         numbers = stacked.columns.row(slot)[0]
@@ -201,3 +204,25 @@ def assert_same(stacked: Stacked, members: list[Alone], tolerance: float) -> Non
             for name, value in entry.items():
                 assert ours[name].dtype == value.dtype, name
                 assert distance(ours[name], value) <= tolerance or torch.equal(ours[name], value), (slot, i, name)
+
+
+def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mapping[str, float]) -> dict[str, Tensor]:
+    """The entry torch has for this parameter of a member."""
+    return torch_entry(rule, {name: value[slot].clone() for name, value in state.items()}, h)
+
+
+def from_torch_state(
+    rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], slot: int, step: int | None = None
+) -> None:
+    """Write torch's entry for one parameter into a member's slot."""
+    for stacked, value in torch_values(rule, entry, state, step=step):
+        stacked[slot] = value
+
+
+def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:
+    """A group's columns under torch's names: beta1 and beta2 are `betas` again."""
+    settings: dict[str, Any] = dict(columns)
+    for name, parts in PAIRS.items():
+        if parts[0] in settings:
+            settings[name] = tuple(settings.pop(part) for part in parts)
+    return settings

@@ -10,22 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.optim.alone import CASES, Alone, Stacked, assert_same, distance
+from tests.engine.optim.alone import (
+    CASES,
+    Alone,
+    Stacked,
+    assert_same,
+    distance,
+    from_torch_state,
+    group_settings,
+    to_torch_state,
+)
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from shoal.engine.optim import (
-    RULES,
-    _rule,
-    from_torch_state,
-    group_settings,
-    merge_flags,
-    optimizer_state_dict,
-    rule_for,
-    split_hparams,
-    to_torch_state,
-)
+from shoal.engine.optim import rule as rule_module
+from shoal.engine.optim.hparams import RULES, merge_flags, rule_for, split_hparams
+from shoal.engine.optim.state import optimizer_state_dict
 
 STEPS = 50
 
@@ -175,9 +176,9 @@ def test_pieces_change_no_bit(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     whole, members, _ = pair(case)
     pieces, _, _ = pair(case)
     for step in range(5):
-        monkeypatch.setattr(_rule, "PIECE", 2**18)
+        monkeypatch.setattr(rule_module, "PIECE", 2**18)
         whole.step([step] * len(members))
-        monkeypatch.setattr(_rule, "PIECE", 1)
+        monkeypatch.setattr(rule_module, "PIECE", 1)
         pieces.step([step] * len(members))
     for a, b in zip(whole.params, pieces.params, strict=True):
         assert torch.equal(a, b)
@@ -199,7 +200,7 @@ def test_complex_parameters(case: str) -> None:
     stacked = start.clone()
     state = rule.init(stacked, h)
     for grad in grads:
-        rule.update_(stacked, grad, state, h)
+        rule.update_all_([stacked], [grad], [state], h)
     for slot, own in enumerate(hparams):
         param = start[slot].clone().requires_grad_()
         optimizer = cls([param], **{"foreach": False, **own})
@@ -218,7 +219,7 @@ def test_traces_without_reading_a_value(case: str) -> None:
 
     def update(param: Tensor, grad: Tensor, active: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         param, values = param.clone(), tuple(value.clone() for value in values)
-        rule.update_(param, grad, dict(zip(names, values, strict=True)), h, active)
+        rule.update_all_([param], [grad], [dict(zip(names, values, strict=True))], h, active)
         return (param, *values)
 
     grad = stacked.grads([0] * len(members))[0]
@@ -289,7 +290,7 @@ def test_momentum_that_begins_later() -> None:
     stacked, members, _ = pair("sgd-momentum")
     for step in range(12):
         if step == 5:
-            stacked.columns.set(2, 0, "momentum", 0.9)
+            stacked.h["momentum"][2] = 0.9
             members[2].optimizer.param_groups[0]["momentum"] = 0.9
         stacked.step([step] * len(members))
         for member in members:
@@ -311,7 +312,7 @@ def test_half_precision_rounds_numbers_where_torch_does(case: str, dtype: torch.
     stacked = torch.zeros_like(grads[0])
     state = rule.init(stacked, h)
     for grad in grads:
-        rule.update_(stacked, grad, state, h)
+        rule.update_all_([stacked], [grad], [state], h)
     for slot, own in enumerate(hparams):
         param = torch.zeros(400, dtype=dtype, requires_grad=True)
         optimizer = cls([param], **{"foreach": False, **own})

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.engine.planning import memory
-from shoal.engine.proof import training
-from shoal.engine.proof._observed import Observed, difference
+from shoal.engine.proof import prove
+from shoal.engine.proof._observed import Observed, _difference
 from shoal.engine.proof.group import Group, group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules import _product, _registry
@@ -252,13 +252,13 @@ def test_one_proof_for_a_kind() -> None:
 
 def test_the_most_distant_members_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[float]] = []
-    compare = training._compare_steps
+    compare = prove._compare_steps
 
     def spy(rows: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append([case.subject.member.model.drop.p for case in rows])
         return compare(rows, *args, **kwargs)
 
-    monkeypatch.setattr(training, "_compare_steps", spy)
+    monkeypatch.setattr(prove, "_compare_steps", spy)
     rates = (0.3, 0.25, 0.01, 0.6, 0.4)
     pack = [shoal.Job(model=lambda p=p: Net(p), data=(X, Y), step=plain, epochs=1, name=str(p)) for p in rates]
     assert reason(pack) == ""
@@ -294,18 +294,18 @@ def test_a_gradient_of_zero_is_not_none() -> None:
         return Observed({"gradient of": {"w": grad}})
 
     zero = torch.zeros(3)
-    assert difference(observed(zero), observed(zero)) == ""
-    assert difference(observed(None), observed(None)) == ""
-    assert difference(observed(zero), observed(None)) == "there is a gradient of w, and its graph has none"
-    assert difference(observed(None), observed(zero)) == "there is no gradient of w, and its graph has one"
+    assert _difference(observed(zero), observed(zero)) == ""
+    assert _difference(observed(None), observed(None)) == ""
+    assert _difference(observed(zero), observed(None)) == "there is a gradient of w, and its graph has none"
+    assert _difference(observed(None), observed(zero)) == "there is no gradient of w, and its graph has one"
 
 
 def test_a_gradient_that_is_rounding_is_measured_by_the_others() -> None:
     real = Observed({"gradient of": {"w": torch.ones(2).double(), "bias": torch.full((2,), 1e-17).double()}})
     seen = Observed({"gradient of": {"w": torch.ones(2).double(), "bias": torch.full((2,), -3e-17).double()}})
     wrong = Observed({"gradient of": {"w": torch.ones(2).double(), "bias": torch.full((2,), 1e-9).double()}})
-    assert difference(real, seen) == ""
-    assert "gradient of bias differs" in difference(real, wrong)
+    assert _difference(real, seen) == ""
+    assert "gradient of bias differs" in _difference(real, wrong)
 
 
 # --- dtypes, memory, and what the proof leaves behind -----------------------------------------------------------------
@@ -392,5 +392,5 @@ def test_a_float32_loss_that_rounded_inputs_leave_as_it_is_may_differ_by_its_las
 
     eps = torch.finfo(torch.float32).eps
     expected, seen = observed(3.9), observed(3.9 + 2.4e-7)
-    assert difference(expected, seen, expected) and not difference(expected, seen, expected, eps)
-    assert difference(expected, observed(3.9001), expected, eps)
+    assert _difference(expected, seen, expected) and not _difference(expected, seen, expected, eps)
+    assert _difference(expected, observed(3.9001), expected, eps)

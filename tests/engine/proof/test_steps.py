@@ -11,7 +11,7 @@ from tests.engine.proof.steps.compare import check
 from tests.engine.proof.steps.programs import Program, programs
 
 QUIET = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
-PLAIN_SHARE = 0.8
+PLAIN_SHARE = 0.7
 """Of steps without anything unusual, at least this share is stacked."""
 SHARE = 0.1
 """Of all steps, at least this share is stacked; most hold something that keeps them out."""

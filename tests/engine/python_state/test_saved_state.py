@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import os
+from os import system as run_command
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member
+from shoal.engine.python_state._state_codec import Decoder, Encoder
 from shoal.engine.runtime.clones import clone_of
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
@@ -20,6 +24,7 @@ from shoal.preparation.checks import prepare
 from shoal.storage import _store
 
 CPU = torch.device("cpu")
+assert os.system is run_command, "both names are here for a checkpoint to use"
 
 
 def prepared(kind: str) -> Member:
@@ -52,7 +57,7 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
     files: list[Path] = []
 
     def save(run: Run) -> None:
-        if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+        if run.runners and run.runners[0].members and run.runners[0].unit.at_step_boundary:
             run.runners[0].unit.write_back()
             files.append(tmp_path / str(len(files)))
             _store.save(files[-1], run.runners[0].members[0].state())
@@ -125,3 +130,53 @@ def test_state_that_does_not_fit_is_an_error_that_names_it() -> None:
         OutError, match="its checkpoint holds state in the closure of step, which this job does not have"
     ):
         trained(other)
+
+
+class Ran(Exception):
+    """Raised by code that must not run."""
+
+
+class Opened:
+    """Says so when its code runs."""
+
+    def __init__(self, *_: Any) -> None:
+        raise Ran
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Ran
+
+    def __setstate__(self, state: Any) -> None:
+        raise Ran
+
+
+@pytest.mark.parametrize(
+    "name", [["posix", "system"], ["os", "system"], ["builtins", "eval"], ["builtins", "getattr"], ["os"],
+             ["subprocess", "Popen"], [__name__, "os.system"], [__name__, "run_command"], ["os", "environ"],
+             ["shutil", "rmtree"]],
+)  # fmt: skip
+def test_a_checkpoint_that_names_what_runs_commands_is_refused(name: list[str]) -> None:
+    states: list[dict[str, Any]] = []
+    trained(prepared("dict in a closure"), lambda run: states.append(run.everybody[0].state()))
+    (content,) = states[1]["python"]["job"]["places"].values()
+    content[0][1] = ["name", *name]
+    again = prepared("dict in a closure")
+    again.load_state(states[1])
+    with pytest.raises(OutError, match=rf"may not name {'.'.join(name)}"):
+        trained(again)
+
+
+def test_objects_are_made_without_running_their_code() -> None:
+    value = object.__new__(Opened)
+    vars(value).update(a=1, b=value)
+    encoder = Encoder({})
+    plain = encoder.value({"x": value, "y": [value, collections.Counter(a=2), collections.deque([1, 2], maxlen=2)]})
+    back = Decoder(encoder.nodes, {}, CPU).value(plain)
+    assert type(back["x"]) is Opened and back["x"] is back["x"].b is back["y"][0] and back["x"].a == 1
+    assert back["y"][1:] == [collections.Counter(a=2), collections.deque([1, 2])] and back["y"][2].maxlen == 2
+
+
+@pytest.mark.parametrize("kind", ["object", "iterator", "random numbers", "bound", "no such kind"])
+def test_a_checkpoint_cannot_call_a_class(kind: str) -> None:
+    nodes = [[kind, [["name", __name__, "Opened"], None, {"bit_generator": "seed"}], [1], {}]]
+    with pytest.raises((TypeError, KeyError, AttributeError)):
+        Decoder(nodes, {}, CPU).value(["node", 0])

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data import dataset
+from shoal.engine.python_state import watch
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.runtime import _renewal
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callbacks
@@ -285,7 +285,7 @@ def test_a_change_that_makes_no_difference_moves_nobody() -> None:
 
 
 def test_a_value_that_changes_too_often_costs_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_renewal, "MOST_CHANGES", 2)
+    monkeypatch.setattr(watch, "MOST_CHANGES", 2)
     way, put = in_a_closure()
     pack = jobs(way, epochs=9, batch_size=24)
     expected = []

@@ -13,7 +13,8 @@ from tests.engine.proof.steps.compare import differences
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.optim import Rule, load_optimizer
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.state import load_optimizer
 
 N, D, C = 18, 6, 3
 X, Y = numbers(1, 25, D), whole(2, C, 25)
@@ -274,7 +275,7 @@ def test_an_update_that_breaks_off_ends_its_members(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("the update cannot go on")
 
     monkeypatch.setattr(Rule, "update_all_", breaks_off)
-    monkeypatch.setattr("shoal.engine.stack.optimizers._at_once", lambda *_: None)
+    monkeypatch.setattr("shoal.engine.stack.stacked_optimizer._at_once", lambda *_: None)
     monkeypatch.setattr("shoal.engine.stack._flat_state.suits_copies", lambda *_: False)
     results = shoal.train(jobs(), device="cpu")
     assert {(result.status, result.tier) for result in results} == {("failed", "stacked")}

@@ -153,7 +153,7 @@ def test_on_a_gpu_a_resumed_run_has_its_forms_again(form: str, tmp_path: Path, m
     kept = _atomic.read_sealed(tmp_path / "plan.json")
     assert set(kept["plan"]["tiers"].values()) <= {"stacked", "streams"}
     _atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
-    for path in (tmp_path / "members").glob("*/*.safetensors"):
+    for path in (tmp_path / "members").glob("*/*.ckpt"):
         retiered(path, form)
     results = shoal.train(own(4000), device="cuda", out=tmp_path, compile=False)
     assert [result.tier for result in results] == [form] * 3

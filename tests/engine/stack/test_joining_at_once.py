@@ -193,25 +193,25 @@ def test_a_run_lets_them_in_together(chunk: int, kinds: bool, monkeypatch: pytes
     members = members_of([{**own, "epochs": length} for own, length in zip(changes, lengths, strict=True)])
     planning = Seats(members, timed=False)
     planning.budget, planning.chunk = 6, chunk
-    told, joined, sat, rode = list[Event](), list[int](), list[int](), list[int]()
-    join, sit = UnitRunner.join, Chunk.sit
+    events, joined, assigned, sizes = list[Event](), list[int](), list[int](), list[int]()
+    join, assign = UnitRunner.join, Chunk.assign
 
     def joining(runner: UnitRunner, recipes: Sequence[Recipe]) -> None:
         joined.append(len(recipes))
         join(runner, recipes)
-        rode.append(len(runner.members))
+        sizes.append(len(runner.members))
 
-    def sitting(own: Chunk, seats: Any) -> None:
-        sat.append(len(seats))
-        sit(own, seats)
+    def assigning(chunk: Chunk, seats: Any) -> None:
+        assigned.append(len(seats))
+        assign(chunk, seats)
 
     monkeypatch.setattr(UnitRunner, "join", joining)
-    monkeypatch.setattr(Chunk, "sit", sitting)
-    Run(members, planning, tell=told.append).go()
-    assert joined == [5, 5] and sat == ([1] * 10 if chunk == 1 else [5, 5])
-    joins = [event for event in told if event.kind == "join"]
+    monkeypatch.setattr(Chunk, "assign", assigning)
+    Run(members, planning, tell=events.append).go()
+    assert joined == [5, 5] and assigned == ([1] * 10 if chunk == 1 else [5, 5])
+    joins = [event for event in events if event.kind == "join"]
     assert [event.member.index for event in joins if event.member is not None][6:] == list(range(6, 16))
-    assert [event.data["size"] for event in joins] == [6] * 16 and rode == [6, 6]
+    assert [event.data["size"] for event in joins] == [6] * 16 and sizes == [6, 6]
     assert len({event.data["unit"] for event in joins}) == 1
     (part,) = planning.plan.parts
     assert sorted(part.members) == list(range(16))

@@ -1,0 +1,1 @@
+"""Members: jobs that have been built, each with its network, optimizer, data order and history."""

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.data.source import as_bytes
-from shoal.engine.optim import make_scheduler
+from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.engine.tracing.trace import PRECISIONS
@@ -105,7 +105,7 @@ class Member:
         return -(-self.num_rows // self.job.batch_size)
 
     @property
-    def settled(self) -> bool:
+    def at_step_boundary(self) -> bool:
         """Whether it is between optimizer steps, so that it can leave, and be saved."""
         return self.place % self.job.accumulate == 0 or self.place == self.num_batches
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from shoal.data.source import parts
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
+from shoal.utils.random_state import restored
 
 Span = tuple[int, int]
 """The first byte of a storage, and the one past its last."""
@@ -129,14 +128,9 @@ def spans(model: nn.Module) -> list[Span]:
 @contextmanager
 def _as_it_was(seed: int) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: all random numbers as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with restored(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield
 
 
 def _code(factory: Any) -> Any | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim._rule import Column, Rule, State, lerp_, power, scalar_dtype
+from shoal.engine.optim.rule import Column, Rule, State, lerp_, power, scalar_dtype
 
 
 def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
@@ -38,15 +38,15 @@ class _Moments(Rule):
             "take2": (1 - h["beta2"]).to(dtype),
             "eps": h["eps"].to(dtype),
         }
-        if self.flags["weight_decay"]:
-            if self.flags["decoupled_weight_decay"]:
+        if "weight_decay" in self.flags:
+            if "decoupled_weight_decay" in self.flags:
                 c["shrink"] = (1 - h["lr"] * h["weight_decay"]).to(dtype)
             else:
                 c["weight_decay"] = h["weight_decay"].to(dtype)
         return c
 
     def decayed(self, param: Tensor, grad: Tensor, c: Column) -> Tensor:
-        if self.flags["weight_decay"] and self.flags["decoupled_weight_decay"]:
+        if "weight_decay" in self.flags and "decoupled_weight_decay" in self.flags:
             param.mul_(c["shrink"])
             return self.signed(grad)
         return super().decayed(param, grad, c)
@@ -59,7 +59,7 @@ class Adam(_Moments):
     structural = ("amsgrad", "decoupled_weight_decay", "maximize")
 
     def buffers(self) -> tuple[str, ...]:
-        return (*self.per_element, *(("max_exp_avg_sq",) if self.flags["amsgrad"] else ()))
+        return (*self.per_element, *(("max_exp_avg_sq",) if "amsgrad" in self.flags else ()))
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)
@@ -76,7 +76,7 @@ class Adam(_Moments):
         exp_avg, square = state["exp_avg"], state["exp_avg_sq"]
         lerp_(exp_avg, grad, c["take1"])
         scratch = second_moment_(square, grad, c)
-        if self.flags["amsgrad"]:
+        if "amsgrad" in self.flags:
             square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
         torch.sqrt(square, out=scratch).div_(c["root2"]).add_(c["eps"])
         torch.div(exp_avg, scratch, out=scratch)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.engine.optim._rule import Column, Rule, State, lerp_, scalar_dtype
+from shoal.engine.optim.rule import Column, Rule, State, lerp_, scalar_dtype
 
 
 class Adagrad(Rule):
@@ -20,7 +20,7 @@ class Adagrad(Rule):
 
     def init(self, param: Tensor, h: Column | None = None, *, clock: Mapping[str, Tensor] | None = None) -> State:
         state = super().init(param, h, clock=clock)
-        if self.flags["initial_accumulator_value"]:
+        if "initial_accumulator_value" in self.flags:
             if h is None:
                 raise ValueError("Adagrad starts its sum at initial_accumulator_value: pass the columns to init")
             total = torch.view_as_real(state["sum"]) if param.is_complex() else state["sum"]
@@ -61,8 +61,8 @@ class RMSprop(Rule):
 
     def buffers(self) -> tuple[str, ...]:
         names: tuple[str, ...] = ("square_avg",)
-        names += ("momentum_buffer",) if self.flags["momentum"] else ()
-        return names + (("grad_avg",) if self.flags["centered"] else ())
+        names += ("momentum_buffer",) if "momentum" in self.flags else ()
+        return names + (("grad_avg",) if "centered" in self.flags else ())
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         clock["step"].add_(1)
@@ -80,7 +80,7 @@ class RMSprop(Rule):
         square = state["square_avg"]
         scratch = (grad * c["take"]).to(grad.dtype)
         square.mul_(c["alpha"]).addcmul_(scratch, grad)
-        if self.flags["centered"]:
+        if "centered" in self.flags:
             mean = state["grad_avg"]
             lerp_(mean, grad, c["take"])
             torch.addcmul(square, mean, mean, value=-1, out=scratch).sqrt_()
@@ -88,7 +88,7 @@ class RMSprop(Rule):
             torch.sqrt(square, out=scratch)
         scratch.add_(c["eps"])
         torch.div(grad, scratch, out=scratch)
-        if self.flags["momentum"]:
+        if "momentum" in self.flags:
             scratch = state["momentum_buffer"].mul_(c["momentum"]).add_(scratch)
         param.addcmul_(scratch, c["neg_lr"])
 

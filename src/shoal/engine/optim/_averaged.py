@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.engine.optim._rule import Column, Rule, State, lerp_, power, scalar_dtype
+from shoal.engine.optim.rule import Column, Rule, State, lerp_, power, scalar_dtype
 
 
 class ASGD(Rule):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.optim._rule import Column, Rule, State
+from shoal.engine.optim.rule import Column, Rule, State
 
 
 class SGD(Rule):
@@ -28,7 +28,7 @@ class SGD(Rule):
     added = ("weight_decay", "take", "momentum", "neg_lr")
 
     def buffers(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.flags["momentum"] else ()
+        return ("momentum_buffer",) if "momentum" in self.flags else ()
 
     def init_clock(self, size: int, device: torch.device) -> State:
         return {**super().init_clock(size, device), "started": torch.zeros(size, dtype=torch.bool, device=device)}
@@ -36,9 +36,9 @@ class SGD(Rule):
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         clock["step"].add_(1)
         c = {"neg_lr": h["lr"].neg().to(dtype)}
-        if self.flags["weight_decay"]:
+        if "weight_decay" in self.flags:
             c["weight_decay"] = h["weight_decay"].to(dtype)
-        if self.flags["momentum"]:
+        if "momentum" in self.flags:
             moving = h["momentum"] != 0
             going = clock["started"] & moving
             c["keep"] = torch.where(going, h["momentum"], 0.0).to(dtype)
@@ -49,10 +49,10 @@ class SGD(Rule):
 
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
         grad = self.decayed(param, grad, c)
-        if self.flags["momentum"]:
+        if "momentum" in self.flags:
             buffer = state["momentum_buffer"]
             buffer.mul_(c["keep"]).addcmul_(grad, c["take"])
-            ahead = self.flags["nesterov"]
+            ahead = "nesterov" in self.flags
             grad = torch.addcmul(grad, buffer, c["momentum"]).to(grad.dtype) if ahead else buffer
         param.addcmul_(grad, c["neg_lr"])
 

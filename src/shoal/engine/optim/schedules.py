@@ -16,28 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from shoal.engine.optim._hparams import RULES, numbers, with_defaults
+from shoal.engine.optim.hparams import RULES, numbers, with_defaults
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError
 from shoal.utils.numpy_values import plain_number
 
 Schedule = Callable[[Any], Any]
 """`step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
-
-LR_ONLY = (
-    lr_scheduler.LambdaLR,
-    lr_scheduler.MultiplicativeLR,
-    lr_scheduler.StepLR,
-    lr_scheduler.MultiStepLR,
-    lr_scheduler.ConstantLR,
-    lr_scheduler.LinearLR,
-    lr_scheduler.ExponentialLR,
-    lr_scheduler.PolynomialLR,
-    lr_scheduler.CosineAnnealingLR,
-    lr_scheduler.CosineAnnealingWarmRestarts,
-    lr_scheduler.ReduceLROnPlateau,
-)
-LR_AND_MOMENTUM = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
 
 
 def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
@@ -99,8 +84,6 @@ class ScheduleRunner:
         schedule: Schedule | None = None,
         every: Literal["step", "epoch"] = "step",
     ) -> None:
-        if every not in ("step", "epoch"):
-            raise ValueError(f"schedule_every is {every!r}; use 'step' or 'epoch'")
         self.every = every
         self.error: Exception | None = None
         self.raises_in: int | None = None
@@ -113,13 +96,15 @@ class ScheduleRunner:
             name = type(self._scheduler).__name__
             raise ValueError(f"{name} watches a value that exists once an epoch; use schedule_every='epoch'")
         rule = RULES.get(optimizer_cls)
-        found = [numbers(group) for group in self.optimizer.param_groups]
-        self.names: tuple[str, ...] = rule.columns if rule else tuple(n for n in found[0] if all(n in f for f in found))
+        groups = [numbers(group) for group in self.optimizer.param_groups]
+        self.names: tuple[str, ...] = (
+            rule.columns if rule else tuple(n for n in groups[0] if all(n in f for f in groups))
+        )
 
     def values(self) -> list[dict[str, float]]:
         """The current number of every column, one dict per param group."""
-        found = [numbers(group) for group in self.optimizer.param_groups]
-        return [{name: group[name] for name in self.names} for group in found]
+        groups = [numbers(group) for group in self.optimizer.param_groups]
+        return [{name: group[name] for name in self.names} for group in groups]
 
     def groups(self) -> list[dict[str, Any]]:
         """The current param groups as torch keeps them, without the parameters (`initial_lr` and the like included)."""
@@ -130,27 +115,16 @@ class ScheduleRunner:
 
     def moves(self) -> frozenset[str]:
         """The columns this schedule may change, for `split_hparams(..., scheduled=)`; unknown classes: all."""
-        if self._scheduler is None:
-            return frozenset()
-        return self._moves(self._scheduler)
-
-    def _moves(self, scheduler: Any) -> frozenset[str]:
-        if type(scheduler) in LR_ONLY:
-            return frozenset({"lr"})
-        if type(scheduler) in LR_AND_MOMENTUM:
-            return frozenset({"lr", "momentum", "beta1"} & set(self.names))
-        if type(scheduler) in (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
-            return frozenset[str]().union(*(self._moves(part) for part in scheduler._schedulers))
-        return frozenset(self.names)
+        if self._scheduler is None or self.foreign:
+            return frozenset(self.names if self.foreign else ())
+        cyclic = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)  # all others move the learning rate alone
+        momentum = {"momentum", "beta1"} if any(isinstance(s, cyclic) for s in _chain(self._scheduler)) else set()
+        return frozenset({"lr", *momentum} & set(self.names))
 
     @property
     def foreign(self) -> bool:
         """Whether a scheduler is not one of torch's own: it may read weights, which a stand-in does not have."""
-        return self._scheduler is not None and not self._torchs(self._scheduler)
-
-    def _torchs(self, scheduler: Any) -> bool:
-        parts = getattr(scheduler, "_schedulers", ())
-        return type(scheduler).__module__ == lr_scheduler.__name__ and all(self._torchs(part) for part in parts)
+        return self._scheduler is not None and not all(map(_is_torchs, _chain(self._scheduler)))
 
     def step(self, count: int = 1) -> None:
         """After `count` optimizer steps."""
@@ -188,9 +162,8 @@ class ScheduleRunner:
         if self._scheduler is None or self.every == "epoch":
             return True
         kind = type(self._scheduler)
-        own = kind.state_dict is lr_scheduler.LRScheduler.state_dict
-        torchs = kind.__module__ == lr_scheduler.__name__
-        return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (own or torchs)
+        complete = kind.state_dict is lr_scheduler.LRScheduler.state_dict
+        return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (complete or _is_torchs(self._scheduler))
 
     def table(self, steps: int) -> Tensor | None:
         """What the next `steps` optimizer steps use, float64 [G, names, steps], the first being `values()`.
@@ -220,12 +193,12 @@ class ScheduleRunner:
         return table.expand(-1, -1, steps).contiguous() if fixed else table.contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler and groups: torch's chainable schedules go on from the group's current value."""
+        """Scheduler and groups: torch's chainable schedules continue from the group's current value."""
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         return {"groups": self.groups(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of a runner with the same schedule."""
+        """Continue from `state_dict()` of a runner with the same schedule."""
         self.error = None
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             for name, value in saved.items():
@@ -237,7 +210,7 @@ class ScheduleRunner:
             self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
 
     def resume(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Go on from an optimizer's `param_groups` and a scheduler's own state_dict()."""
+        """Continue from an optimizer's `param_groups` and a scheduler's own state_dict()."""
         state = scheduler if scheduler is not None or self._scheduler is None else self._scheduler.state_dict()
         plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self.load_state_dict({"groups": plain, "scheduler": state})
@@ -248,12 +221,22 @@ class ScheduleRunner:
         return None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
 
 
+def _chain(scheduler: Any) -> list[Any]:
+    """A scheduler, and those that it runs in turn or together."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(inner for part in parts for inner in _chain(part))]
+
+
+def _is_torchs(scheduler: Any) -> bool:
+    return type(scheduler).__module__ == lr_scheduler.__name__
+
+
 def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Optimizer:
     """A real optimizer with one dummy parameter per group; tensors among the settings are copied, never shared."""
     accepted = set(inspect.signature(cls.__init__).parameters)
     groups: list[dict[str, Any]] = []
     for settings in hparams:
-        own = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}
-        groups.append({**with_defaults(cls, own), "params": [nn.Parameter(torch.zeros(1, 1))]})
+        plain = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}
+        groups.append({**with_defaults(cls, plain), "params": [nn.Parameter(torch.zeros(1, 1))]})
     first = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
     return cls(groups, **copy.deepcopy(first))

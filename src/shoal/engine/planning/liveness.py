@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.members.member import Member
-from shoal.engine.optim import rule_for
+from shoal.engine.optim.hparams import rule_for
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack.fused_update import FusedAdam
-from shoal.engine.stack.optimizers import StackedOptimizer
 from shoal.engine.stack.stack import Stack
+from shoal.engine.stack.stacked_optimizer import StackedOptimizer
 from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.trace import Trace, autocast
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,20 @@ class Observed:
     """Where the member's random stream is after the step, on a CPU."""
 
 
-def difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:
-    """What the two differ in, in a few words; empty: in nothing but rounding.
+def difference(expected: Observed, seen: Observed, trace: Trace, run_rounded: Callable[[], Observed]) -> str:
+    """Say in a few words what the two differ in; empty: in nothing but rounding.
 
-    `rounded`: what the step gave from inputs that were rounded, which shows how much rounding can do. `eps`: the unit
-    of rounding of the coarsest dtype in it: a loss in float32 may come out the same from rounded inputs.
+    `run_rounded`: runs the step from inputs that were rounded, which shows how much rounding can do. It is called where
+    they differ and some of the step is in fewer digits than float64.
     """
+    reason, eps = _difference(expected, seen), coarsest(trace)
+    if reason and eps > torch.finfo(torch.float64).eps:
+        return _difference(expected, seen, run_rounded(), eps)
+    return reason
+
+
+def _difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:
+    """`eps`: the coarsest unit of rounding: a loss in float32 may come out the same from rounded inputs."""
     for name, flag in expected.trainable.items():
         if flag != seen.trainable[name]:
             return f"it switches requires_grad of {name}"
@@ -138,11 +146,6 @@ def _nudged(tensor: Tensor, eps: float) -> Tensor:
     generator = torch.Generator().manual_seed(tensor.numel())
     noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return (tensor * (1 + eps * noise.to(tensor.device))).to(tensor.dtype)
-
-
-def is_coarse(trace: Trace) -> bool:
-    """Whether any of a step is in fewer digits than float64, so that rounding may show."""
-    return coarsest(trace) > torch.finfo(torch.float64).eps
 
 
 def coarsest(trace: Trace) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,6 +18,7 @@ from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, lift, numbers
 from shoal.engine.tracing.trace import Trace
 from shoal.errors import describe
+from shoal.utils.random_state import Snapshot
 
 if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Proofs
@@ -54,7 +53,7 @@ class Case:
         return self.key, tuple(trace.kind for trace in self.steps.values())
 
 
-def chosen(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
+def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
     """The few members to prove: one of each kind, and enough of them that every number differs which will differ.
 
     The most distant members are among them, and somebody stands beside one alone: a row must not see another's.
@@ -115,12 +114,11 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
 
     `caches`: it is known to fill caches at a first call.
     """
-    world, python, arrays = World(), random.getstate(), np.random.get_state()
+    world, before = World(), Snapshot()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
         yield world
-        same = zip(np.random.get_state(), arrays, strict=True)
-        if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
+        if before.moved():
             world.reason = "it draws from python's or numpy's random numbers inside the step"
         elif state.changed and not caches:
             world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
@@ -128,8 +126,21 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
-def caches_of(rows: Sequence[Case]) -> bool:
-    return any(trace.caches for case in rows for trace in case.steps.values())
+def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool], list[str]]) -> list[str]:
+    """Say for each of these members what differs; empty where nothing does.
+
+    `code`: the users' functions that run. `run`: compares, in float64 if it is called with True, as it is where `wide`.
+    """
+    caches = any(trace.caches for case in rows for trace in case.steps.values())
+    try:
+        with same_world(*code, caches=caches) as world:
+            try:
+                reasons = run(wide)
+            except NotInFloat64:
+                reasons = run(False)
+        return [reason or world.reason for reason in reasons]
+    except Exception as error:
+        return [unchecked(error)] * len(rows)
 
 
 def unchecked(error: Exception) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from shoal.engine.members.member import Member
-from shoal.engine.proof.training import prove_training
+from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable

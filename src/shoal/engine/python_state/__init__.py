@@ -1,0 +1,1 @@
+"""Python state that a step can reach: found, compared, restored, saved and copied."""

@@ -22,7 +22,8 @@ from shoal.data.source import as_bytes
 from shoal.engine.python_state import places
 from shoal.engine.python_state._compare import same_value, version
 from shoal.engine.python_state._contents import ArrayContent, CachedCalls, Position, TensorContent
-from shoal.engine.python_state._state_codec import Decoder, Encoder, NotSavable, Plain
+from shoal.engine.python_state._parts import NotSavable
+from shoal.engine.python_state._state_codec import Decoder, Encoder, Plain
 from shoal.engine.python_state.places import Path, Place, key_name, say
 from shoal.engine.python_state.state_walk import Walk
 

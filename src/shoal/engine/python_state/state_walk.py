@@ -160,10 +160,6 @@ class Walk:
                 if not is_library_module(value.__name__, getattr(value, "__file__", None)):
                     self._names(vars(value), read, frozenset())
 
-    @functools.cached_property
-    def _modules(self) -> set[tuple[int, frozenset[str]]]:
-        return set()
-
     def _method(self, path: Path, method: types.MethodType) -> None:
         self._push(path, ".__func__", method.__func__)
         self._push(path, ".__self__", method.__self__)

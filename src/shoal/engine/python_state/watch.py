@@ -32,9 +32,6 @@ class RequiresGrad(Place):
     def get(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.owner]
 
-    def changed(self, note: list[bool]) -> bool:
-        return self.get() != note
-
 
 @dataclass(slots=True, eq=False)
 class _Check:
@@ -144,9 +141,7 @@ def _key(place: Place) -> tuple[Any, ...]:
 def _identity(place: Place) -> Callable[[], bool] | None:
     """A quick test whether a place holds the very objects that it holds now; None: there is none."""
     owner = place.owner
-    if isinstance(place, places.Attributes):
-        return _same_values(place.space)
-    if isinstance(place, places.ClassAttributes):
+    if isinstance(place, places.Attributes | places.ClassAttributes):
         return _same_values(vars(owner))
     if isinstance(place, places.Items) and isinstance(owner, dict):
         return _same_values(owner)
@@ -172,3 +167,22 @@ def _same_values(space: Mapping[Any, Any]) -> Callable[[], bool]:
             return False
 
     return same
+
+
+MOST_CHANGES, FEW_STEPS = 8, 8
+"""After so many changes, with fewer steps from one to the next, recording each time costs more than it gains."""
+
+
+class ChangeLog:
+    """How often what members' steps read has changed."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[int]] = {}
+
+    def note(self, member: int, step: int, changed: Path) -> str | None:
+        """Note that this changed at a member's step; where that happens too often, the reason not to stack it."""
+        steps = self._steps.setdefault(member, [])
+        steps.append(step)
+        if len(steps) < MOST_CHANGES or steps[-1] - steps[-MOST_CHANGES] >= FEW_STEPS * MOST_CHANGES:
+            return None
+        return f"what its step reads changes too often ({places.say(changed)})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from shoal.engine.optim import ScheduleRunner
+from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.places import say
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.state_walk import Walk

@@ -20,7 +20,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
-from shoal.engine.optim import RULES, Flags, ScheduleRunner, split_hparams
+from shoal.engine.optim.hparams import split_hparams, structure
+from shoal.engine.optim.rule import Flags
+from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
@@ -55,21 +57,16 @@ class OptimizerPlan:
     def skeleton(self) -> list[dict[str, Any]]:
         """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
         first = 0
-        found = []
+        groups = []
         for group, settings in zip(self.groups, self.settings, strict=True):
-            found.append({**settings, "params": list(range(first, first + len(group)))})
+            groups.append({**settings, "params": list(range(first, first + len(group)))})
             first += len(group)
-        return found
+        return groups
 
     @property
     def key(self) -> Hashable:
-        structure = None if self.flags is None else tuple(tuple(sorted(f.items())) for f in self._structural())
-        return (self.kind, tuple(map(tuple, self.groups)), structure)
-
-    def _structural(self) -> list[dict[str, bool]]:
-        assert self.flags is not None
-        names = RULES[self.kind].structural
-        return [{name: flags[name] for name in names} for flags in self.flags]
+        common = None if self.flags is None else tuple(structure(self.kind, flags) for flags in self.flags)
+        return (self.kind, tuple(map(tuple, self.groups)), common)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +78,7 @@ class Recipe:
     """Rows in a batch -> the step as a graph."""
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
-    """Of the computation, which is that of everybody in the stack; the optimizer is each member's own affair."""
+    """Of the computation, which all members of a stack share; optimizers may differ."""
 
     def __post_init__(self) -> None:
         job, member = self.member.job, self.member
@@ -112,7 +109,7 @@ class Proofs:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, key: Hashable) -> int:
-        """A number that stands for a key, which may be long."""
+        """A number for a key, which may be long."""
         return self._numbers.setdefault(key, len(self._numbers))
 
 
@@ -289,10 +286,10 @@ class TraceCache:
             except Untraceable as refusal:
                 made = refusal
             self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])
-        found = self._traces[key].made
-        if isinstance(found, Untraceable):
-            raise found
-        return found
+        recorded = self._traces[key].made
+        if isinstance(recorded, Untraceable):
+            raise recorded
+        return recorded
 
 
 def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:

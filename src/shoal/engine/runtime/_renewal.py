@@ -12,15 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.engine.python_state.places import say
+from shoal.engine.python_state.watch import ChangeLog
 from shoal.errors import ShoalWarning
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
     from shoal.engine.runtime.planning_context import PlanningContext
     from shoal.engine.runtime.unit_runner import UnitRunner
-
-MOST_CHANGES, FEW_BATCHES = 8, 8
-"""After so many changes, with fewer batches from one to the next, recording each time costs more than it gains."""
 
 
 class Renewals:
@@ -32,8 +30,7 @@ class Renewals:
         """Whether code of the user's has run since the last look."""
         self._unstacked: dict[int, str] = {}
         """Members that can no longer be stacked, and why."""
-        self._changes: dict[int, list[int]] = {}
-        """The batches that a member had had when its step changed."""
+        self._log = ChangeLog()
 
     def look_within(self, runners: Sequence[UnitRunner]) -> None:
         """After batches, and before any epoch is closed: has something changed what steps read in the meantime?"""
@@ -66,7 +63,7 @@ class Renewals:
 
     def _renew(self, runners: Sequence[UnitRunner], waiting: Iterable[Member]) -> set[int]:
         """New recipes where they are due; whose steps have become others by it."""
-        if not self.due or not all(runner.unit.settled for runner in runners):
+        if not self.due or not all(runner.unit.at_step_boundary for runner in runners):
             return set()
         self.due = False
         alive = {member.index: member for runner in runners for member in runner.members}
@@ -82,9 +79,7 @@ class Renewals:
                 runner.unit.forget_evaluations()
         moved = self.planning.renew([alive[index] for index in changes], self._unstacked)
         for index in moved:
-            noted = self._changes.setdefault(index, [])
-            noted.append(alive[index].batches)
-            if len(noted) >= MOST_CHANGES and noted[-1] - noted[-MOST_CHANGES] < FEW_BATCHES * MOST_CHANGES:
-                reason = f"what its step reads changes too often ({say(changes[index])})"
+            reason = self._log.note(index, alive[index].batches, changes[index])
+            if reason is not None:
                 self._unstacked.setdefault(index, reason)  # from the next change on
         return moved

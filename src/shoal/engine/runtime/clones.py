@@ -134,7 +134,7 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
         why = f"it has {source.status}"
     elif source.status == "done" and source.place:
         why = "it ended within an epoch, which is closed"
-    elif not source.settled:
+    elif not source.at_step_boundary:
         why = "it is between two optimizer steps"
     if why is not None:
         raise JobError(

@@ -1,4 +1,4 @@
-"""Optimizers without a rule: the members' own objects, on their rows of the stack."""
+"""Optimizers without a rule: each member's own optimizer object, on its rows of the stack."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.member import make_optimizer, make_schedule, trying
-from shoal.engine.optim import load_optimizer
+from shoal.engine.optim.schedules import jump_to
+from shoal.engine.optim.state import load_optimizer
 
 if TYPE_CHECKING:
-    from shoal.engine.stack.optimizers import Grads, Span, StackedOptimizer
+    from shoal.engine.stack.optimizers import Grads, Span
 
 
 class PerMemberOptimizers:
@@ -39,10 +41,16 @@ class PerMemberOptimizers:
                 optimizer._opt_called = True  # it has stepped, elsewhere
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
-        self.failed: dict[int, Exception] = {}
-        """Whose optimizer raised in its last step, by slots, and what."""
         for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
             member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
+        self._begin(self._current_rates())
+
+    def _begin(self, last_rates: list[float]) -> None:
+        self.last_rates = last_rates
+        """Every member's learning rate at its last step."""
+        self.failed: dict[int, Exception] = {}
+        """What members' optimizers raised in their last step, by slots."""
+        self._schedule_errors: dict[int, Exception] = {}
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -53,9 +61,6 @@ class PerMemberOptimizers:
             for stacked, name in zip(stack.params, stack.param_names, strict=True):
                 params[name].data = stacked.detach()[row]
             self._params.append([params[stack.param_names[i]] for i in stack.trained])
-
-    def tensors(self) -> list[Tensor]:
-        return []
 
     def update(self, grads: Grads, active: Tensor | None) -> None:
         moving = [True] * len(self.optimizers) if active is None else active.tolist()
@@ -71,41 +76,95 @@ class PerMemberOptimizers:
             for param in self._params[slot]:
                 param.grad = None
 
+    # --- schedules --------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule_failed(self) -> bool:
+        return bool(self._schedule_errors)
+
+    def schedule_failures(self) -> dict[int, Exception]:
+        """What members' schedules raised after a step that was taken, by slots."""
+        return self._schedule_errors
+
+    def step_schedules(self) -> None:
+        """Move schedules on after an optimizer step of all members."""
+        self.last_rates = self._current_rates()
+        for slot, (member, schedule) in enumerate(zip(self.span.members, self.schedules, strict=True)):
+            if schedule is not None and member.job.schedule_every == "step" and slot not in self.failed:
+                self._move(slot, schedule)
+
+    def end_epoch(self, slot: int, value: float | None) -> None:
+        """Move one member's epoch schedule on; `value`: the watched value."""
+        schedule = self.schedules[slot]
+        if not isinstance(schedule, ReduceLROnPlateau):
+            self._move(slot, schedule)
+        elif value is not None:
+            self._move(slot, schedule, value)
+
+    def _move(self, slot: int, schedule: Any, *metric: float) -> None:
+        if slot not in self._schedule_errors:
+            try:
+                schedule.step(*metric)
+            except Exception as error:
+                self._schedule_errors[slot] = error
+
+    def _current_rates(self) -> list[float]:
+        return [float(opt.param_groups[0].get("lr", float("nan"))) for opt in self.optimizers]
+
+    # --- members' state ---------------------------------------------------------------------------------------------
+
     def rows(self, slot: int) -> list[Tensor]:
-        """Nothing of its state lies in rows."""
+        """Nothing: a member's state is in its own optimizer."""
         return []
 
     def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """A member's state_dict()."""
         return copy.deepcopy(self.optimizers[slot].state_dict())
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
+        """A member's scheduler's state_dict(); None: it has none."""
         schedule = self.schedules[slot]
         return None if schedule is None else copy.deepcopy(schedule.state_dict())
 
-    def merged(self, span: Span, other: StackedOptimizer | PerMemberOptimizers) -> PerMemberOptimizers:
-        """For rows of both's members: the optimizer and scheduler objects themselves."""
-        assert isinstance(other, PerMemberOptimizers)
+    def load(self, slot: int, step: int | None) -> None:
+        """Take the member's own optimizer state as it is now; `step`: continue its schedule as after so many steps."""
+        member = self.span.members[slot]
+        if member.optimizer_state:
+            load_optimizer(self.optimizers[slot], member.optimizer_state)
+        else:
+            self.optimizers[slot] = make_optimizer(member.job, self.twins[slot])
+            self.schedules[slot] = make_schedule(member.job, self.optimizers[slot])
+        if step is not None and self.schedules[slot] is not None:
+            jump_to(self.schedules[slot], step)
+
+    # --- members join and leave -------------------------------------------------------------------------------------
+
+    def merged(self, span: Span, other: PerMemberOptimizers) -> PerMemberOptimizers:
+        """The optimizer and scheduler objects of both's members, on the rows of `span`."""
         new = object.__new__(PerMemberOptimizers)
         new.span = span
         new.twins = [*self.twins, *other.twins]
         new.optimizers = [*self.optimizers, *other.optimizers]
         new.schedules = [*self.schedules, *other.schedules]
-        new.failed = {}
         new._point()
+        new._begin([*self.last_rates, *other.last_rates])
         return new
 
-    def take(self) -> None:
-        """After some of the objects were at work elsewhere: their parameters have to be this stack's again."""
+    def take(self, other: PerMemberOptimizers, rows: list[int], theirs: list[int]) -> None:
+        """Let members' optimizer objects, which the other shares, work on this stack again."""
         self._point()
+        for row, place in zip(rows, theirs, strict=True):
+            if row < len(self.last_rates):
+                self.last_rates[row] = other.last_rates[place]
 
     def keep(self, span: Span, rows: list[int]) -> PerMemberOptimizers:
-        """The same optimizer objects, on the members' new slices."""
-        kept = object.__new__(PerMemberOptimizers)
+        """The same optimizer objects of these rows, which are those of `span` now."""
+        new = object.__new__(PerMemberOptimizers)
         slots = rows[: len(span.recipes)]
-        kept.span = span
-        kept.twins = [self.twins[slot] for slot in slots]
-        kept.optimizers = [self.optimizers[slot] for slot in slots]
-        kept.schedules = [self.schedules[slot] for slot in slots]
-        kept.failed = {}
-        kept._point()
-        return kept
+        new.span = span
+        new.twins = [self.twins[slot] for slot in slots]
+        new.optimizers = [self.optimizers[slot] for slot in slots]
+        new.schedules = [self.schedules[slot] for slot in slots]
+        new._point()
+        new._begin([self.last_rates[slot] for slot in slots])
+        return new

@@ -1,6 +1,6 @@
 """Adam on a CPU through torch's fused kernel, a member at a time.
 
-For a network of some size one pass over a member's weights beats ten passes over everybody's: the member stays in the
+For a network of some size one pass over a member's weights beats ten passes over all members': the member stays in the
 cache. For tiny networks the calls would cost more than the arithmetic, so they keep the rule. Which of the two is a
 matter of the member's own shapes alone: the bits must not depend on the pack.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.optim import Rule
+from shoal.engine.optim.rule import Rule
 
 LEAST_ELEMENTS = 1 << 14
 LEAST_MEAN = 1 << 11
@@ -35,17 +35,17 @@ def suits(kind: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> bool:
 
 
 class FusedAdam:
-    """The members' slices of one group's parameters and state, ready to be handed to the kernel."""
+    """The members' slices of one group's parameters and state, ready for the kernel."""
 
     def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
         self.flags = rule.flags
-        self.kernel: Any = torch._fused_adamw_ if rule.flags["decoupled_weight_decay"] else torch._fused_adam_
+        self.kernel: Any = torch._fused_adamw_ if "decoupled_weight_decay" in rule.flags else torch._fused_adam_
         self.clocks = list({id(state["step"]): state["step"] for state in states}.values())
         self.steps = torch.zeros(params[0].shape[0], dtype=torch.float32)
         self._params = _slices(params)
         self._first = _slices([state["exp_avg"] for state in states])
         self._second = _slices([state["exp_avg_sq"] for state in states])
-        amsgrad = rule.flags["amsgrad"]
+        amsgrad = "amsgrad" in rule.flags
         self._most = _slices([state["max_exp_avg_sq"] for state in states]) if amsgrad else [()] * len(self._params)
         self._steps = [(step,) * len(params) for step in self.steps.unbind(0)]
         self._numbers: tuple[Tensor, list[dict[str, float]]] | None = None
@@ -62,7 +62,7 @@ class FusedAdam:
         for m in moving:
             self.kernel(
                 self._params[m], slices[m], self._first[m], self._second[m], self._most[m], self._steps[m],
-                amsgrad=self.flags["amsgrad"], maximize=self.flags["maximize"], **numbers[m],
+                amsgrad="amsgrad" in self.flags, maximize="maximize" in self.flags, **numbers[m],
             )  # fmt: skip
 
     def _rows(self, h: Mapping[str, Tensor]) -> list[dict[str, float]]:

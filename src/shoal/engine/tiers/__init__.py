@@ -1,0 +1,1 @@
+"""How members run: the interface of all tiers, the serial tier, validation."""

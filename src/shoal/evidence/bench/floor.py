@@ -64,12 +64,12 @@ def count(kind: Kind, precision: str | None) -> Cost:
     narrow = 0.5 if precision == "bf16" else 1.0
     model = kind.make().to("meta").train()
     x, y = (t.to("meta") for t in kind.data(kind.batch_size))
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
-        if key not in own:
+        if key not in parameter_storages:
             kept[key] = tensor
         return tensor
 

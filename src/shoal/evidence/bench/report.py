@@ -38,8 +38,8 @@ def peak(memory: dict[str, Any] | None) -> int | None:
     """The figure for the table: what the allocator held at most (GPU), how far the resident set grew (CPU)."""
     if memory is None:
         return None
-    found: int | None = memory["reserved"] if memory["reserved"] is not None else memory["growth"]
-    return found
+    size: int | None = memory["reserved"] if memory["reserved"] is not None else memory["growth"]
+    return size
 
 
 def heading(result: dict[str, Any]) -> str:

@@ -39,16 +39,16 @@ class Data:
 
 def load(folder: Path | None = None, rows: int | None = None) -> Data:
     """MNIST from `mnist.npz` in this folder, or digits; `rows` of the training rows, the first of one fixed order."""
-    found = _digits() if folder is None else _mnist(folder)
-    mixed = torch.randperm(len(found.x), generator=torch.Generator().manual_seed(0))
-    kept = mixed if rows is None else mixed[:rows]
-    mean, deviation = found.x[kept].mean(), found.x[kept].std()
+    loaded = _digits() if folder is None else _mnist(folder)
+    mixed = torch.randperm(len(loaded.x), generator=torch.Generator().manual_seed(0))
+    picked = mixed if rows is None else mixed[:rows]
+    mean, deviation = loaded.x[picked].mean(), loaded.x[picked].std()
     return Data(
-        found.name,
-        (found.x[kept] - mean) / deviation,
-        found.y[kept],
-        (found.x_test - mean) / deviation,
-        found.y_test,
+        loaded.name,
+        (loaded.x[picked] - mean) / deviation,
+        loaded.y[picked],
+        (loaded.x_test - mean) / deviation,
+        loaded.y_test,
     )
 
 

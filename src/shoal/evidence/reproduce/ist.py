@@ -140,10 +140,10 @@ def trained(
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting, device)
     if executor is not None:
-        hands = executor(job, method)
+        workers = executor(job, method)
     else:
-        hands = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
-    result = train_split(job, method, hands, device=device, val_every=max(1, look_every // setting.window))
+        workers = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
+    result = train_split(job, method, workers, device=device, val_every=max(1, look_every // setting.window))
     report = result.split
     assert report is not None
     columns = ("step", "bytes", "seconds", "accuracy")
@@ -172,7 +172,7 @@ def choose(
 ) -> list[Setting]:
     """For each method and window the rate that does best on rows held out, in as many steps as it will have."""
     inner = replace(scene, data=scene.data.held_out())
-    found = []
+    chosen = []
     for method in methods:
         for window in (1,) if method == DATA_PARALLEL else windows:
             scores = {}
@@ -182,8 +182,8 @@ def choose(
                 row = trained(inner, setting, seed, device=device, look_every=setting.steps)
                 scores[rate] = last(row) if row["status"] == "done" else 0.0
             best = max(scores, key=lambda rate: scores[rate])
-            found.append(Setting(method=method, window=window, rate=best, steps=scene.length(method)))
-    return found
+            chosen.append(Setting(method=method, window=window, rate=best, steps=scene.length(method)))
+    return chosen
 
 
 def windows_of(text: str, *, small: bool) -> tuple[int, ...]:
@@ -212,10 +212,10 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 def grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, float], list[dict[str, Any]]]:
     """The seeds of each setting."""
-    found: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["method"], row["window"], row["rate"]), []).append(row)
-    return found
+        groups.setdefault((row["method"], row["window"], row["rate"]), []).append(row)
+    return groups
 
 
 def target_of(rows: Sequence[dict[str, Any]]) -> float:

@@ -33,9 +33,9 @@ def scale(device: str, *, quick: bool) -> dict[str, int]:
     return {"side": 224, "batch_size": 32} if device.startswith("cuda") else {"side": 64, "batch_size": 4}
 
 
-def line(k: int, network: str, found: list[Outcome]) -> dict[str, Any]:
+def line(k: int, network: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """One cell of the table with all that belongs to it."""
-    eager, packed = (next(o for o in found if o.way == way) for way in ("eager", "shoal"))
+    eager, packed = (next(o for o in outcomes if o.way == way) for way in ("eager", "shoal"))
     alone = peak(asdict(eager.memory)) if eager.memory else None
     together = peak(asdict(packed.memory)) if packed.memory else None
     return {
@@ -49,7 +49,7 @@ def line(k: int, network: str, found: list[Outcome]) -> dict[str, Any]:
         "memory_ratio": None if not alone or together is None else together / alone,
         "error": eager.error or packed.error,
         "note": packed.note,
-        "outcomes": [outcome.to_dict() for outcome in found],
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
     }
 
 
@@ -74,14 +74,14 @@ def pack(
         for i, (name, k) in enumerate(plan):
             share = (end - time.monotonic()) / (len(plan) - i)
             spec = Spec(network=name, members=k, precision=precision, batches=8, **at)
-            found = compare(
+            outcomes = compare(
                 spec,
                 settings,
                 time.monotonic() + share,
                 driver,
                 lambda text, k=k: tell(f"{k} packed, {text}"),  # type: ignore[misc]
             )
-            lines.append(line(k, name, found))
+            lines.append(line(k, name, outcomes))
     return {
         "stamp": stamp(settings.device, settings.threads),
         "settings": asdict(settings),

@@ -1,0 +1,1 @@
+"""What all split methods share: parts, state, rows, reports and checks."""

@@ -1,0 +1,1 @@
+"""Executors on this machine: parts one after another, or as a pack."""

@@ -1,0 +1,1 @@
+"""The split methods: IST, SIL, local SGD and data parallel."""

@@ -7,19 +7,19 @@ compiled whole (forward, backward and update fuse across their borders) and capt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.engine.optim import MemberScaler
 from shoal.engine.optim.compile_fence import fence
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
-from shoal.engine.tiers.captured._random_masks import Noise
 from shoal.engine.tracing.trace import autocast
+from shoal.utils.randomness import Draw, counter_draw, draw_columns, site_numbers
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Inputs:
     tick: Tensor
     """Batches since the host last looked, [] int64."""
     moving: Tensor
-    """[M] bool: the others stand still, row, clock and all."""
+    """[M] bool: the other rows do not change, their clocks included."""
     count: Tensor
     """Batches each member has had, [M] int64: the clock of its random draws."""
     seeds: Tensor
@@ -47,8 +47,8 @@ class Inputs:
     [steps + 1, G, names, M]; None: they do not change."""
 
     def tensors(self) -> list[Tensor]:
-        found = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
-        return found + [t for t in (self.orders, *self.tables) if t is not None]
+        tensors = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
+        return tensors + [t for t in (self.orders, *self.tables) if t is not None]
 
     def bind(self, tensors: list[Tensor]) -> Inputs:
         rest = list(tensors)
@@ -75,7 +75,7 @@ def stack_tensors(stack: Stack) -> list[Tensor]:
 
 
 def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
-    """The same stack on other tensors, those a trace hands in."""
+    """The same stack on other tensors, those of a trace."""
     rest = list(tensors)
     bound = object.__new__(Stack)
     bound.__dict__.update(stack.__dict__)
@@ -90,12 +90,27 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     )
     bound.active = rest.pop(0)
     if stack.scaler is not None:
-        scaler = object.__new__(MemberScaler)
-        scaler.__dict__.update(stack.scaler.__dict__)
-        scaler.scale_M, scaler.growth_tracker_M = rest.pop(0), rest.pop(0)
-        bound.scaler = scaler
+        bound.scaler = stack.scaler.on(rest.pop(0), rest.pop(0))
     bound.max_norm = rest.pop(0) if stack.max_norm is not None else None
     return bound
+
+
+class StepDraws:
+    """The random draws of a step, with everything they need on the device beforehand."""
+
+    def __init__(self, draws: Sequence[Draw], members: int, device: torch.device) -> None:
+        self._draws = draws
+        self._columns = [draw_columns(draw, members, device) for draw in draws]
+        numbers = site_numbers(draws, members)
+        self._sites = [torch.tensor(row, dtype=torch.int64, device=device) for row in numbers]
+
+    def of(self, seeds: Tensor, counts: Tensor) -> Callable[[int], Tensor]:
+        """The draws of members with these seeds at these batches: from a draw's number to its values [M, ...]."""
+
+        def value(index: int) -> Tensor:
+            return counter_draw(self._draws[index], seeds, counts, self._sites[index], self._columns[index])
+
+        return value
 
 
 class Step:
@@ -104,7 +119,7 @@ class Step:
     def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
-        self.noise = Noise(program.draws, len(stack.rows), stack.device)
+        self.draws = StepDraws(program.draws, len(stack.rows), stack.device)
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
         """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
@@ -140,7 +155,7 @@ class Step:
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
-        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
+        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that does not move may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         if rows.dim() == 2 and rows.shape[0] > 1:
             rows = fence(rows)  # or every element of the batch would look up its row by itself
@@ -148,7 +163,7 @@ class Step:
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
     def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        solo, drawn = not self.program.members, self.noise.of(inputs.seeds, inputs.count)
+        solo, drawn = not self.program.members, self.draws.of(inputs.seeds, inputs.count)
 
         def noise(index: int) -> Tensor:
             return drawn(index)[0] if solo else drawn(index)

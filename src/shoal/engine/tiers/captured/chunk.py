@@ -1,7 +1,7 @@
 """A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
 
-Its rows are seats. A member that leaves makes its seat free, and another one may take it while every address stays the
-same: what was compiled and captured goes on.
+Its rows are seats. A member that leaves frees its seat, and another one may take it while every address stays the
+same: what was compiled and captured remains valid.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
-from shoal.engine.optim import merge_flags
+from shoal.engine.optim.hparams import merge_flags
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe, TraceCache
-from shoal.engine.stack.optimizers import StackedOptimizer, kind
+from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import Stack
+from shoal.engine.stack.stacked_optimizer import StackedOptimizer
 from shoal.engine.tiers.captured._compile import Executable, executable, warm_up
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -38,7 +39,7 @@ class Chunk:
         self.stack, self.trace_cache, self.cache = stack, trace_cache, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
         self.seats: list[Member | None] = list(stack.members)
-        """Who sits in each row; None: nobody, and the row stands still."""
+        """The member of each row; None: the row is free and does not change."""
         member = stack.members[0]
         size, n, device = len(stack.rows), member.num_rows, stack.device
         source = member.data.source
@@ -124,8 +125,6 @@ class Chunk:
 
     def assign(self, seats: Mapping[int, Recipe]) -> None:
         """Put members, wherever they are in their training, into free rows, all of them at once."""
-        self.view.rates_of.settle()
-        last = {row: rate for row, rate in enumerate(self.view.rates_of.last) if row not in seats}
         new_members = Stack(list(seats.values()), size=len(seats), passing=True)
         seat = {recipe.member.index: row for row, recipe in seats.items()}
         rows = [seat[member.index] for member in new_members.members]  # the stack has them in an order of its own
@@ -138,7 +137,6 @@ class Chunk:
         self.inputs.count.index_copy_(0, index, counts)
         self.inputs.seeds.index_copy_(0, index, seeds)
         self.view = StackedUnit.around(self.stack, self.trace_cache)
-        self.view.rates_of.carry(last)
         self._rest()
 
     def release(self, rows: Sequence[int]) -> None:
@@ -148,27 +146,23 @@ class Chunk:
         self._rest()
 
     def _rest(self) -> None:
-        """Schedules of those who have left may be at their end."""
-        self.view.rates_of.rest([row for row, seat in enumerate(self.seats) if seat is None])
+        """Stop the schedules of members that have left: they may be at their end."""
+        self.stack.optimizer.freeze_schedules([row for row, seat in enumerate(self.seats) if seat is None])
 
     def fitted(self) -> Chunk:
         """This chunk, or a smaller one with the same members where half of the seats are free."""
         rows = self.alive
         if len(rows) > len(self.seats) // 2 or not rows:
             return self
-        self.view.rates_of.settle()
         stack = self.stack.keep(rows, len(rows))
-        kept = Chunk(stack, self.trace_cache, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
-        last = self.view.rates_of.last
-        kept.view.rates_of.carry({place: last[row] for place, row in enumerate(rows)})
-        return kept
+        return Chunk(stack, self.trace_cache, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def load(self, batches: int, rows: int) -> None:
         """Make ready for so many batches of those members whose next batch has so many rows."""
         self.inputs.tick.zero_()
-        if not self.alive:  # what was captured runs along: its rows stand still
+        if not self.alive:  # what was captured runs all the same: its rows do not change
             self.move(rows)
             return
         self._load_orders()
@@ -177,16 +171,14 @@ class Chunk:
             self.inputs.place.copy_(torch.tensor(places[self.alive[0]] if self.shared else places))
             self._places = places
         self.move(rows)
-        rates = self.view.rates_of
-        rates.settle()
-        rates.begin(batches, least=1)
-        for part, ahead, held in zip(self.stack.optimizer.ruled(), rates.tables, self.inputs.tables, strict=True):
+        self.stack.optimizer.look_ahead(batches, least=1)
+        for part, held in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):
             if held is not None:  # those with a schedule may have left: their numbers are constant then
-                coming = part.columns.packed if ahead is None else ahead.permute(3, 0, 1, 2)
+                coming = part.columns.packed if part.table is None else part.table.permute(3, 0, 1, 2)
                 held[: batches + 1].copy_(coming)
 
     def move(self, rows: int, after: int = 0) -> None:
-        """Let those move whose batch has so many rows, `after` batches from where they are; the others stand still."""
+        """Let members move whose batch has so many rows, `after` batches from now; the others do not change."""
         moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
         if moving != self._moving:
             self.inputs.moving.copy_(torch.tensor(moving))
@@ -282,7 +274,7 @@ class Chunk:
         self.step(rows).run(self.stack, self.inputs)
 
     def note(self, batches: int) -> None:
-        """What so many batches of everybody gave, to the members."""
+        """Write what so many batches gave into the members."""
         losses = self.inputs.losses[:batches].T.tolist()
         for row, member in enumerate(self.seats):
             if member is not None:
@@ -290,7 +282,7 @@ class Chunk:
                 member.place += batches
                 member.batches += batches
         self._places = [0 if member is None else member.place for member in self.seats]
-        self.view.rates_of.skip(batches)
+        self.stack.optimizer.skip_steps(batches)
 
 
 def _to_host(member: Member) -> None:

@@ -1,0 +1,1 @@
+"""The stacked tier: one network with a member axis."""

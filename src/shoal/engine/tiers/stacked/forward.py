@@ -1,4 +1,4 @@
-"""One forward pass of many models: eval-mode outputs for the same inputs, stacked where that is exact."""
+"""Many models in eval mode on the same inputs, as one stacked program where that is exact."""
 
 from __future__ import annotations
 
@@ -10,14 +10,38 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import evaluating
-from shoal.engine.proof.evaluation import prove_evaluation
+from shoal.engine.proof.cases import stacked_state
+from shoal.engine.proof.prove import prove_evaluation
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable
-from shoal.engine.tiers.unit import Unlike, context_lost, evaluated, out_of_memory, stack_outputs
+from shoal.engine.tiers.unit import Unlike, context_lost, evaluated, member_output, out_of_memory, stack_outputs
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import skeleton
 from shoal.engine.tracing.trace import Trace, autocast
+
+
+def evaluation_program(
+    models: Sequence[nn.Module],
+    whats: Sequence[Evaluation],
+    traces: Sequence[Trace],
+    rows: Sequence[int],
+    batch: Any,
+    trace_cache: TraceCache,
+    device: torch.device,
+) -> Program | None:
+    """The eval-mode program of these models on a batch that they share; `rows`: the model of each row of the stack.
+
+    None where it cannot be stacked, draws random numbers, or writes to parameters (an embedding with max_norm), which
+    belong to the members' own models.
+    """
+    try:
+        flags = [False] * len(pytree.tree_leaves(batch))
+        program = trace_cache.program([traces[row] for row in rows], flags, device)
+        prove_evaluation(models, whats, traces, batch, trace_cache)
+    except (NotStackable, Untraceable):
+        return None
+    return None if program.draws or program.written else program
 
 
 class Forward:
@@ -46,55 +70,47 @@ class Forward:
         for places, traces in groups:
             stacked = self._stacked(places, traces, inputs) if traces else None
             for i, place in enumerate(places):
-                outputs[place] = self._alone(place, inputs) if stacked is None else _row(stacked, i)
+                outputs[place] = self._alone(place, inputs) if stacked is None else member_output(stacked, i)
         return joined(outputs)
 
     def _groups(self, inputs: tuple[Any, ...]) -> list[tuple[list[int], list[Trace]]]:
         """Models by what they compute; those without a graph have none."""
-        found: dict[Hashable, tuple[list[int], list[Trace]]] = {}
+        groups: dict[Hashable, tuple[list[int], list[Trace]]] = {}
         for place, model in enumerate(self.models):
             try:
                 graph = self._trace_cache.evaluation(model, self._what, inputs)
             except Untraceable:
-                found[("alone", place)] = ([place], [])
+                groups[("alone", place)] = ([place], [])
                 continue
-            places, traces = found.setdefault(skeleton(graph), ([], []))
+            places, traces = groups.setdefault(skeleton(graph), ([], []))
             places.append(place)
             traces.append(graph)
-        return list(found.values())
+        return list(groups.values())
 
     def _stacked(self, places: list[int], traces: list[Trace], inputs: tuple[Any, ...]) -> Any:
         """One program for all of them; None where it cannot be, or would not pay."""
-        leaves = pytree.tree_leaves(inputs)
         if len(places) < 2:
             return None
-        device = next(self.models[places[0]].parameters()).device
-        try:
-            program = Program(traces, device=device, stacked_batch=[False] * len(leaves))
-            models = [self.models[place] for place in places]
-            prove_evaluation(models, [self._what] * len(models), traces, inputs, self._trace_cache)
-        except (NotStackable, Untraceable):
-            return None
-        if program.draws:
+        models, rows = [self.models[place] for place in places], range(len(places))
+        device = next(models[0].parameters()).device
+        whats = [self._what] * len(models)
+        program = evaluation_program(models, whats, traces, rows, inputs, self._trace_cache, device)
+        if program is None:
             return None
         key = tuple(places)
         if key not in self._states:
-            self._states[key] = self._stack(places, traces[0])
+            self._states[key] = stacked_state(models, traces[0])
         state, count = self._states[key], len(traces[0].params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
         try:
             with torch.no_grad(), autocast(self.precision, device):
-                out, _ = program(state, leaves, lambda index: torch.empty(0))
+                out, _ = program(state, pytree.tree_leaves(inputs), lambda index: torch.empty(0))
         except Exception as error:
             if out_of_memory(error) or context_lost(error):
                 raise
             return None  # their own Python may handle what a stack does not
         return out
-
-    def _stack(self, places: list[int], graph: Trace) -> list[Tensor]:
-        named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (self.models[p] for p in places)]
-        return [torch.stack([own[name].detach() for own in named]) for name in (*graph.params, *graph.buffers)]
 
     def _alone(self, place: int, inputs: tuple[Any, ...]) -> Any:
         model = self.models[place]
@@ -115,7 +131,3 @@ def joined(outputs: list[Any]) -> Any:
         shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
         raise ValueError(f"the members' outputs differ ({shapes}); call each member's own model instead")
     return stacked
-
-
-def _row(outputs: Any, place: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[place], outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,17 +13,16 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.batch_stream import Stream
 from shoal.engine.members.member import Member
-from shoal.engine.proof.evaluation import prove_evaluation
-from shoal.engine.proof.training import proven_together
+from shoal.engine.proof.prove import proven_together
 from shoal.engine.recipes.program import Program, as_column
 from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
-from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.batches import Feed
 from shoal.engine.stack.optimizers import kind
-from shoal.engine.stack.rates import Rates
 from shoal.engine.stack.stack import LEAST, Stack
+from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
 from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.stacked.forward import evaluation_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import autocast
@@ -42,7 +42,7 @@ class StackedUnit(Unit):
             self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
 
     @classmethod
-    def around(cls, stack: Stack, trace_cache: TraceCache) -> StackedUnit:
+    def around(cls, stack: Stack, trace_cache: TraceCache) -> Self:
         """The unit of a stack that exists already."""
         unit = object.__new__(cls)
         unit.trace_cache, unit.stack = trace_cache, stack
@@ -51,24 +51,23 @@ class StackedUnit(Unit):
 
     def _set_up(self) -> None:
         self.members: list[Member] = self.stack.members
-        self.rates_of = Rates(self.stack)
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
         self._undone: dict[int, Exception] = {}
-        """Whose optimizer raised in the last step, which is not counted for them."""
+        """What optimizers raised in the last step, which is not counted for their members."""
         self._failed: dict[int, Exception] = {}
-        """What parts of this unit, which ran apart, have for `failures`."""
+        """What `failures` of parts of this unit gave, which ran apart."""
         self._aside: dict[int, list[Tensor | None]] = {}
-        """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
+        """Members that must repeat the last batch alone, by slots, and the gradients of the group's earlier batches."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
-        self._everybody = bool(self.stack.active.all())
+        self._all_active = bool(self.stack.active.all())
         """Whether all rows still train."""
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
@@ -82,15 +81,14 @@ class StackedUnit(Unit):
         if len(alike) > 1:
             self._run_apart(alike, batches)
             return
-        self.rates_of.settle()
-        self.rates_of.begin(self.members[0].steps_in(batches))
+        self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
         self._losses, self._logs, self._drawn = [], [], []
         before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
                 self._batch(feed, index)
-                if self._undone or self._aside or self._failed or self.rates_of.failed:
+                if self._undone or self._aside or self._failed or self.stack.optimizer.schedule_failed:
                     break
         except Exception as error:
             undraw(self, before, range(len(before)) if self._noise is not None else ())
@@ -108,46 +106,43 @@ class StackedUnit(Unit):
             raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
 
     def _stop(self) -> None:
-        """The turn is over: what it gave, to the members."""
-        self.rates_of.sync_schedules()
+        """End the turn: note rates and losses in the members."""
+        self.stack.optimizer.note_rates()
         self._note()
 
     def failures(self) -> dict[int, Exception]:
-        return {**self.rates_of.failures(), **self._undone, **self._failed}
+        return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
-        found: dict[int, list[int]] = {}
+        by_rows: dict[int, list[int]] = {}
         for slot, member in enumerate(self.members):
-            found.setdefault(member.rows_in(batches), []).append(slot)
-        return list(found.values())
+            by_rows.setdefault(member.rows_in(batches), []).append(slot)
+        return list(by_rows.values())
 
     def _run_apart(self, alike: list[list[int]], batches: int) -> None:
-        """Members whose batches have the same shape go together, the others after them."""
+        """Run members whose batches have the same shape together, one group after another."""
         alone: dict[int, str] = {}
         for slots in alike:
             part = self.keep(slots)
-            assert isinstance(part, StackedUnit)
             try:
                 part.run(batches)
             except Alone as caught:
                 alone |= {slots[slot]: reason for slot, reason in caught.reasons.items()}
             failed = part.failures()
-            self._take(slots, part)
+            self.take(slots, part)
             self._failed |= {slots[slot]: error for slot, error in failed.items()}
             self._aside |= {slots[slot]: grads for slot, grads in part._aside.items()}
         if alone:
             raise Alone(alone)
 
-    def _take(self, slots: list[int], part: StackedUnit) -> None:
-        """Be, for these slots, where a part of this unit is."""
-        part.rates_of.settle()
+    def take(self, slots: list[int], part: StackedUnit) -> None:
+        """Continue, for these slots, from where a part of this unit is."""
         self.stack.take(slots, part.stack)
-        self._everybody = bool(self.stack.active.all())
-        self.rates_of.carry(dict(zip(slots, part.rates_of.last, strict=True)))
+        self._all_active = bool(self.stack.active.all())
 
     def _note(self) -> None:
-        """What the batches since the last note gave, to the members."""
+        """Write the losses and logs since the last call into the members."""
         done, rows = len(self._losses), len(self.stack.rows)
         if not done:
             return
@@ -159,24 +154,23 @@ class StackedUnit(Unit):
             for name in names
         }
         for slot, member in enumerate(self.members):
-            own = done - (slot in self._undone or slot in self._aside)
-            member.batches -= done - own
-            member.losses += losses[slot][:own]
-            member.place += own
+            counted = done - (slot in self._undone or slot in self._aside)
+            member.batches -= done - counted
+            member.losses += losses[slot][:counted]
+            member.place += counted
             if names or member.logs:
-                member.log(own, {name: values[slot][:own] for name, values in logs.items()})
+                member.log(counted, {name: values[slot][:counted] for name, values in logs.items()})
         self._losses, self._logs = [], []
 
     @property
-    def settled(self) -> bool:
-        return self._noise is None and super().settled
+    def at_step_boundary(self) -> bool:
+        return self._noise is None and super().at_step_boundary
 
     def rates(self) -> list[float]:
-        return list(self.rates_of.last)
+        return self.stack.optimizer.last_rates
 
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
-        self.rates_of.settle()
-        self.rates_of.epoch(values)
+        self.stack.optimizer.end_epoch(values)
 
     # --- one batch --------------------------------------------------------------------------------------------------
 
@@ -200,11 +194,11 @@ class StackedUnit(Unit):
         active = self.stack.active.clone() if program.trace.checked else None
         grads = [] if first == place else self._grads
         self.advance(program, batch, group, first == place, place + 1 == first + group)
-        if active is not None and not self._everybody:
+        if active is not None and not self._all_active:
             self._set_aside(active & ~self.stack.active, grads)
 
     def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
-        """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
+        """Undo the batch for members whose check in the graph may have failed: their own step will tell."""
         self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
         for param, value in self._written:
             param[stopped] = value[stopped]
@@ -218,7 +212,7 @@ class StackedUnit(Unit):
         """
         stack = self.stack
         if self._noise is None:
-            self._noise = self._draw(program)
+            self._noise = self.draw(program, stack.rows, self._generators)
         before = [buffer.clone() for buffer in stack.buffers]
         params = [stack.params[index].detach() for index in program.written]
         self._written = [(param, param.clone()) for param in params]
@@ -250,46 +244,39 @@ class StackedUnit(Unit):
             except Exception as error:
                 if context_lost(error) or out_of_memory(error):
                     raise
-                # some weights have moved and others not: nobody can go on from here
+                # some weights have moved and others not: no member can continue from here
                 self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
-            self.rates_of.step()
+            stack.optimizer.step_schedules()
 
     def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
-        """Members whose optimizer raised have their buffers from before the batch."""
+        """Give members whose optimizer raised their buffers from before the batch."""
         self._undone = failed
         rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
         for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
             now[rows] = before[rows]
 
-    def drawn(self, program: Program, slots: Sequence[int]) -> list[Tensor]:
-        """The draws that these members would have for their next batch; nobody has drawn afterwards."""
-        return self._draw(program, [generator_at(self._generators[slot].get_state()) for slot in slots], slots)
-
-    def _draw(
-        self, program: Program, generators: Sequence[torch.Generator] | None = None, slots: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """The batch's random draws, for every row: from the members' generators, or on a GPU counted."""
-        members = [self.members[slot] for slot in (self.stack.rows if slots is None else slots)]
+    def draw(self, program: Program, slots: Sequence[int], generators: Sequence[torch.Generator]) -> list[Tensor]:
+        """The random draws of these members' next batch: from the generators, or on a GPU counted."""
+        members = [self.members[slot] for slot in slots]
         seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
-        drawing = self._generators if generators is None else generators
-        return draw_step(program.draws, drawing, seeds, batches, self.stack.device)
+        return draw_step(program.draws, generators, seeds, batches, self.stack.device)
 
     def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
-        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
+        """The losses to note, and which rows still train; None: all, as before."""
+        if self._all_active and math.isfinite(total.item()):  # a sum is finite only if all its terms are
             return losses, None
         fine = torch.isfinite(losses)
         active = self.stack.active & fine
         return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
 
     def _leave(self, active: Tensor | None) -> Tensor | None:
-        """Let members leave the step whose loss is not finite; who is in it, None: everybody."""
+        """Stop rows whose loss is not finite; the rows that still train, None: all."""
         if active is not None:
             self.stack.active.copy_(active)
-            self._everybody = bool(active.all())
-        return None if self._everybody else self.stack.active
+            self._all_active = bool(active.all())
+        return None if self._all_active else self.stack.active
 
     def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> list[Tensor | None]:
         """The gradients, of this batch and those before it of its group."""
@@ -305,18 +292,14 @@ class StackedUnit(Unit):
     # --- in and out -------------------------------------------------------------------------------------------------
 
     def write_back(self, slots: list[int] | None = None) -> None:
-        self.rates_of.settle()
         self.stack.write_back(range(len(self.members)) if slots is None else slots)
 
-    def keep(self, slots: list[int]) -> Unit:
-        self.rates_of.settle()
-        kept = self._changed(self.stack.keep(slots, max(len(slots), LEAST)))
-        rows = [slots[own] for own in kept.stack.rows]
-        kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
-        kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
-        last = self.rates_of.last
-        kept.rates_of.carry({place: last[slot] for place, slot in enumerate(slots)})
-        return kept
+    def keep(self, slots: list[int]) -> Self:
+        part = self.around(self.stack.keep(slots, max(len(slots), LEAST)), self.trace_cache)
+        rows = [slots[slot] for slot in part.stack.rows]
+        part._grads = [None if grad is None else grad[rows] for grad in self._grads]
+        part._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        return part
 
     def alone(self, slots: list[int]) -> list[Unit]:
         self.write_back(slots)
@@ -330,7 +313,7 @@ class StackedUnit(Unit):
         first, member = self.members[0], recipe.member
         apart = member.job.accumulate > 1 or member.data.source.streamed
         return (
-            self.settled
+            self.at_step_boundary
             and recipe.key == self.stack.recipes[0].key
             and proven_together([self.stack.recipes[0], recipe], self.trace_cache)
             and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
@@ -338,21 +321,11 @@ class StackedUnit(Unit):
             and member.data.source.streamed == first.data.source.streamed
         )
 
-    def join(self, recipes: Sequence[Recipe]) -> StackedUnit:
-        """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
-        self.rates_of.settle()
+    def join(self, recipes: Sequence[Recipe]) -> Self:
+        """The same training with these members too, wherever each of them is; `members` gives their slots."""
         count = len(self.members) + len(recipes)
         new_members = Stack(recipes, size=len(recipes), passing=True)
-        grown = self._changed(self.stack.merged(new_members, max(count, LEAST)))
-        last = {member.index: rate for member, rate in zip(self.members, self.rates_of.last, strict=True)}
-        grown.rates_of.carry({s: last[m.index] for s, m in enumerate(grown.members) if m.index in last})
-        return grown
-
-    def _changed(self, stack: Stack) -> Self:
-        unit = object.__new__(type(self))
-        unit.trace_cache, unit.stack = self.trace_cache, stack
-        unit._set_up()
-        return unit
+        return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
         self._forwards = {}
@@ -380,49 +353,41 @@ class StackedUnit(Unit):
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
     def undo_validation(self) -> Callable[[], None]:
-        buffers = self.stack.buffers
-        saved = [buffer.clone() for buffer in buffers]
-
-        def undo() -> None:
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
-
-        return undo
+        return partial(fill, [(buffer, buffer.clone()) for buffer in self.stack.buffers])
 
     def adopt_state(self, slots: list[int]) -> None:
         names = [*self.stack.param_names, *self.stack.buffer_names]
         with torch.no_grad():
-            for slot in slots:
-                model = self.members[slot].model
-                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-                for name, stacked in zip(names, self.stack.state, strict=True):
-                    stacked[slot].copy_(tensors[name])
+            for row, slot in enumerate(self.stack.rows):
+                if slot in slots:
+                    model = self.members[slot].model
+                    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                    for name, stacked in zip(names, self.stack.state, strict=True):
+                        stacked[row].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
-        """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
+        """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""
         stack = self.stack
         saved = [buffer.clone() for buffer in stack.buffers]
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
             out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
-            kept = torch.zeros(len(stack.rows), dtype=torch.bool)
-            kept[slots] = True
-            stack.set_buffers(after, kept.to(stack.device), saved)
+            chosen = torch.zeros(len(stack.rows), dtype=torch.bool)
+            chosen[slots] = True
+            stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None where it cannot be stacked, draws, or writes to
-        parameters (an embedding with max_norm), which the members' own models keep."""
+        """An eval-mode program for a batch that all members share; None: they must be asked one by one."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
+            models, stack, cache = [member.model for member in self.members], self.stack, self.trace_cache
             try:
-                models = [member.model for member in self.members]
-                traces = [self.trace_cache.evaluation(m, what, batch) for m, what in zip(models, whats, strict=True)]
-                rows = [traces[row] for row in self.stack.rows]
-                program = self.trace_cache.program(rows, [False] * len(leaves), self.stack.device)
-                prove_evaluation(models, whats, traces, batch, self.trace_cache)
-                self._forwards[key] = None if program.draws or program.written else program
-            except (Untraceable, NotStackable):
+                traces = [cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
+            except Untraceable:
                 self._forwards[key] = None
+            else:
+                program = evaluation_program(models, whats, traces, stack.rows, batch, cache, stack.device)
+                self._forwards[key] = program
         return self._forwards[key]

@@ -1,14 +1,38 @@
-"""Loss scaling for half precision, each member its own: what torch.amp.GradScaler is for one network."""
+"""What happens to gradients before the update, for each member by its own: clipping and loss scaling."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shoal.engine.optim._rule import coefficient_dtype
+from shoal.engine.optim.rule import coefficient_dtype
+
+
+@torch.no_grad()
+def clip_(grads: Sequence[Tensor], max_norm_M: Tensor) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for every member at once, in place; the total norms [M].
+
+    The norm of a member is over its slices only. max_norm inf means that the member is not clipped: its coefficient
+    is exactly one, whatever its norm, so its gradients keep every bit. A norm of NaN spreads to that member's
+    gradients alone, as it does in torch.
+
+    >>> grads = [torch.tensor([[3.0, 4.0], [3.0, 4.0]])]
+    >>> clip_(grads, torch.tensor([1.0, float("inf")])).tolist(), grads[0][1].tolist()
+    ([5.0, 5.0], [3.0, 4.0])
+    """
+    if not grads:
+        return torch.zeros_like(max_norm_M)
+    norms: list[Tensor] = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), 2.0, dim=1) for g in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms, dim=1), 2.0, dim=1)
+    limit = max_norm_M.to(total.dtype)
+    coefficient = torch.where(max_norm_M.isinf(), 1.0, (limit / (total + 1e-6)).clamp(max=1.0))
+    for grad in grads:
+        grad.mul_(coefficient.to(coefficient_dtype(grad.dtype)).view(-1, *[1] * (grad.ndim - 1)))
+    return total
 
 
 class MemberScaler:
@@ -22,24 +46,13 @@ class MemberScaler:
     No value is read back on the host, so it traces and captures.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if growth_factor <= 1.0:
-            raise ValueError(f"growth_factor is {growth_factor}; a scale that grows needs more than 1")
-        if backoff_factor >= 1.0:
-            raise ValueError(f"backoff_factor is {backoff_factor}; a scale that backs off needs less than 1")
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.scale_M = torch.full((size,), init_scale, dtype=torch.float32, device=device)
+    init_scale: ClassVar[float] = 2.0**16
+    growth_factor: ClassVar[float] = 2.0
+    backoff_factor: ClassVar[float] = 0.5
+    growth_interval: ClassVar[int] = 2000
+
+    def __init__(self, size: int, *, device: torch.device | str | None = None) -> None:
+        self.scale_M = torch.full((size,), self.init_scale, dtype=torch.float32, device=device)
         self.growth_tracker_M = torch.zeros(size, dtype=torch.int32, device=device)
 
     def scale(self, losses_M: Tensor) -> Tensor:
@@ -81,30 +94,14 @@ class MemberScaler:
             "_growth_tracker": int(self.growth_tracker_M[slot]),
         }
 
-    def cpu(self) -> MemberScaler:
-        """The same on the host, where looking at a member's state waits for nothing."""
-        found = object.__new__(MemberScaler)
-        found.__dict__.update(self.__dict__)
-        found.scale_M, found.growth_tracker_M = self.scale_M.cpu(), self.growth_tracker_M.cpu()
-        return found
+    def on(self, scale_M: Tensor, growth_tracker_M: Tensor) -> MemberScaler:
+        """The same scaler on other numbers."""
+        other = copy.copy(self)
+        other.scale_M, other.growth_tracker_M = scale_M, growth_tracker_M
+        return other
 
     def load_state_dict(self, slot: int, state: dict[str, Any]) -> None:
-        """One member's state from torch.amp.GradScaler's; the factors must be this scaler's own."""
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            if state[name] != getattr(self, name):
-                raise ValueError(f"{name} is {state[name]} in the state and {getattr(self, name)} in this pack")
+        """One member's state from torch.amp.GradScaler's."""
+        assert state["growth_interval"] == self.growth_interval, "torch's defaults, which jobs do not set"
         self.scale_M[slot] = state["scale"]
         self.growth_tracker_M[slot] = state["_growth_tracker"]
-
-    def keep(self, slots: Sequence[int]) -> MemberScaler:
-        """The same scaler with these members only."""
-        kept = MemberScaler(
-            len(slots),
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            device=self.scale_M.device,
-        )
-        kept.scale_M.copy_(self.scale_M[list(slots)])
-        kept.growth_tracker_M.copy_(self.growth_tracker_M[list(slots)])
-        return kept

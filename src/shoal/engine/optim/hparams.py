@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from shoal.engine.optim._adam import Adam, Adamax, AdamW, NAdam, RAdam
 from shoal.engine.optim._adaptive import Adadelta, Adagrad, RMSprop
 from shoal.engine.optim._averaged import ASGD, Rprop
-from shoal.engine.optim._rule import Flags, Rule
 from shoal.engine.optim._sgd import SGD
+from shoal.engine.optim.rule import Flags, Rule
 
 RULES: dict[type[Optimizer], type[Rule]] = {
     rule.torch_class: rule for rule in (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, ASGD, Rprop)
@@ -47,7 +47,7 @@ def with_defaults(cls: type[Optimizer], hparams: Mapping[str, Any]) -> dict[str,
 
 def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     """Every number in a param group, pairs taken apart, by column name; tensors of one element count."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for name, value in settings.items():
         if name in BOOKKEEPING:
             continue
@@ -58,10 +58,10 @@ def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex()):
                 continue
             try:
-                found[part] = float(number)
+                by_name[part] = float(number)
             except (TypeError, ValueError):
                 continue
-    return found
+    return by_name
 
 
 def split_hparams(
@@ -73,9 +73,8 @@ def split_hparams(
     stay so is kept in. No rule: a class that is not exactly one of torch's (a subclass may override anything),
     differentiable=True, a tensor that requires grad, an unknown key, or a number that is none.
 
-    >>> split_hparams(torch.optim.SGD, {"lr": 0.1})
-    (Flags(maximize=False, momentum=False, nesterov=False, weight_decay=False), {'lr': 0.1, 'momentum': 0.0, \
-'dampening': 0.0, 'weight_decay': 0.0})
+    >>> split_hparams(torch.optim.SGD, {"lr": 0.1, "nesterov": True})
+    (frozenset({'nesterov'}), {'lr': 0.1, 'momentum': 0.0, 'dampening': 0.0, 'weight_decay': 0.0})
     """
     rule = RULES.get(cls)
     if rule is None:
@@ -88,34 +87,33 @@ def split_hparams(
     if not set(settings) <= known:
         return None
     try:
-        found = numbers({name: value for name, value in settings.items() if name not in rule.structural})
+        given = numbers({name: value for name, value in settings.items() if name not in rule.structural})
     except (TypeError, ValueError):
         return None
-    if not set(rule.columns) <= set(found):
+    if not set(rule.columns) <= set(given):
         return None
-    columns = {name: found[name] for name in rule.columns}
-    flags = {name: bool(settings[name]) for name in rule.structural}
-    flags |= {name: columns[name] != 0 or name in scheduled for name in rule.optional}
+    columns = {name: given[name] for name in rule.columns}
+    flags = {name for name in rule.structural if settings[name]}
+    flags |= {name for name in rule.optional if columns[name] != 0 or name in scheduled}
     return Flags(flags), columns
 
 
-def merge_flags(cls: type[Optimizer], members: Sequence[Mapping[str, bool]]) -> Flags | None:
+def merge_flags(cls: type[Optimizer], members: Sequence[Flags]) -> Flags | None:
     """The flags of one rule that serves all these members, or None when their structure differs.
 
     A term that only some members have (weight decay, momentum) is switched on; the others have zero in its column.
     """
-    rule = RULES[cls]
-    if any(flags[name] != members[0][name] for flags in members for name in rule.structural):
-        return None
-    merged = {name: members[0][name] for name in rule.structural}
-    return Flags(merged | {name: any(flags[name] for flags in members) for name in rule.optional})
+    same = len({structure(cls, flags) for flags in members}) == 1
+    return Flags().union(*members) if same else None
 
 
-def rule_for(cls: type[Optimizer], flags: Mapping[str, bool]) -> Rule:
+def structure(cls: type[Optimizer], flags: Flags) -> Flags:
+    """The flags that all members of one rule have in common."""
+    return flags.intersection(RULES[cls].structural)
+
+
+def rule_for(cls: type[Optimizer], flags: Flags) -> Rule:
     """The rule of a class for which `split_hparams` gave these flags."""
-    if cls not in RULES:
-        names = ", ".join(known.__name__ for known in RULES)
-        raise ValueError(f"no stacked rule for {cls.__name__}; there are rules for {names}")
     return RULES[cls](flags)
 
 

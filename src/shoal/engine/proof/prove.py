@@ -12,52 +12,32 @@ Evaluation is proven in the same way, under the grad mode that it has.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, autocast, draws, number, run_step, scratch_copy
+from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step, scratch_copy
 from shoal.engine.planning import memory
-from shoal.engine.proof._observed import (
-    Observed,
-    coarsest,
-    difference,
-    is_coarse,
-    rounded,
-    rounded_leaves,
-    state_of,
-    widen,
-    widen_leaves,
-)
+from shoal.engine.proof import cases as proof_cases
+from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves
+from shoal.engine.proof.cases import Case, Disproved, fresh_copy, in_float64, twin_of
 from shoal.engine.recipes.program import Program, as_column
 from shoal.engine.tracing.params_with_grad import used_params
+from shoal.engine.tracing.signature import skeleton
 from shoal.engine.tracing.trace import Trace
 from shoal.engine.tracing.trace import autocast as autocast_for
 from shoal.utils.randomness import draw_step, generator_at
 from shoal.utils.tables import size as format_bytes
 
 if TYPE_CHECKING:
-    from shoal.engine.recipes.recipe import Recipe, TraceCache
-
-from shoal.engine.proof.cases import (
-    Case,
-    NotInFloat64,
-    caches_of,
-    chosen,
-    fresh_copy,
-    in_float64,
-    lifted_places,
-    note,
-    same_world,
-    stacked_state,
-    twin_of,
-    unchecked,
-)
+    from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
 
 
 def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
@@ -67,8 +47,8 @@ def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: 
     """
     proofs, key = trace_cache.proofs, (trace_cache.proofs.number(recipes[0].key), solo)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
-    for rows in chosen(cases, proofs, apart=solo):
-        note(proofs, rows, _reasons(rows, trace_cache, solo))
+    for rows in proof_cases.choose_rows(cases, proofs, apart=solo):
+        proof_cases.note(proofs, rows, _reasons(rows, trace_cache, solo))
     reasons = {case.subject.member.index: proofs.reasons[case.kind] for case in cases}
     return {index: reason for index, reason in reasons.items() if reason}
 
@@ -77,7 +57,7 @@ def proven_together(recipes: Sequence[Recipe], trace_cache: TraceCache) -> bool:
     """Whether members that were proven apart differ only in numbers that were proven to be each member's own."""
     key = (trace_cache.proofs.number(recipes[0].key), False)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
-    return lifted_places(cases) <= trace_cache.proofs.lifted.get(cases[0].key, set())
+    return proof_cases.lifted_places(cases) <= trace_cache.proofs.lifted.get(cases[0].key, set())
 
 
 def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[str]:
@@ -87,19 +67,12 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
     free = memory.free_bytes(members[0].device)
     if need > free:
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
-    narrow = any(member.job.precision is not None for member in members)
-    try:
-        with same_world(*((m.job.step, m.job.loss) for m in members), caches=caches_of(rows)) as world:
-            try:
-                reasons = _compare_steps(rows, trace_cache, wide=not narrow, solo=solo)
-            except NotInFloat64:
-                reasons = _compare_steps(rows, trace_cache, wide=False, solo=solo)
-        return [(reason and f"its own step does something else: {reason}") or world.reason for reason in reasons]
-    except Exception as error:
-        return [unchecked(error)] * len(rows)
+    wide = all(member.job.precision is None for member in members)
+    code = [(member.job.step, member.job.loss) for member in members]
+    return proof_cases.compare(rows, code, wide, partial(_compare_steps, rows, trace_cache, solo))
 
 
-def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, *, wide: bool, solo: bool) -> list[str]:
+def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool) -> list[str]:
     """Two steps both ways; the second on the shortest batch there is, which all members share.
 
     The second step is compared for the first member alone: what a step leaves behind shows in anybody's.
@@ -119,12 +92,9 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, *, wide: bool,
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = in_float64(wide, _run_step, member, fresh_copy(batches[place]))
             trace_cache.proofs.steps += 1
-            reason = difference(by_itself, by_program[place])
-            if reason and is_coarse(traces[place]):
-                other = replace(member, model=rounded(member.model, start, traces[place]), rng=generator_at(stream))
-                slack = _run_step(other, rounded_leaves(batches[place], traces[place]))
-                reason = difference(by_itself, by_program[place], slack, coarsest(traces[place]))
-                trace_cache.proofs.steps += 1
+            run_rounded = partial(_run_rounded_step, member, start, stream, batches[place], traces[place], trace_cache)
+            reason = difference(by_itself, by_program[place], traces[place], run_rounded)
+            reason = reason and f"its own step does something else: {reason}"
             reasons[place] = reasons[place] or reason
             _descend(member.model)
     return reasons
@@ -164,7 +134,7 @@ def _run_program(
         traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic
     )
     used = [a and b for a, b in zip(trace.trainable, used_params(trace), strict=True)]
-    state = stacked_state([member.model for member in members], trace)
+    state = proof_cases.stacked_state([member.model for member in members], trace)
     state = [tensor[0] for tensor in state] if solo else state
     weights = [tensor.requires_grad_() for tensor, wanted in zip(state, used, strict=False) if wanted]
     columns = [torch.stack(column) if apart else column[0].clone() for column in zip(*leaves, strict=True)]
@@ -224,9 +194,95 @@ def _run_step(member: Member, batch: Any) -> Observed:
     )
 
 
+def _run_rounded_step(
+    member: Member, start: dict[str, Tensor], stream: Tensor, batch: Any, trace: Trace, trace_cache: TraceCache
+) -> Observed:
+    """What the user's own step gives from rounded weights and rows, which shows how much rounding can do."""
+    trace_cache.proofs.steps += 1
+    other = replace(member, model=rounded(member.model, start, trace), rng=generator_at(stream))
+    return _run_step(other, rounded_leaves(batch, trace))
+
+
 def _descend(model: nn.Module) -> None:
     """Move along the gradients, so that the second step is not the first one again."""
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:
                 param.sub_(1e-3 * param.grad)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def prove_evaluation(
+    models: Sequence[nn.Module],
+    whats: Sequence[Evaluation],
+    traces: Sequence[Trace],
+    batch: Any,
+    trace_cache: TraceCache,
+) -> None:
+    """See that models in eval mode give what their common program gives.
+
+    Raises:
+        Disproved: when it does not.
+    """
+    key = ("evaluation", trace_cache.proofs.number(skeleton(traces[0])))
+    cases = [Case(key, {0: t}, subject) for t, *subject in zip(traces, models, whats, strict=True)]
+    for rows in proof_cases.choose_rows(cases, trace_cache.proofs, apart=False):
+        code = [case.subject[1].function for case in rows]
+        compare_outputs = partial(_compare_outputs, rows, batch, trace_cache)
+        reasons = proof_cases.compare(rows, code, whats[0].precision is None, compare_outputs)
+        proof_cases.note(trace_cache.proofs, rows, reasons)
+    for case in cases:
+        if trace_cache.proofs.reasons[case.kind]:
+            raise Disproved(trace_cache.proofs.reasons[case.kind])
+
+
+def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, wide: bool) -> list[str]:
+    leaves = pytree.tree_leaves(batch)
+    models = [copy.deepcopy(case.subject[0]).to(leaves[0].device) for case in rows]
+    whats: list[Evaluation] = [case.subject[1] for case in rows]
+    device, precision = leaves[0].device, whats[0].precision
+    if wide:
+        models, batch = [widen(model) for model in models], widen_leaves(batch)
+        leaves = pytree.tree_leaves(batch)
+    traces = [
+        twin_of(case.steps[0], wide, partial(trace_cache.evaluation, model, what, batch, twice=False))
+        for case, model, what in zip(rows, models, whats, strict=True)
+    ]
+    program = Program(
+        traces, device=device, stacked_batch=[False] * len(leaves), deterministic=trace_cache.deterministic
+    )
+    if program.draws:
+        return ["it draws random numbers in eval mode"] * len(rows)
+    state = proof_cases.stacked_state(models, traces[0])
+    with torch.no_grad(), autocast_for(precision, device):
+        outputs, after = in_float64(wide, program, state, fresh_copy(leaves), lambda index: torch.empty(0))
+    reasons = []
+    for place, (model, what, trace) in enumerate(zip(models, whats, traces, strict=True)):
+        start = state_of(model)
+        expected = in_float64(wide, _run_evaluation, model, what, fresh_copy(batch))
+        seen = _outputs(*pytree.tree_map_only(Tensor, itemgetter(place), (outputs, after)))
+        reasons.append(
+            difference(expected, seen, trace, partial(_run_rounded_evaluation, model, start, what, batch, trace))
+        )
+    return reasons
+
+
+def _run_evaluation(model: nn.Module, what: Evaluation, batch: Any) -> Observed:
+    device = next((leaf.device for leaf in pytree.tree_leaves(batch)), torch.device("cpu"))
+    with torch.random.fork_rng([]), evaluating(model), autocast_for(what.precision, device):
+        outputs = what.call(model, batch)
+    return _outputs(outputs, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+
+
+def _run_rounded_evaluation(
+    model: nn.Module, start: dict[str, Tensor], what: Evaluation, batch: Any, trace: Trace
+) -> Observed:
+    return _run_evaluation(rounded(model, start, trace), what, rounded_leaves(batch, trace))
+
+
+def _outputs(outputs: Any, buffers: dict[str, Tensor]) -> Observed:
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor | int | float)]
+    tensors = [x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
+    return Observed({"output": {str(i): x for i, x in enumerate(tensors)}, "buffer": dict(buffers)})

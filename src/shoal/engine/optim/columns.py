@@ -15,37 +15,22 @@ class Columns:
     `ScheduleRunner.table`), at addresses that never change: what a captured graph needs.
 
     >>> columns = Columns([[{"lr": 0.1}], [{"lr": 0.2}]])
-    >>> columns.set(1, 0, "lr", 0.5); columns.groups[0]["lr"].tolist()
+    >>> columns.set_row(1, [{"lr": 0.5}]); columns.groups[0]["lr"].tolist()
     [0.1, 0.5]
     """
 
     def __init__(
         self, members: Sequence[Sequence[Mapping[str, float]]], *, device: torch.device | str | None = None
     ) -> None:
-        if not members or not members[0]:
-            raise ValueError("a pack has at least one member, and a member at least one param group")
         self.names = tuple(members[0][0])
-        for slot, groups in enumerate(members):
-            if len(groups) != len(members[0]):
-                raise ValueError(f"member {slot} has {len(groups)} param groups, member 0 has {len(members[0])}")
-            for group in groups:
-                if set(group) != set(self.names):
-                    raise ValueError(f"member {slot} has the numbers {sorted(group)}, member 0 {sorted(self.names)}")
+        assert all(len(groups) == len(members[0]) for groups in members), "members have equally many param groups"
+        assert all(set(group) == set(self.names) for groups in members for group in groups), "with the same numbers"
         rows = [[[member[g][name] for member in members] for name in self.names] for g in range(len(members[0]))]
         self._view(torch.tensor(rows, dtype=torch.float64, device=device))
 
     def _view(self, packed: Tensor) -> None:
         self.packed = packed
         self.groups: list[dict[str, Tensor]] = [dict(zip(self.names, group.unbind(0), strict=True)) for group in packed]
-
-    def __len__(self) -> int:
-        return int(self.packed.shape[2])
-
-    def set(self, slot: int, group: int, name: str, value: float) -> None:
-        """One member's number, in place."""
-        if name not in self.names:
-            raise KeyError(f"no column {name!r}; there are {', '.join(self.names)}")
-        self.groups[group][name][slot] = value
 
     def set_row(self, slot: int, groups: Sequence[Mapping[str, float]]) -> None:
         """All of one member's numbers, in place, by one copy; names without a column are left out."""
@@ -60,9 +45,9 @@ class Columns:
         """One member's numbers [G, names] by their names, per group."""
         return [dict(zip(self.names, group, strict=True)) for group in values.tolist()]
 
-    def keep(self, slots: Sequence[int]) -> Columns:
-        """New columns with these members only."""
-        kept = object.__new__(Columns)
-        kept.names = self.names
-        kept._view(self.packed[:, :, list(slots)].clone())
-        return kept
+    def on(self, packed: Tensor) -> Columns:
+        """The same columns on other numbers, [G, names, M]."""
+        columns = object.__new__(Columns)
+        columns.names = self.names
+        columns._view(packed)
+        return columns

@@ -12,7 +12,7 @@ M is the pack axis, always first; a column is [M] and broadcasts as [M, 1, ...].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,37 +29,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 State = dict[str, Tensor]
 Column = Mapping[str, Tensor]
-
-
-class Flags(Mapping[str, bool]):
-    """The structural settings of a rule: an immutable, hashable mapping, so that members can be grouped by it.
-
-    >>> Flags({"nesterov": True}) == Flags(nesterov=True), len({Flags(nesterov=True), Flags({"nesterov": True})})
-    (True, 1)
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, bool] | None = None, **more: bool) -> None:
-        self._items = dict(sorted({**(items or {}), **more}.items()))
-
-    def __getitem__(self, name: str) -> bool:
-        return self._items[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and self._items == dict(other)
-
-    def __repr__(self) -> str:
-        return f"Flags({', '.join(f'{name}={value}' for name, value in self._items.items())})"
+Flags = frozenset[str]
+"""The settings of a rule that are switched on, by their names."""
 
 
 def scalar_dtype() -> torch.dtype:
@@ -143,16 +114,14 @@ class Rule(ABC):
     """State entries shaped like the parameter, by torch's names (those of an optional term come by `buffers`)."""
 
     added: ClassVar[tuple[str, ...]] = ("weight_decay", "eps")
-    """Coefficients that torch hands to `add`: the one kernel that, on a CPU, rounds its number to half precision."""
+    """Coefficients that torch passes to `add`: the one kernel that, on a CPU, rounds its number to half precision."""
 
-    def __init__(self, flags: Mapping[str, bool]) -> None:
-        unknown = sorted(set(flags) - set(self.structural) - set(self.optional))
-        if unknown:
-            raise ValueError(f"{type(self).__name__} has no flags {unknown}; it has {self.structural + self.optional}")
-        self.flags = Flags({name: bool(flags.get(name, False)) for name in (*self.structural, *self.optional)})
+    def __init__(self, flags: Flags) -> None:
+        assert flags <= {*self.structural, *self.optional}, f"{type(self).__name__} has no {sorted(flags)}"
+        self.flags = flags
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(name for name, on in self.flags.items() if on)})"
+        return f"{type(self).__name__}({', '.join(sorted(self.flags))})"
 
     def buffers(self) -> tuple[str, ...]:
         """Names of the state entries shaped like the parameter, given the flags."""
@@ -188,12 +157,6 @@ class Rule(ABC):
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
         """The update of one stacked parameter in place; `c` comes from `tick_`, already shaped [M, 1, ...]."""
 
-    def update_(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], h: Column, active: Tensor | None = None
-    ) -> None:
-        """One step for one stacked parameter, in place. `active` [M] bool: the others keep every bit they have."""
-        self.update_all_([param], [grad], [state], h, active)
-
     @torch.no_grad()
     def update_all_(
         self,
@@ -206,7 +169,7 @@ class Rule(ABC):
         """One step for the parameters of a group. States that share a clock (by identity) tick once.
 
         With `active`, inactive members are restored from a copy: free when compiled (it fuses into the same loops),
-        one more pass a tensor in eager mode, so pass it there only when somebody sits out.
+        one more pass a tensor in eager mode, so pass it there only when a member takes no step.
         """
         if is_traced():
             params, grads, states = _in_memory_order(params, grads, states)
@@ -246,8 +209,8 @@ class Rule(ABC):
             return
         for start in range(0, size, at_once):
             rows = slice(start, start + at_once)
-            own = {name: value[rows] for name, value in state.items()}
-            self.apply_(param[rows], grad[rows], own, {name: value[rows] for name, value in c.items()})
+            piece = {name: value[rows] for name, value in state.items()}
+            self.apply_(param[rows], grad[rows], piece, {name: value[rows] for name, value in c.items()})
 
     def _copies(self, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -258,12 +221,12 @@ class Rule(ABC):
 
     def signed(self, grad: Tensor) -> Tensor:
         """The gradient to descend along."""
-        return grad.neg() if self.flags["maximize"] else grad
+        return grad.neg() if "maximize" in self.flags else grad
 
     def decayed(self, param: Tensor, grad: Tensor, c: Column) -> Tensor:
         """The gradient to descend along, with the L2 term when some member has one."""
         grad = self.signed(grad)
-        if self.flags["weight_decay"]:
+        if "weight_decay" in self.flags:
             return torch.addcmul(grad, param, c["weight_decay"]).to(grad.dtype)
         return grad
 

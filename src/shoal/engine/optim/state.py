@@ -10,39 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim._hparams import PAIRS
-from shoal.engine.optim._rule import Rule, State, scalar_dtype
+from shoal.engine.optim.rule import Rule, State, scalar_dtype
 
 
-def to_torch_state(rule: Rule, state: Mapping[str, Tensor], slot: int, h: Mapping[str, float]) -> State:
-    """The entry torch has for this parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
+def torch_entry(rule: Rule, state: State, h: Mapping[str, float]) -> State:
+    """The entry torch has for a parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
 
-    `h` is the member's numbers for the parameter's group (`Columns.row(slot)[group]`). Every tensor is a copy: a view
-    would be saved with the whole stack behind it. It is the host's: a full GPU has no room for those who are sent away.
+    `state`: the member's state on the host, which becomes part of the entry. `h`: the numbers of its parameter group.
     """
-    return torch_entry(rule, {name: value[slot].detach().to("cpu", copy=True) for name, value in state.items()}, h)
-
-
-def torch_entry(rule: Rule, own: State, h: Mapping[str, float]) -> State:
-    """The same from a member's own state on the host, which becomes part of it."""
-    if float(own["step"]) == 0 and "sum" not in own:
+    if float(state["step"]) == 0 and "sum" not in state:
         return {}  # torch makes its state at the first step (Adagrad: when it is built)
-    entry = rule.torch_entry(own, h)
+    entry = rule.torch_entry(state, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
     return entry
-
-
-def from_torch_state(
-    rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], slot: int, *, step: int | None = None
-) -> None:
-    """Write torch's entry for one parameter into a member's slot, in place; an empty entry leaves the slot fresh.
-
-    `state` comes from `rule.init` (or `init_all`: then the shared clock is written too).
-    """
-    with torch.no_grad():
-        for stacked, value in torch_values(rule, entry, state, step=step):
-            stacked[slot] = value.to(stacked.device)
 
 
 def torch_values(
@@ -56,16 +37,16 @@ def torch_values(
     if not entry:
         known = step is not None and "started" in state
         return [(state["step"], torch.tensor(step, dtype=state["step"].dtype))] if known else []
-    found = rule.from_entry(entry)
+    values_of = rule.from_entry(entry)
     if step is not None and "step" not in entry:
-        found["step"] = float(step)
-    missing = sorted(set(state) - set(found) - {"momentum_buffer"})
-    unknown = sorted(set(found) - set(state))
+        values_of["step"] = float(step)
+    missing = sorted(set(state) - set(values_of) - {"momentum_buffer"})
+    unknown = sorted(set(values_of) - set(state))
     if missing or unknown:
         raise ValueError(f"state for {rule!r}: missing {missing}, unknown {unknown}; it has {sorted(state)}")
     values = []
     for name, stacked in state.items():
-        value = torch.as_tensor(found.get(name, 0.0))
+        value = torch.as_tensor(values_of.get(name, 0.0))
         if value.ndim and value.shape != stacked.shape[1:]:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
         values.append((stacked, value.to(stacked.dtype)))
@@ -75,7 +56,7 @@ def torch_values(
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """`optimizer.load_state_dict(state)`, with numbers such as NAdam's `mu_product` in the dtype they have in `state`.
 
-    torch gives them that of their parameter, and in float64 they would go on with another rounding than before.
+    torch gives them that of their parameter, and in float64 they would continue with another rounding than before.
     """
     optimizer.load_state_dict(dict(state))
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -87,36 +68,20 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 optimizer.state[param][name] = loaded.to(value.dtype)
 
 
-def group_settings(columns: Mapping[str, float]) -> dict[str, Any]:
-    """A group's columns under torch's names: beta1 and beta2 are `betas` again.
-
-    >>> group_settings({"lr": 0.1, "beta1": 0.9, "beta2": 0.99})
-    {'lr': 0.1, 'betas': (0.9, 0.99)}
-    """
-    settings: dict[str, Any] = dict(columns)
-    for name, parts in PAIRS.items():
-        if parts[0] in settings:
-            settings[name] = tuple(settings.pop(part) for part in parts)
-    return settings
-
-
 def optimizer_state_dict(
     skeleton: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """A whole `state_dict()` for a member that trained in a stack.
 
     `skeleton` is the param groups as the real optimizer's `state_dict()` has them: their keys, and the order of the
-    parameters. `entries` has one state per parameter in that order; `groups` the current settings, from
-    `group_settings(Columns.row(...))` or `ScheduleRunner.groups()` (which knows `initial_lr` too).
+    parameters. `entries` has one state per parameter in that order; `groups` the current settings.
     """
-    count = sum(len(group["params"]) for group in skeleton)
-    if len(entries) != count or len(groups) != len(skeleton):
-        raise ValueError(f"{len(entries)} states in {len(groups)} groups for {count} parameters in {len(skeleton)}")
-    kept = [
+    assert len(entries) == sum(len(group["params"]) for group in skeleton), "a state for every parameter"
+    param_groups = [
         {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
         for group, settings in zip(skeleton, groups, strict=True)
     ]
-    return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": kept}
+    return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": param_groups}
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -1,0 +1,118 @@
+"""The batches of a user's own loop, as members and stacks get them, and the losses they give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.data.source import Source
+from shoal.engine.members.member import Member
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
+from shoal.errors import MemberError
+
+LoopUnit = GivenBatchesStack | SerialUnit
+"""How members of a user's own loop run."""
+Losses = list[tuple[list[int], Tensor]]
+"""Ids of members with their losses, unit by unit."""
+
+
+class FixedBatchSource(Source):
+    """A member's data in a user's own loop: one row, which is the whole batch of the step."""
+
+    length = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.batch: Any = None
+
+    def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
+        return self.batch
+
+    def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
+        return iter((self.batch,))
+
+    def fingerprint(self) -> str:
+        return "batches of a user's own loop"
+
+
+class Batches:
+    """One step's batch, as each unit and each member sees it."""
+
+    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, per_member: bool, ids: Sequence[int]) -> None:
+        """`ids`: the members that take the step, in the order of the member axis."""
+        self.leaves, self.spec, self.per_member = leaves, spec, per_member
+        self.places = {id: place for place, id in enumerate(ids)}
+        flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
+        folded = len(leaves) if flat else repr(spec)
+        self.key: Hashable = (per_member, folded, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+        """Batches with equal keys have one trace."""
+
+    def of(self, member: Member) -> Any:
+        """One member's batch."""
+        leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def give(self, member: Member) -> None:
+        """Put a member's batch where it reads its data."""
+        assert isinstance(member.data.source, FixedBatchSource)
+        member.data.source.batch = self.of(member)
+
+    def rows(self, unit: GivenBatchesStack) -> list[Tensor]:
+        """The batch for the rows of a stack."""
+        places = [self.places[unit.members[slot].index] for slot in unit.stack.rows]
+        if not self.per_member or places == list(range(len(self.places))):
+            return self.leaves
+        return [leaf[places] for leaf in self.leaves]
+
+    def shapes(self) -> str:
+        """The shapes, for a message."""
+        return ", ".join(str(list(leaf.shape)) for leaf in self.leaves)
+
+
+def asked_ids(members: Sequence[int], known: Sequence[int]) -> list[int]:
+    """The ids that the user asked for, in the order given.
+
+    Raises:
+        KeyError: when there is no such member.
+        ValueError: when one is named twice.
+    """
+    asked = list(members)
+    unknown = [id for id in asked if id not in known]
+    if unknown:
+        raise KeyError(f"no member {unknown[0]!r} in this pack; it has {', '.join(map(str, known)) or 'none'}")
+    if len(set(asked)) < len(asked):
+        twice = next(id for id in asked if asked.count(id) > 1)
+        raise ValueError(f"members has {twice} more than once; a member takes one step: name it once")
+    return asked
+
+
+def in_order(losses: Losses, ids: Sequence[int], device: torch.device) -> Tensor:
+    """The losses as one tensor in the order of `ids`; NaN for members that have none."""
+    if len(losses) == 1 and losses[0][0] == ids:
+        return losses[0][1]
+    by_id = {id: loss for part, values in losses for id, loss in zip(part, values, strict=True)}
+    dtype = next(iter(by_id.values())).dtype if by_id else torch.get_default_dtype()
+    nan = torch.full((), math.nan, dtype=dtype, device=device)
+    return torch.stack([by_id.get(id, nan).to(dtype) for id in ids])
+
+
+def step_alone(unit: SerialUnit, batches: Batches) -> tuple[Losses, dict[int, Exception]]:
+    """A serial member's step, for which its batch is an epoch of one: its loss, and what it raised."""
+    batches.give(unit.member)
+    unit.begin_epoch(torch.zeros(1, 1, dtype=torch.int64))
+    id = unit.member.index
+    try:
+        unit.run(1)
+    except MemberError as error:
+        unit._stuck = False
+        assert isinstance(error.cause, Exception)
+        return [], {id: error.cause}
+    unit.member.step += 1
+    errors = {id: unit.failures()[0]} if unit.failures() else {}
+    return [([id], unit.losses()[0].to(batches.leaves[0].device))], errors
