@@ -1,4 +1,4 @@
-"""Live runs: what is asked of them is done between two steps, and whoever is not asked keeps its bits."""
+"""Live runs: commands are carried out between two steps, and the bits of all other jobs are unchanged."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_add() -> None:
         [job("a", epochs=40)], 2, lambda run: run.add(first), lambda run: run.add(second), lambda run: run.status()
     )
     assert answers[:2] == [None, None] and {"a", "b"} < answers[2].keys()
-    assert list(found) == ["a", "b", "job-2"], "newcomers come last, and one without a name is named by its place"
+    assert list(found) == ["a", "b", "job-2"], (
+        "jobs that were added come last, and one without a name is named by its place"
+    )
     alone = trained(job("a", epochs=40), first, job("job-2", model=Branching, epochs=2))
     assert all(same(found[r.name], r) for r in alone)
 
