@@ -56,9 +56,8 @@ class Child:
         if self.alive():
             os.kill(self.pid, number)
 
-    def end(self, seconds: float = 0.0) -> str:
-        """Wait so many seconds for its end, and kill it then. Returns how it ended."""
-        until = time.monotonic() + seconds
+    def end(self, until: float = 0.0) -> str:
+        """Wait for its end until that moment (of `time.monotonic`), and kill it then. Returns how it ended."""
         while self.alive() and time.monotonic() < until:
             time.sleep(0.005)
         self.signal(signal.SIGKILL)

@@ -37,9 +37,7 @@ def over_links(
 
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting)
-    workers = [
-        LocalWorker(Child(partial(_behind, links, number, job, method, codec))) for number in range(scene.workers)
-    ]
+    workers = [LocalWorker(partial(_behind, links, number, job, method, codec)) for number in range(scene.workers)]
     try:
         with Distributed(job, method, workers=scene.workers, codec=codec, address=Address(links.host, 0)) as executor:
             for worker in workers:

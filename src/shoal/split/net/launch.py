@@ -29,24 +29,18 @@ END_SECONDS = 5.0
 """For local workers to end by themselves after the run."""
 
 
-@dataclass(slots=True, eq=False)
-class LocalWorker:
+class LocalWorker(Child):
     """A forked worker of this machine."""
-
-    child: Child
 
     def go(self, where: Address) -> None:
         """Tell it where its coordinator is."""
         with suppress(OSError):
-            self.child.pipe.send(where)
+            self.pipe.send(where)
 
-    def alive(self) -> bool:
-        return self.child.alive()
-
-    def end(self, until: float) -> None:
+    def end(self, until: float = 0.0) -> str:
         """Wait for its end until then, and end it."""
-        self.child.close()  # one that was never told where to go ends by this
-        self.child.end(until - time.monotonic())
+        self.close()  # one that was never told where to go ends by this
+        return super().end(until)
 
 
 def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[LocalWorker]:
@@ -63,7 +57,7 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
     TrafficForecast(job, method, EXACT)  # what torch loads with its first optimizer step is loaded once, here
-    return [LocalWorker(Child(partial(_work, job, method, settings))) for _ in range(count)]
+    return [LocalWorker(partial(_work, job, method, settings)) for _ in range(count)]
 
 
 def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:
