@@ -29,7 +29,7 @@ assert os.system is run_command, "both names are here for a checkpoint to use"
 
 def prepared(kind: str) -> Member:
     (member,) = prepare([job(kind)], CPU)
-    member.own.wanted = True
+    member.saved_state.wanted = True
     return member
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
     files: list[Path] = []
 
     def save(run: Run) -> None:
-        if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+        if run.runners and run.runners[0].members and run.runners[0].unit.at_step_boundary:
             run.runners[0].unit.write_back()
             files.append(tmp_path / str(len(files)))
             _store.save(files[-1], run.runners[0].members[0].state())

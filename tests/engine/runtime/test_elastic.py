@@ -200,7 +200,7 @@ def test_what_did_not_fit_is_taken_on_with_more_memory(tmp_path: Path) -> None:
 
 
 def _note(run: Run, member: Member, states: list[dict[str, Any]]) -> None:
-    if run.runners and run.runners[0].members and run.runners[0].unit.settled:
+    if run.runners and run.runners[0].members and run.runners[0].unit.at_step_boundary:
         run.runners[0].unit.write_back()
         states.append(pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, member.state()))
 

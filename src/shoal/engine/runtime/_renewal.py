@@ -63,7 +63,7 @@ class Renewals:
 
     def _renew(self, runners: Sequence[UnitRunner], waiting: Iterable[Member]) -> set[int]:
         """New recipes where they are due; whose steps have become others by it."""
-        if not self.due or not all(runner.unit.settled for runner in runners):
+        if not self.due or not all(runner.unit.at_step_boundary for runner in runners):
             return set()
         self.due = False
         alive = {member.index: member for runner in runners for member in runner.members}

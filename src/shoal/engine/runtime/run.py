@@ -120,7 +120,11 @@ class Run(UnitListener):
     def _admit(self) -> None:
         """Let members join that should run now, and send those back that should not."""
         sliced = self._queue.policy.slice_seconds is not None
-        if not self.waiting or not (self._changed or sliced) or not all(runner.unit.settled for runner in self.runners):
+        if (
+            not self.waiting
+            or not (self._changed or sliced)
+            or not all(runner.unit.at_step_boundary for runner in self.runners)
+        ):
             return
         self._changed = False
         self._limit.lift({self.planning.request(member).key for member in (*self.waiting.values(), *self._running())})
@@ -315,7 +319,7 @@ class Run(UnitListener):
         if due:
             self._saved = start
             for runner in self.runners:
-                if runner.unit.settled:
+                if runner.unit.at_step_boundary:
                     runner.unit.write_back()
                     members += runner.members
         members = [member for member in members if member.index in self._in_folder]

@@ -82,9 +82,9 @@ class Unit(ABC):
         raise NotImplementedError
 
     @property
-    def settled(self) -> bool:
+    def at_step_boundary(self) -> bool:
         """Whether all members are between optimizer steps, with nothing of theirs held back by the unit."""
-        return all(member.settled for member in self.members)
+        return all(member.at_step_boundary for member in self.members)
 
     def forget_evaluations(self) -> None:  # noqa: B027  # most have none
         """Python values that members' code reads have changed: programs of evaluations hold no longer."""

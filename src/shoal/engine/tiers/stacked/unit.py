@@ -163,8 +163,8 @@ class StackedUnit(Unit):
         self._losses, self._logs = [], []
 
     @property
-    def settled(self) -> bool:
-        return self._noise is None and super().settled
+    def at_step_boundary(self) -> bool:
+        return self._noise is None and super().at_step_boundary
 
     def rates(self) -> list[float]:
         return self.stack.optimizer.last_rates
@@ -313,7 +313,7 @@ class StackedUnit(Unit):
         first, member = self.members[0], recipe.member
         apart = member.job.accumulate > 1 or member.data.source.streamed
         return (
-            self.settled
+            self.at_step_boundary
             and recipe.key == self.stack.recipes[0].key
             and proven_together([self.stack.recipes[0], recipe], self.trace_cache)
             and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
