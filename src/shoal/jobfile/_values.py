@@ -22,10 +22,10 @@ FOLD_FIELDS = {"k": int, "seed": int, "shuffle": bool}
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _typed(told: str, node: Node, kind: type) -> None:
+def _typed(label: str, node: Node, kind: type) -> None:
     kinds = (int, float) if kind is float else (kind,)
     if type(node.value) not in kinds:
-        raise Mistake(node, f"{told} is {node.shown()} ({node.kind}); use {WORDS[kind]}")
+        raise Mistake(node, f"{label} is {node.shown()} ({node.kind}); use {WORDS[kind]}")
 
 
 def fold_settings(node: Node) -> dict[str, Any]:

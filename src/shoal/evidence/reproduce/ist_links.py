@@ -67,12 +67,12 @@ def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
     hands = [fork(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
     try:
-        found: list[float] = []
+        seconds: list[float] = []
         for _, pipe in hands:
             if not pipe.poll(WAIT):
                 raise OSError(f"no answer from a worker in {WAIT:g} s")
-            found.append(pipe.recv())
-        return max(found)
+            seconds.append(pipe.recv())
+        return max(seconds)
     except EOFError:
         raise OSError("a worker of DistributedDataParallel ended early") from None
     finally:

@@ -39,10 +39,10 @@ class Masks:
         for parameter, mask, start in self._kept:
             parameter.copy_(torch.where(mask, parameter, start))
 
-    def moments(self, found: Tensors) -> Tensors:
+    def moments(self, moments: Tensors) -> Tensors:
         """Of the optimizer's state, what belongs to the learning slices."""
         out: Tensors = {}
-        for key, value in found.items():
+        for key, value in moments.items():
             parameter = key.rpartition("/")[0]
             piece = self.learning.get(parameter)
             place = moment_slice(piece, self.shapes[parameter], value.shape) if piece is not None else None

@@ -10,7 +10,7 @@ from shoal.jobs.job import Job
 from shoal.split.core.checks import check_count
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
-from shoal.split.executors.local import carry_out
+from shoal.split.executors.local import train_task
 
 
 class Serial:
@@ -31,4 +31,4 @@ class Serial:
         return self.workers
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        return [carry_out(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]
+        return [train_task(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]

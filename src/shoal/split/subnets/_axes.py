@@ -113,7 +113,7 @@ def unify(a: Axis, b: Axis) -> None:
 def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
     """The axes of a view of the same elements in another shape."""
     waiting = [f for dim in reversed(dims) for f in reversed(_flat(dim)) if f.size != 1]
-    found: list[Axis] = []
+    axes: list[Axis] = []
     for size in sizes:
         taken: list[Axis] = []
         missing = size
@@ -130,8 +130,8 @@ def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
                 for axis in dims:
                     fix(axis, "a view mixes it with other dimensions")
                 return [Axis(n, "a view mixes it with other dimensions") for n in sizes]
-        found.append(product(taken) if taken else Axis(size))
-    return found
+        axes.append(product(taken) if taken else Axis(size))
+    return axes
 
 
 def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
@@ -151,9 +151,9 @@ def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     if axis.factors or axis.terms:
         fix(axis, "it is taken apart in two ways that do not fit")
         return [Axis(n, "a piece of something that stays whole") for n in sizes]
-    found = [_child(axis, n) for n in sizes]
-    axis.terms = [f for f in found if f.size]
-    return found
+    children = [_child(axis, n) for n in sizes]
+    axis.terms = [f for f in children if f.size]
+    return children
 
 
 def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
@@ -178,10 +178,10 @@ def _owners(axis: Axis, leaf: Axis) -> Rows:
         return np.arange(axis.size, dtype=np.int64)
     if axis.terms:
         return np.concatenate([_owners(t, leaf) for t in axis.terms])
-    found = np.full(1, -1, dtype=np.int64)
+    owners = np.full(1, -1, dtype=np.int64)
     for factor in axis.factors:
-        found = np.maximum(found[:, None], _owners(factor, leaf)[None, :]).reshape(-1)
-    return found if axis.factors else np.full(axis.size, -1, dtype=np.int64)
+        owners = np.maximum(owners[:, None], _owners(factor, leaf)[None, :]).reshape(-1)
+    return owners if axis.factors else np.full(axis.size, -1, dtype=np.int64)
 
 
 def _flat(axis: Axis) -> list[Axis]:

@@ -131,13 +131,13 @@ def _heads(self: Any, rows: Sequence[Tensor]) -> list[Tensor]:
 
 def _mask(query: Tensor, padding: Tensor | None, mask: Tensor | None, heads: int) -> Tensor | None:
     """Both masks as one that is added to the scores."""
-    found = None
+    total = None
     for given, shaped in ((padding, lambda m: m[:, None, None, :]), (mask, _by_head(heads))):
         if given is not None:
             if given.dtype == torch.bool:
                 given = torch.zeros_like(given, dtype=query.dtype).masked_fill_(given, float("-inf"))
-            found = shaped(given) if found is None else found + shaped(given)
-    return found
+            total = shaped(given) if total is None else total + shaped(given)
+    return total
 
 
 def _by_head(heads: int) -> Any:

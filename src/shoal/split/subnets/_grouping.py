@@ -71,8 +71,8 @@ class _Builder:
         return STREAM if {"normalised", "residual"} <= leaf.notes and not self.streams else ""
 
     def why(self, name: str) -> str:
-        found = [self.reason(leaf) for axis in self.axes(name) for leaf in leaves(axis)]
-        return next((r for r in found if r), "") or "nothing of it is used"
+        reasons = [self.reason(leaf) for axis in self.axes(name) for leaf in leaves(axis)]
+        return next((r for r in reasons if r), "") or "nothing of it is used"
 
     def fresh_name(self, tensor: str) -> str:
         name = tensor.rpartition(".")[0] or tensor
@@ -100,9 +100,9 @@ class _Builder:
 
     def dims(self, out: Tensor) -> tuple[Span | None, ...]:
         axes: Sequence[Axis] = self.coupling.axes.get(id(out), [Axis(n) for n in out.shape])
-        found: list[Span | None] = []
+        spans: list[Span | None] = []
         for axis in axes:
             rows = any("input" in leaf.notes for leaf in leaves(axis))
             cut = any(leaf in self.names for leaf in leaves(axis))
-            found.append(replace(self.span(axis), rows=rows) if cut or not rows else None)
-        return tuple(found)
+            spans.append(replace(self.span(axis), rows=rows) if cut or not rows else None)
+        return tuple(spans)

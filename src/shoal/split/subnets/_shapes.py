@@ -165,8 +165,8 @@ def _squeeze(c: Coupling, op: Op) -> None:
 def _expand(c: Coupling, op: Op) -> None:
     given, sizes = c.of(op.args["self"]), op.outs[0].shape
     missing = len(sizes) - len(given)
-    kept = [Axis(n) if find(axis).size != n else axis for axis, n in zip(given, sizes[missing:], strict=True)]
-    c.give(op.outs[0], [*(Axis(n) for n in sizes[:missing]), *kept])
+    axes = [Axis(n) if find(axis).size != n else axis for axis, n in zip(given, sizes[missing:], strict=True)]
+    c.give(op.outs[0], [*(Axis(n) for n in sizes[:missing]), *axes])
     if id(op.args["self"]) in c.origin:
         name, dims = c.origin[id(op.args["self"])]
         c.origin[id(op.outs[0])] = (name, [-1] * missing + dims)

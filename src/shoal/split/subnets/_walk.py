@@ -15,29 +15,29 @@ from shoal.split.subnets._shapes import RULES
 
 def couple(record: Record) -> Coupling:
     """Go through the operators once and say what their axes have in common."""
-    found = Coupling(record)
+    coupling = Coupling(record)
     for name, tensor in record.state.items():
-        found.axes[id(tensor)] = [Axis(n) for n in tensor.shape]
-        found.origin[id(tensor)] = (name, list(range(tensor.dim())))
+        coupling.axes[id(tensor)] = [Axis(n) for n in tensor.shape]
+        coupling.origin[id(tensor)] = (name, list(range(tensor.dim())))
     for tensor in record.inputs:
-        found.axes[id(tensor)] = [Axis(n, "the inputs have its size") for n in tensor.shape]
-        for axis in found.axes[id(tensor)]:
+        coupling.axes[id(tensor)] = [Axis(n, "the inputs have its size") for n in tensor.shape]
+        for axis in coupling.axes[id(tensor)]:
             note(axis, "input")
     live = record.live()
     for op in live:
         rule = RULES.get(op.name) or (pointwise if op.pointwise else unknown)
         rule = unknown if record.recurrent.intersection(op.modules) else rule
-        rule(found, op)
+        rule(coupling, op)
     for tensor in record.outputs:
-        for axis in found.of(tensor):
+        for axis in coupling.of(tensor):
             fix(axis, "the outputs have its size")
     used = {id(tensor) for op in record.ops for tensor in op.tensors}
     for tensor in record.state.values():
         if id(tensor) not in used:
-            for axis in found.of(tensor):
+            for axis in coupling.of(tensor):
                 fix(axis, "nothing of it is used")
-    _mark_normalised(found, live)
-    return found
+    _mark_normalised(coupling, live)
+    return coupling
 
 
 def _mark_normalised(c: Coupling, live: Sequence[Op]) -> None:
@@ -46,14 +46,14 @@ def _mark_normalised(c: Coupling, live: Sequence[Op]) -> None:
     for op in live:
         for tensor in op.tensors:
             readers.setdefault(id(tensor), []).append(op)
-    for found in c.sums:
-        found.normalised = _only_norms(found.op.outs[0], readers)
+    for axis_sum in c.sums:
+        axis_sum.normalised = _only_norms(axis_sum.op.outs[0], readers)
 
 
 def _only_norms(tensor: Tensor, readers: dict[int, list[Op]]) -> bool:
-    found = readers.get(id(tensor), [])
-    return bool(found) and all(
+    reading_ops = readers.get(id(tensor), [])
+    return bool(reading_ops) and all(
         "norm" in op.name
         or (op.name in ("view", "_unsafe_view", "transpose", "permute") and _only_norms(op.outs[0], readers))
-        for op in found
+        for op in reading_ops
     )
