@@ -2,7 +2,7 @@
 
     file -> tree with lines -> a table of fields for each job -> jobs
 
-Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are told at once, as one JobError.
+Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are reported at once, as one JobError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".toml", ".yaml", ".yml")
 MOST_BYTES = 4_000_000
 MOST_LINES = 20
-"""Mistakes that are told at once."""
+"""Mistakes that are reported at once."""
 QUOTED = re.compile(r"job ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"): (.*)")
 """A line about a job, as `shoal.preparation.checks` writes it."""
 
@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str]) -> JobFile:
     problems.stop_if_any()
     from shoal.jobfile import _blocks
     from shoal.jobfile._build import Builder
-    from shoal.jobfile._settings import settings
+    from shoal.jobfile._values import settings
 
     folder = Path(file).resolve().parent
     chosen = settings(root, folder, problems)

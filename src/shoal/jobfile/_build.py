@@ -45,7 +45,7 @@ class Builder:
         self.folder = folder
         self.problems = problems
         self.keys_are_wrong = bool(problems)
-        """What is missing may then be there under a wrong key: only other mistakes are told."""
+        """What is missing may then be there under a wrong key: only other mistakes are reported."""
         self.places: dict[str, Places] = {}
         """Job name -> the lines of its fields."""
         self._made: dict[Any, Any] = {}
@@ -302,7 +302,7 @@ def _is(test: Callable[[], bool]) -> bool:
 
 
 def _value_checked(use: Node, what: str, call: Callable[[], Any]) -> Any:
-    """Our own readers say what is wrong in a ValueError; anything else they raise is told with its kind."""
+    """Our own readers say what is wrong in a ValueError; anything else they raise is reported with its kind."""
     try:
         return call()
     except (ValueError, OSError) as error:

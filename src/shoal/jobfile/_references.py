@@ -35,7 +35,7 @@ class Mistake(Exception):
 
 
 class noted(contextlib.AbstractContextManager[None, bool]):  # it reads as a verb
-    """Mistakes in the block are noted, and the work goes on after it."""
+    """Mistakes in the block are noted, and reading continues after it."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
@@ -209,7 +209,7 @@ def _check_type(label: str, node: Node, annotation: str) -> None:
 
 
 def bound(function: Callable[..., Any], arguments: Mapping[str, Node]) -> Callable[..., Any]:
-    """The function with its arguments filled in, and a name that tells them."""
+    """The function with its arguments filled in, and a name that shows them."""
     if not arguments:
         return function
     plain = {name: node.plain() for name, node in arguments.items()}

@@ -3,7 +3,7 @@
 from shoal.split.api import data_parallel, ist, local_sgd
 from shoal.split.core.report import SplitReport
 from shoal.split.core.state import State
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST

@@ -55,7 +55,7 @@ class Mps:
     def stop(self) -> None:
         if self.folder is None:
             return
-        with suppress(subprocess.TimeoutExpired):  # its clients are gone; an idle daemon in our folder harms nobody
+        with suppress(subprocess.TimeoutExpired):  # its clients are gone; an idle daemon in our folder does no harm
             subprocess.run(
                 [CONTROL], input=b"quit\n", env=self.environment(), capture_output=True, timeout=60, check=False
             )

@@ -180,7 +180,7 @@ class _Row:
 
 
 def _share(end: float, left: int) -> float:
-    """When the first of `left` must be done, so that the others have as long: one slow compile starves nobody."""
+    """When the first of `left` must be done, so that one slow compile takes no time from the others."""
     now = time.monotonic()
     return now + (end - now) / left
 

@@ -1,4 +1,4 @@
-"""The same work, several ways. Each is written as well as one would write it who had only that way.
+"""The same work, several ways. Each is written as well as it can be without the others.
 
 A way is opened on a workload and then stepped: `step(n)` trains every member for n more batches.
 All do the same work: gather the batch from the data set on the device, forward, loss, backward, Adam with the

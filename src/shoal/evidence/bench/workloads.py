@@ -105,7 +105,7 @@ class Workload:
     tasks: list[Task]
     precision: str | None
     tensors: dict[str, tuple[Tensor, Tensor]]
-    """Kind name -> its data, kept once."""
+    """Kind name -> its data, once for all members."""
 
     def data(self, task: Task) -> tuple[Tensor, Tensor]:
         return self.tensors[task.kind.name]

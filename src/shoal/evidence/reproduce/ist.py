@@ -133,17 +133,17 @@ def trained(
     look_every: int = LOOK_EVERY,
 ) -> dict[str, Any]:
     """One training: its settings, and its accuracy by steps, bytes and seconds."""
-    from shoal.split.executors.executors import Serial
+    from shoal.split.executors.local import Serial
     from shoal.split.executors.packed import Packed
     from shoal.split.trainer import train_split
 
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting, device)
     if executor is not None:
-        hands = executor(job, method)
+        made = executor(job, method)
     else:
-        hands = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
-    result = train_split(job, method, hands, device=device, val_every=max(1, look_every // setting.window))
+        made = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
+    result = train_split(job, method, made, device=device, val_every=max(1, look_every // setting.window))
     report = result.split
     assert report is not None
     columns = ("step", "bytes", "seconds", "accuracy")

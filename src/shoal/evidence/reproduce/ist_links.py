@@ -65,10 +65,10 @@ def _behind(links: Links, number: int, job: Any, method: Any, codec: str, pipe: 
 
 def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
-    hands = [fork(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
+    children = [fork(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
     try:
         seconds: list[float] = []
-        for _, pipe in hands:
+        for _, pipe in children:
             if not pipe.poll(WAIT):
                 raise OSError(f"no answer from a worker in {WAIT:g} s")
             seconds.append(pipe.recv())
@@ -76,7 +76,7 @@ def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
     except EOFError:
         raise OSError("a worker of DistributedDataParallel ended early") from None
     finally:
-        for pid, pipe in hands:
+        for pid, pipe in children:
             with suppress(OSError):
                 os.waitpid(pid, 0)
             forget(pipe)

@@ -1,7 +1,7 @@
 """SIL's table: networks cut in two and trained apart, against ordinary training of the whole.
 
 By synthetic labels (A: the right part reads labels; B: it reads activations) and by a local head at the cut. Beside
-ours stand the numbers that were measured before, on 8,000 rows of MNIST and 2,000 others for testing; ours are means
+ours are the numbers that were measured before, on 8,000 rows of MNIST and 2,000 others for testing; ours are means
 over seeds on the whole test set. Labels A are asked for before the activation function of the cut layer, where any
 number can be given, and read with noise; B and heads cut behind it.
 """

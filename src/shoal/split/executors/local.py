@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -21,11 +21,11 @@ from shoal.data import View
 from shoal.data.pool import batch_rows
 from shoal.engine.members.member import autocast, counted, make_optimizer, number, seeded
 from shoal.jobs.job import Job
-from shoal.split.core.masks import Masks
+from shoal.split.core.checks import check_count
 from shoal.split.core.memory import Meter, step_of
-from shoal.split.core.method import Method
-from shoal.split.core.moments import load_moments, moments_of
-from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.core.method import Method, Worker
+from shoal.split.core.moments import load_moments, moment_slice, moments_of
+from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading
 from shoal.split.core.state import load_tensors, tensors_of
 
@@ -189,3 +189,64 @@ def _drawing(seed: int, device: torch.device, batches: int) -> Iterator[None]:
         if mode is not None:
             mode.begin(batches)
         yield
+
+
+class Masks:
+    """Keeps all but the learning slices of a network's parameters where they are."""
+
+    def __init__(self, network: nn.Module, learning: Mapping[str, Slice]) -> None:
+        self.learning = learning
+        self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+        self._kept = []
+        for name, parameter in network.named_parameters():
+            piece = learning.get(name)
+            if piece is not None and piece.whole:
+                continue
+            mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+            if piece is not None:
+                piece.put(mask, torch.ones(piece.shape(parameter.shape), dtype=torch.bool, device=mask.device))
+            self._kept.append((parameter, mask, parameter.detach().clone()))
+
+    def gradients(self) -> None:
+        """Take away what others learn."""
+        for parameter, mask, _ in self._kept:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(~mask, 0.0)
+
+    @torch.no_grad()
+    def weights(self) -> None:
+        """Put back what an optimizer moves without a gradient: by weight decay, or by momentum."""
+        for parameter, mask, start in self._kept:
+            parameter.copy_(torch.where(mask, parameter, start))
+
+    def moments(self, moments: Tensors) -> Tensors:
+        """Of the optimizer's state, what belongs to the learning slices."""
+        out: Tensors = {}
+        for key, value in moments.items():
+            parameter = key.rpartition("/")[0]
+            piece = self.learning.get(parameter)
+            place = moment_slice(piece, self.shapes[parameter], value.shape) if piece is not None else None
+            if place is not None:
+                out[key] = place.take(value)
+        return out
+
+
+class Serial:
+    """Trains the parts in this process, one after another: the reference for every other executor."""
+
+    tier = "serial"
+    home: torch.device
+    """Where outcomes are: on the device itself, so that the state stays there and rounds cross no bus."""
+
+    def __init__(self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu") -> None:
+        check_count("workers", workers)
+        self.job, self.method = job, method
+        self.device = self.home = torch.device(device)
+        self.data = method.data_on(self.device)
+        self.workers = [Worker(number) for number in range(workers)]
+
+    def roll(self, number: int) -> Sequence[Worker]:
+        return self.workers
+
+    def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
+        return [train_task(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]

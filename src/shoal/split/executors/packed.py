@@ -26,8 +26,7 @@ from shoal.split.core.moments import moments_in, order_of, state_of
 from shoal.split.core.parts import Outcome, Task, Tensors
 from shoal.split.core.reading import Reading
 from shoal.split.core.state import tensors_of
-from shoal.split.executors.executors import Serial
-from shoal.split.executors.local import all_finite, at_home
+from shoal.split.executors.local import Serial, all_finite, at_home
 from shoal.user_loop.pack import Pack
 
 

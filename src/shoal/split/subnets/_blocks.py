@@ -137,7 +137,7 @@ def _own_tensors(model: nn.Module, name: str) -> tuple[frozenset[str], str]:
 
 
 def _fault(probe: Any, name: str) -> str:
-    """What is wrong with leaving the block out: against the whole network in which it hands its input through."""
+    """What is wrong with leaving the block out: against the whole network in which it passes its input through."""
     tensors, _ = _own_tensors(probe.whole, name)
     blocks = Blocks(GROUP, (name, ""), (tensors, frozenset()))
     keep = {GROUP: torch.tensor([1])}

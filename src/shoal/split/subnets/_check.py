@@ -122,11 +122,13 @@ class Probe:
         readers = {(r.tensor, r.dim): r.span for r in units.readers}
 
         def silent(name: str, tensor: Tensor) -> Tensor:
-            kepts = {dim: readers[name, dim].kept(keep) for dim in range(tensor.dim()) if (name, dim) in readers}
-            if all(rows is None for rows in kepts.values()):
+            rows_by_dim = {
+                dim: readers[name, dim].rows_of(keep) for dim in range(tensor.dim()) if (name, dim) in readers
+            }
+            if all(rows is None for rows in rows_by_dim.values()):
                 return tensor
             made = tensor.detach().clone()
-            for dim, rows in kepts.items():
+            for dim, rows in rows_by_dim.items():
                 if rows is not None:
                     gone = torch.ones(made.shape[dim], dtype=torch.bool)
                     gone[rows] = False
@@ -147,7 +149,7 @@ class Probe:
 
 
 class _PlainNorms(TorchFunctionMode):
-    """Norms over units do nothing but apply their weights, so that what they read does not depend on who is there."""
+    """Norms over units only apply their weights, so that what they read does not depend on which units are there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

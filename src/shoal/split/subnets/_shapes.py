@@ -215,7 +215,7 @@ def _dims(asked: Any, count: int) -> set[int]:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "reflection_pad1d", "reflection_pad2d",
       "replication_pad1d", "replication_pad2d")  # fmt: skip
 def _pool(c: Coupling, op: Op) -> None:
-    """Works on an image's sides alone; what stands before them (rows, channels) is untouched."""
+    """Works on an image's sides alone; what comes before them (rows, channels) is untouched."""
     given = c.of(op.tensors[0])
     sides = 3 if "3d" in op.name else 1 if "1d" in op.name else 2
     for axis in given[-sides:]:

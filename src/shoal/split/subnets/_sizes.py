@@ -23,7 +23,7 @@ from shoal.split.subnets._record import SIZED, SUMS
 Factor = float | tuple[float, ...]
 Size = int | Fraction | None
 FIRST = {"einsum": 1, "addmm": 1, "baddbmm": 1}
-"""Where the first operand stands, if not first."""
+"""The place of the first operand, if not the first."""
 
 
 @dataclass(frozen=True, slots=True)

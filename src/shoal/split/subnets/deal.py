@@ -44,14 +44,14 @@ def deal(
         overlap: The fraction of a group's units that every worker gets, besides its own.
     """
     _check(shares, overlap)
-    hands: list[dict[str, Tensor]] = [{} for _ in shares]
+    dealt: list[dict[str, Tensor]] = [{} for _ in shares]
     for group in units.groups.values():
         order = shuffled(group.name, group.size, seed, round)
         common = round_half_up(overlap * group.size)
-        for hand, share_units in zip(hands, _dealt(group, order[common:], shares, common), strict=True):
+        for part, share_units in zip(dealt, _dealt(group, order[common:], shares, common), strict=True):
             units_of_part = np.sort(np.concatenate([order[:common], share_units]))
-            hand[group.name] = torch.from_numpy(units_of_part)
-    return hands
+            part[group.name] = torch.from_numpy(units_of_part)
+    return dealt
 
 
 def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:

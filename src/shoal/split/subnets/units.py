@@ -2,7 +2,7 @@
 
 A unit is whatever must stay together: a neuron with its row in one layer and its column in the next, a channel with
 its batch norm, an attention head with its rows of query, key and value. Units of one group are interchangeable. All of
-it is plain data; how it is found stands in the files called coupling.
+it is plain data; `_coupling.py` finds it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Span:
     rows: bool = False
     """Whether the inputs' rows have a part in its size too."""
 
-    def kept(self, keep: Keep) -> Tensor | None:
+    def rows_of(self, keep: Keep) -> Tensor | None:
         """The places that are left, ascending; None: all."""
         mask = None
         for use in self.uses:
@@ -74,16 +74,16 @@ class Span:
 
     def left(self, keep: Keep) -> int:
         """How many places are left."""
-        rows = self.kept(keep)
+        rows = self.rows_of(keep)
         return self.size if rows is None else len(rows)
 
     def factors(self, keep: Keep) -> Tensor:
-        """For each place that is left, by how much its share of a sum has to grow to stand for those that are not."""
+        """For each place that is left, by how much its share of a sum has to grow to make up for those that are not."""
         factors = torch.ones(self.size, dtype=torch.float64)
         for use in self.uses:
             if use.group in keep:
                 factors[use.rows.reshape(-1)] *= len(use.rows) / len(keep[use.group])
-        rows = self.kept(keep)
+        rows = self.rows_of(keep)
         return factors if rows is None else factors[rows]
 
 
@@ -163,16 +163,16 @@ class Units:
         known: dict[Any, Tensor | None] = {}
         """Dimensions of the same units are the same rows, which are found once."""
 
-        def kept(span: Span) -> Tensor | None:
+        def rows_of(span: Span) -> Tensor | None:
             key = (span.size, *((use.group, id(use.rows)) for use in span.uses))
             if key not in known:
-                known[key] = span.kept(keep)
+                known[key] = span.rows_of(keep)
             return known[key]
 
         for name, spans in self.spans.items():
             if name in absent:
                 continue
-            index = tuple(kept(span) for span in spans)
+            index = tuple(rows_of(span) for span in spans)
             slices[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return slices
 
@@ -224,7 +224,7 @@ def without_streams(units: Units, streams: bool | str) -> Units:
     of the network are cut without them.
 
     Every layer of a residual network reads the stream and adds to it. Where it is dealt, no two blocks see the same
-    stream twice; where it is whole, every weight is trained in every round, by the worker who has its unit.
+    stream twice; where it is whole, every weight is trained in every round, by the worker that has its unit.
     """
     inner = [name for name, group in units.groups.items() if not group.stream]
     if streams is True or not inner or len(inner) == len(units.groups):
