@@ -57,7 +57,7 @@ def a_job(seed: int, steps: int) -> shoal.Job:
 
 
 class Troubled:
-    """A crew with trouble in some of its rounds, at random moments of theirs. Rounds are timed."""
+    """An executor whose workers are killed or stopped in some rounds, at random moments. Rounds are timed."""
 
     tier = "distributed"
 
