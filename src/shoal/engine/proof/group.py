@@ -103,7 +103,7 @@ def why_apart(a: Group, b: Group) -> str:
     return "a step of its own against a loss" if (job.step is None) != (other.step is None) else "other frozen weights"
 
 
-def told(found: Group, groups: list[Group]) -> str:
+def explain_reason(found: Group, groups: list[Group]) -> str:
     """Why a group is run as it is, in one line."""
     others = [other for other in groups if other is not found and other.stackable]
     if not found.stackable:
