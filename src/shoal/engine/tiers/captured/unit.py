@@ -246,22 +246,22 @@ class CapturedUnit(Unit):
         """Give each of these members a free row; nothing is compiled or captured again."""
         seats = self._seats(recipes)
         assert seats is not None, "members that join were accepted before"
-        for chunk, own in seats:
-            if own:
-                chunk.assign(own)
+        for chunk, recipes_by_row in seats:
+            if recipes_by_row:
+                chunk.assign(recipes_by_row)
         self._seated()
         return self
 
     def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
         """The rows that members would get in each chunk; None where one gets none."""
-        found: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
+        assigned: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
         for recipe in recipes:
-            seats = ((own, row) for chunk, own in found if (row := chunk.free_seat(recipe, own)) is not None)
+            seats = ((rows, row) for chunk, rows in assigned if (row := chunk.free_seat(recipe, rows)) is not None)
             seat = next(seats, None)
             if seat is None:
                 return None
             seat[0][seat[1]] = recipe
-        return found
+        return assigned
 
     def forget_evaluations(self) -> None:
         for chunk in self.chunks:
