@@ -91,7 +91,7 @@ def ordered(
         answers = []
         for order in orders:
             answers.append(pool.submit(order, run))
-            while not answers[-1].done() and run._controls._orders.qsize() < len(answers):
+            while not answers[-1].done() and run._controls._commands.qsize() < len(answers):
                 time.sleep(0.001)
         gate.open.set()
         return [answer.result() for answer in answers], {result.name: result for result in run.wait(60)}

@@ -69,8 +69,7 @@ def test_a_listener_that_raises_is_told_once_and_dropped() -> None:
         calls.append(event.kind)
         raise RuntimeError("no space left")
 
-    listeners = Listeners([lambda e: heard.append(e.kind), bad])
-    listeners.add(lambda e: heard.append(e.kind.upper()))
+    listeners = Listeners([lambda e: heard.append(e.kind), bad, lambda e: heard.append(e.kind.upper())])
     with pytest.warns(shoal.ShoalWarning, match=r"bad raised RuntimeError: no space left at the event 'start'") as told:
         for kind in ("start", "note", "end"):
             listeners(happened(kind))

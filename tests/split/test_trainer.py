@@ -17,7 +17,7 @@ from shoal import Job
 from shoal.engine.members.member import make_optimizer, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.errors import JobError, SplitError
-from shoal.split.core.checks import checked
+from shoal.split.core.checks import prepare_job
 from shoal.split.core.method import Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.core.reading import Reading
@@ -303,7 +303,7 @@ def test_data_parallel_counts_the_schedule_and_validates() -> None:
 )
 def test_jobs_that_cannot_be_split_are_told_before_anything_runs(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(JobError, match=line):
-        checked(make_job(**settings))
+        prepare_job(make_job(**settings))
 
 
 @pytest.mark.parametrize(

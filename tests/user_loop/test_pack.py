@@ -199,7 +199,7 @@ def test_joining_and_leaving(optimizer: Any) -> None:
     assert pack.add(net(9), hparams={"lr": 0.1}) == 4, "an id is used once"
 
 
-def test_bits_do_not_depend_on_who_comes_and_goes() -> None:
+def test_bits_do_not_depend_on_which_members_join_and_leave() -> None:
     torch.set_num_threads(1)
 
     def train(companions: bool) -> dict[str, Tensor]:
@@ -399,16 +399,16 @@ def test_half_precision_trains(precision: Any) -> None:
         ({"schedule": lambda o: lr_scheduler.ReduceLROnPlateau(o)}, "member 0: its schedule watches a value"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(changes: dict[str, Any], says: str) -> None:
+def test_mistakes_are_reported_before_anything_runs(changes: dict[str, Any], says: str) -> None:
     given: dict[str, Any] = {"models": [nn.Linear(D, C), nn.Linear(D, C)], "loss": F.cross_entropy} | changes
     with pytest.raises(shoal.JobError) as caught:
         shoal.Pack(given.pop("models"), **given)
     assert says in str(caught.value)
 
 
-def test_a_newcomer_needs_what_each_member_has_of_its_own() -> None:
+def test_a_new_member_needs_the_settings_that_each_member_was_given() -> None:
     pack = shoal.Pack([net(0), net(1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=F.cross_entropy)
-    with pytest.raises(shoal.JobError, match="give the newcomer's too: hparams"):
+    with pytest.raises(shoal.JobError, match="give the new member's too: hparams"):
         pack.add(net(2))
     with pytest.raises(TypeError, match="add\\(\\) takes no 'lr'"):
         pack.add(net(2), lr=0.1)

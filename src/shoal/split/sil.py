@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +12,13 @@ from shoal.data.pool import batch_rows
 from shoal.engine.members.member import evaluating, run_step
 from shoal.jobs.job import Job
 from shoal.results import Result
-from shoal.split.api import Tier, run_here
-from shoal.split.core.checks import checked
+from shoal.split.api import takes_settings_of, train_by
+from shoal.split.core.memory import Cost, measure
 from shoal.split.core.parts import Part
-from shoal.split.core.report import SplitReport, moments_per_weight
-from shoal.split.methods.costs import Cost, measure
+from shoal.split.core.report import SplitReport
 from shoal.split.methods.heads import WithHead
-from shoal.split.methods.labels import Distribution, Labels, Layout, nearest
-from shoal.split.methods.sil_method import WHOLE, SILMethod, view_of
+from shoal.split.methods.labels import nearest
+from shoal.split.methods.sil_method import WHOLE, SILMethod
 from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
@@ -63,29 +60,8 @@ class SilReport(SplitReport):
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
-def sil(
-    job: Job,
-    cuts: Sequence[str] | int | None = None,
-    method: Literal["labels", "heads"] = "heads",
-    variant: Literal["A", "B"] | None = None,
-    *,
-    distribution: Distribution = "normal",
-    scale: float = 1.0,
-    vectors: int = 1,
-    noise: float = 0.0,
-    layout: Layout = "full",
-    head_width: int | None = None,
-    recovery: int = 0,
-    local_steps: int | None = None,
-    per_part: Mapping[int, Mapping[str, Any]] | None = None,
-    moments: Literal["travel", "fresh"] = "travel",
-    device: str | torch.device = "auto",
-    tier: Tier = "auto",
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
-    val_every: int | None = None,
-    checkpoint_every: float | str = "60s",
-) -> Result:
+@takes_settings_of(SILMethod)
+def sil(job: Job, *args: Any, **options: Any) -> Result:
     """Cut a network, train its parts apart, join them again.
 
     Args:
@@ -111,15 +87,8 @@ def sil(
     Returns:
         The result with the whole network, of the user's own class; `result.split` is a SilReport.
     """
-    member = checked(job)
-    labels = Labels(distribution=distribution, scale=scale, vectors=vectors, noise=noise, layout=layout)
-    way = SILMethod(
-        job, cuts, method, variant, labels=labels, head_width=head_width, recovery=recovery, local_steps=local_steps,
-        per_part=per_part, moments=moments,
-    )  # fmt: skip
-    result = run_here(job, way, way.count, device, tier, progress, member=member, out=out, val_every=val_every,
-                      checkpoint_every=checkpoint_every)  # fmt: skip
-    result.split = report(result, way)
+    result, method = train_by(SILMethod, job, args, options)
+    result.split = report(result, method)
     return result
 
 
@@ -141,20 +110,8 @@ def report(result: Result, way: SILMethod) -> SilReport:
     found.method = str(way.settings["method"])
     found.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
     found.peak_predicted = {name: cost["peak_bytes"] for name, cost in found.costs.items()}
-    found.bytes_predicted += _more_bytes(way)
     found.advice = advice(way, joined, own)
     return found
-
-
-def _more_bytes(way: SILMethod) -> int:
-    """What a forecast by weights alone does not see: activations go to the state and on to the next part, and parts
-    that begin later have no optimizer state in their first round."""
-    if not way.lag:
-        return 0
-    kept, counts = moments_per_weight(way.source) if way.moments == "travel" else (0.0, 0)
-    late = [way.network(Part(number=place, role=str(place))) for place in range(1, way.count)]
-    trained = [p for network in late for p in network.parameters() if p.requires_grad]
-    return 2 * way.crossing_bytes() - int(kept * sum(p.nbytes for p in trained)) - counts * len(trained)
 
 
 def _chosen(shares: list[float] | None) -> str:
@@ -175,7 +132,7 @@ def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict
                 if piece.name in state:
                     body[name].copy_(state[piece.name])
     sums = [_Sum() for _ in parts]
-    for batch in view_of(way.source).feed(max(way.source.batch_size, 256)):
+    for batch in (way.member.val or way.data).feed(max(way.source.batch_size, 256)):
         value: Any = batch[:-1]
         for place, part in enumerate(parts):
             with evaluating(part):

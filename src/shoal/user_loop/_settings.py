@@ -71,14 +71,14 @@ class Settings:
         return value[place] if _each(value) else value
 
     def of_new_member(self, seed: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of one who joins later."""
+        """The settings of a member that joins later."""
         names = [f.name for f in fields(self)]
         unknown = sorted(set(given) - set(names))
         if unknown:
             raise TypeError(f"add() takes no {unknown[0]!r}; it takes {', '.join(names)} and seed")
         missing = [name for name in names if name not in given and _each(getattr(self, name))]
         if missing:
-            raise JobError(f"{missing[0]} was given one for each member; give the newcomer's too: {missing[0]}=...")
+            raise JobError(f"{missing[0]} was given one for each member; give the new member's too: {missing[0]}=...")
         return {name: given[name] if name in given else getattr(self, name) for name in names} | {"seed": seed}
 
 

@@ -86,7 +86,7 @@ class Pack:
         self._units: list[LoopUnit] = []
         self._waiting: list[int] = []
         self._begins: dict[int, int] = {}
-        """Where the schedules of some who wait begin."""
+        """The steps at which the schedules of waiting members begin."""
         self._tiers: dict[int, tuple[str, str]] = {}
         self._next = 0
         lines: list[str] = []
@@ -99,7 +99,7 @@ class Pack:
         if lines:
             raise JobError(*lines)
 
-    # --- who is in it ---------------------------------------------------------------------------------------------
+    # --- members --------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._members)
@@ -132,19 +132,19 @@ class Pack:
         """Take in a copy of one more network, which begins at the next step; its id.
 
         Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
-        as for all members; where they were given one each, the newcomer's must be given too.
+        as for all members; a setting that was given one for each member must be given here too.
         """
         return self._enter(model, self._settings.of_new_member(seed, settings))
 
     def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
-        id, hand = self._next, View(FixedBatchSource(self.device))
-        self._members[id] = make_member(model, id, hand, self.device, settings)
+        id, data = self._next, View(FixedBatchSource(self.device))
+        self._members[id] = make_member(model, id, data, self.device, settings)
         self._waiting.append(id)
         self._next += 1
         return id
 
     def remove(self, id: int) -> nn.Module:
-        """Let a member go; its network, trained as far as it is. The others go on as if it had never been there."""
+        """Remove a member and return its network as trained so far. The others continue unchanged."""
         model = self.member(id)
         place = self._unit_of(id)
         if place is not None:
@@ -182,8 +182,8 @@ class Pack:
             id: Whose. One that had stopped is running again.
             state_dict: As `model.load_state_dict` takes it.
             optimizer_state: As from the optimizer's own state_dict(); None: it starts with none.
-            step: Its schedule, a function of the step, goes on as after so many steps; None: from where it is.
-            seed: Its random draws begin again, from this seed; None: they go on.
+            step: Its schedule, a function of the step, continues as after so many steps; None: from where it is.
+            seed: Its random draws begin again, from this seed; None: they continue.
         """
         asked_ids([id], self.ids)
         refill(self._members[id], state_dict, optimizer_state, seed)
@@ -232,7 +232,7 @@ class Pack:
         first. With `members` only those ids take the step, and losses and batches are in their order.
 
         A member whose loss is not finite keeps its weights from before and stops; so does one whose own step raises,
-        with a warning. Their losses are NaN from then on. When the batch fails for everybody, the error is raised and
+        with a warning. Their losses are NaN from then on. When the batch fails for all members, the error is raised and
         nothing has changed.
         """
         asked = self.ids if members is None else asked_ids(members, self.ids)
@@ -305,21 +305,21 @@ class Pack:
         return [leaf.to(self.device) for leaf in leaves], spec
 
     def _arrange(self, batches: Batches) -> None:
-        """Give those who wait their place: in a stack that does the same, in one of their own, or alone."""
+        """Place waiting members: in a stack that computes the same, in a new one, or alone."""
         members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
             batches.give(member)
         groups = self._changes.group(members)
-        for found in groups:
-            reason = explain_group(found, groups)
-            if found.stackable and self._join(found.recipes, batches):
+        for candidates in groups:
+            reason = explain_group(candidates, groups)
+            if candidates.stackable and self._join(candidates.recipes, batches):
                 reason = "one computation"
-            elif found.stackable:
-                self._units.append(GivenBatchesStack(found.recipes, self._trace_cache))
+            elif candidates.stackable:
+                self._units.append(GivenBatchesStack(candidates.recipes, self._trace_cache))
             else:
-                self._units += [SerialUnit(member) for member in found.members]
-            for member in found.members:
-                self._tiers[member.index] = ("stacked" if found.stackable else "serial", reason)
+                self._units += [SerialUnit(member) for member in candidates.members]
+            for member in candidates.members:
+                self._tiers[member.index] = ("stacked" if candidates.stackable else "serial", reason)
         self._waiting = [id for id in self._waiting if id not in batches.places]
         for member in members:
             place = self._unit_of(member.index)
@@ -327,7 +327,7 @@ class Pack:
                 place[0].load(place[1], self._begins.pop(member.index))
 
     def _look_for_changes(self) -> None:
-        """Where something has changed that members' steps read, let them wait for a new place."""
+        """Where something that members' steps read has changed, make them wait for a new place."""
         for unit in self._changes.stale(self._units):
             self._waiting += [member.index for member in unit.members]
             self._drop(unit, list(range(len(unit.members))))

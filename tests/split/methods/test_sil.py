@@ -207,7 +207,7 @@ def test_convolutions_and_running_statistics(way: dict[str, Any]) -> None:
     assert int(result.model.norm.num_batches_tracked) == 30  # type: ignore[union-attr, arg-type]
     assert result.split.own[0]["accuracy"] > 0.45
     if way.get("layout") == "channel":
-        table = SILMethod(job, ["conv2"], "labels", labels=Labels(layout="channel")).tables[0]
+        table = SILMethod(job, ["conv2"], "labels", layout="channel").tables[0]
         assert torch.equal(table[:, :, :, :1, :1].expand_as(table), table)
 
 
@@ -238,7 +238,7 @@ def test_labels() -> None:
 
 
 def test_a_lost_part_stops_nobody() -> None:
-    """Without the activations of a window the next part sits it out, and goes on with the one after."""
+    """Without the activations of a window the next part has no step in that round, and continues with the one after."""
     way = SILMethod(job_of(epochs=3), ["fc2"], "heads")
     executor = [Worker(0), Worker(1)]
     (left,) = way.parts(0, executor)
@@ -280,7 +280,7 @@ def test_a_run_folder_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"method": "label"}, "method is 'label'; use one of 'labels', 'heads'"),
+        ({"method": "label"}, "method is 'label'; use 'labels' or 'heads'"),
         ({"method": "labels", "variant": "C"}, "variant is 'C'"),
         ({"variant": "B"}, "variant is 'B', and method='heads' has none"),
         ({"cuts": "fc2"}, "cuts is 'fc2'; use a list"),

@@ -47,7 +47,7 @@ def with_defaults(cls: type[Optimizer], hparams: Mapping[str, Any]) -> dict[str,
 
 def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     """Every number in a param group, pairs taken apart, by column name; tensors of one element count."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for name, value in settings.items():
         if name in BOOKKEEPING:
             continue
@@ -58,10 +58,10 @@ def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex()):
                 continue
             try:
-                found[part] = float(number)
+                by_name[part] = float(number)
             except (TypeError, ValueError):
                 continue
-    return found
+    return by_name
 
 
 def split_hparams(
@@ -87,12 +87,12 @@ def split_hparams(
     if not set(settings) <= known:
         return None
     try:
-        found = numbers({name: value for name, value in settings.items() if name not in rule.structural})
+        given = numbers({name: value for name, value in settings.items() if name not in rule.structural})
     except (TypeError, ValueError):
         return None
-    if not set(rule.columns) <= set(found):
+    if not set(rule.columns) <= set(given):
         return None
-    columns = {name: found[name] for name in rule.columns}
+    columns = {name: given[name] for name in rule.columns}
     flags = {name for name in rule.structural if settings[name]}
     flags |= {name for name in rule.optional if columns[name] != 0 or name in scheduled}
     return Flags(flags), columns

@@ -114,7 +114,7 @@ class Rule(ABC):
     """State entries shaped like the parameter, by torch's names (those of an optional term come by `buffers`)."""
 
     added: ClassVar[tuple[str, ...]] = ("weight_decay", "eps")
-    """Coefficients that torch hands to `add`: the one kernel that, on a CPU, rounds its number to half precision."""
+    """Coefficients that torch passes to `add`: the one kernel that, on a CPU, rounds its number to half precision."""
 
     def __init__(self, flags: Flags) -> None:
         assert flags <= {*self.structural, *self.optional}, f"{type(self).__name__} has no {sorted(flags)}"
@@ -169,7 +169,7 @@ class Rule(ABC):
         """One step for the parameters of a group. States that share a clock (by identity) tick once.
 
         With `active`, inactive members are restored from a copy: free when compiled (it fuses into the same loops),
-        one more pass a tensor in eager mode, so pass it there only when somebody sits out.
+        one more pass a tensor in eager mode, so pass it there only when a member takes no step.
         """
         if is_traced():
             params, grads, states = _in_memory_order(params, grads, states)
@@ -209,8 +209,8 @@ class Rule(ABC):
             return
         for start in range(0, size, at_once):
             rows = slice(start, start + at_once)
-            own = {name: value[rows] for name, value in state.items()}
-            self.apply_(param[rows], grad[rows], own, {name: value[rows] for name, value in c.items()})
+            piece = {name: value[rows] for name, value in state.items()}
+            self.apply_(param[rows], grad[rows], piece, {name: value[rows] for name, value in c.items()})
 
     def _copies(self, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         seen: dict[int, tuple[Tensor, Tensor]] = {}

@@ -96,13 +96,15 @@ class ScheduleRunner:
             name = type(self._scheduler).__name__
             raise ValueError(f"{name} watches a value that exists once an epoch; use schedule_every='epoch'")
         rule = RULES.get(optimizer_cls)
-        found = [numbers(group) for group in self.optimizer.param_groups]
-        self.names: tuple[str, ...] = rule.columns if rule else tuple(n for n in found[0] if all(n in f for f in found))
+        groups = [numbers(group) for group in self.optimizer.param_groups]
+        self.names: tuple[str, ...] = (
+            rule.columns if rule else tuple(n for n in groups[0] if all(n in f for f in groups))
+        )
 
     def values(self) -> list[dict[str, float]]:
         """The current number of every column, one dict per param group."""
-        found = [numbers(group) for group in self.optimizer.param_groups]
-        return [{name: group[name] for name in self.names} for group in found]
+        groups = [numbers(group) for group in self.optimizer.param_groups]
+        return [{name: group[name] for name in self.names} for group in groups]
 
     def groups(self) -> list[dict[str, Any]]:
         """The current param groups as torch keeps them, without the parameters (`initial_lr` and the like included)."""
@@ -160,8 +162,8 @@ class ScheduleRunner:
         if self._scheduler is None or self.every == "epoch":
             return True
         kind = type(self._scheduler)
-        own = kind.state_dict is lr_scheduler.LRScheduler.state_dict
-        return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (own or _is_torchs(self._scheduler))
+        complete = kind.state_dict is lr_scheduler.LRScheduler.state_dict
+        return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (complete or _is_torchs(self._scheduler))
 
     def table(self, steps: int) -> Tensor | None:
         """What the next `steps` optimizer steps use, float64 [G, names, steps], the first being `values()`.
@@ -191,12 +193,12 @@ class ScheduleRunner:
         return table.expand(-1, -1, steps).contiguous() if fixed else table.contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler and groups: torch's chainable schedules go on from the group's current value."""
+        """Scheduler and groups: torch's chainable schedules continue from the group's current value."""
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         return {"groups": self.groups(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of a runner with the same schedule."""
+        """Continue from `state_dict()` of a runner with the same schedule."""
         self.error = None
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             for name, value in saved.items():
@@ -208,7 +210,7 @@ class ScheduleRunner:
             self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
 
     def resume(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Go on from an optimizer's `param_groups` and a scheduler's own state_dict()."""
+        """Continue from an optimizer's `param_groups` and a scheduler's own state_dict()."""
         state = scheduler if scheduler is not None or self._scheduler is None else self._scheduler.state_dict()
         plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self.load_state_dict({"groups": plain, "scheduler": state})
@@ -234,7 +236,7 @@ def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Opt
     accepted = set(inspect.signature(cls.__init__).parameters)
     groups: list[dict[str, Any]] = []
     for settings in hparams:
-        own = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}
-        groups.append({**with_defaults(cls, own), "params": [nn.Parameter(torch.zeros(1, 1))]})
+        plain = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}
+        groups.append({**with_defaults(cls, plain), "params": [nn.Parameter(torch.zeros(1, 1))]})
     first = {name: value for name, value in groups[0].items() if name in accepted and name != "params"}
     return cls(groups, **copy.deepcopy(first))

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from shoal.engine.optim.rule import Rule, State, scalar_dtype
 
 
-def torch_entry(rule: Rule, own: State, h: Mapping[str, float]) -> State:
+def torch_entry(rule: Rule, state: State, h: Mapping[str, float]) -> State:
     """The entry torch has for a parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
 
-    `own`: the member's state on the host, which becomes part of the entry. `h`: its numbers for the parameter's group.
+    `state`: the member's state on the host, which becomes part of the entry. `h`: the numbers of its parameter group.
     """
-    if float(own["step"]) == 0 and "sum" not in own:
+    if float(state["step"]) == 0 and "sum" not in state:
         return {}  # torch makes its state at the first step (Adagrad: when it is built)
-    entry = rule.torch_entry(own, h)
+    entry = rule.torch_entry(state, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
     return entry
@@ -37,16 +37,16 @@ def torch_values(
     if not entry:
         known = step is not None and "started" in state
         return [(state["step"], torch.tensor(step, dtype=state["step"].dtype))] if known else []
-    found = rule.from_entry(entry)
+    values_of = rule.from_entry(entry)
     if step is not None and "step" not in entry:
-        found["step"] = float(step)
-    missing = sorted(set(state) - set(found) - {"momentum_buffer"})
-    unknown = sorted(set(found) - set(state))
+        values_of["step"] = float(step)
+    missing = sorted(set(state) - set(values_of) - {"momentum_buffer"})
+    unknown = sorted(set(values_of) - set(state))
     if missing or unknown:
         raise ValueError(f"state for {rule!r}: missing {missing}, unknown {unknown}; it has {sorted(state)}")
     values = []
     for name, stacked in state.items():
-        value = torch.as_tensor(found.get(name, 0.0))
+        value = torch.as_tensor(values_of.get(name, 0.0))
         if value.ndim and value.shape != stacked.shape[1:]:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
         values.append((stacked, value.to(stacked.dtype)))
@@ -56,7 +56,7 @@ def torch_values(
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """`optimizer.load_state_dict(state)`, with numbers such as NAdam's `mu_product` in the dtype they have in `state`.
 
-    torch gives them that of their parameter, and in float64 they would go on with another rounding than before.
+    torch gives them that of their parameter, and in float64 they would continue with another rounding than before.
     """
     optimizer.load_state_dict(dict(state))
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -77,11 +77,11 @@ def optimizer_state_dict(
     parameters. `entries` has one state per parameter in that order; `groups` the current settings.
     """
     assert len(entries) == sum(len(group["params"]) for group in skeleton), "a state for every parameter"
-    kept = [
+    param_groups = [
         {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
         for group, settings in zip(skeleton, groups, strict=True)
     ]
-    return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": kept}
+    return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": param_groups}
 
 
 def _like(old: Any, new: Any) -> Any:

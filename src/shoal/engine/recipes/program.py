@@ -1,6 +1,6 @@
 """A traced step with a member axis: the graph, every operator replaced by its stacking rule, ready to run.
 
-A value is either shared by all members or has the member axis first; which one is settled once, here, before any step.
+A value is either shared by all members or has the member axis first; which one is decided once, here, before any step.
 With `members=0` the same graph runs as it was traced, for one member alone, with only its random draws replaced.
 """
 
@@ -32,7 +32,7 @@ class _Instruction:
     args: list[Any]
     out: int
     dead: tuple[int, ...]
-    """Values nobody reads after this instruction."""
+    """Values that are not read after this instruction."""
 
 
 class _Value(int):
@@ -130,8 +130,8 @@ class Program:
     def _widened(self, node: Node) -> bool:
         """Must a value that no member's own data went into be given the member axis all the same?"""
         index = self._position[node]
-        own = any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
-        return node in self._carries and not own and not any(n in self._carries for n in node.all_input_nodes)
+        varies = any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
+        return node in self._carries and not varies and not any(n in self._carries for n in node.all_input_nodes)
 
     def _enter(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         values = [*state, *batch]
@@ -238,16 +238,16 @@ class Program:
 
     def _last_use(self) -> dict[Node, list[Node]]:
         """For every node, the values that are read there for the last time."""
-        kept = {node for node in self._outputs if isinstance(node, Node)} | set(self._inputs)
+        needed = {node for node in self._outputs if isinstance(node, Node)} | set(self._inputs)
         last = {
             node: max(node.users, key=self._position.__getitem__)
             for node in self.trace.nodes
-            if node.users and node not in kept
+            if node.users and node not in needed
         }
-        found: dict[Node, list[Node]] = {}
+        last_uses: dict[Node, list[Node]] = {}
         for node, user in last.items():
-            found.setdefault(user, []).append(node)
-        return found
+            last_uses.setdefault(user, []).append(node)
+        return last_uses
 
 
 class _Nested(list[Any]):
@@ -261,7 +261,7 @@ def _resolve(arg: Any, values: list[Any]) -> Any:
 
 
 def _plain(op: Any, names: list[str], node: Node, widen: int) -> Callable[..., Any]:
-    """An operator on shared values, with its keyword arguments; repeated for each member when somebody writes to it."""
+    """An operator on shared values, with its keyword arguments; repeated for each member when written to later."""
     count, keys = len(node.args), list(node.kwargs)
 
     def run(*args: Any) -> Any:

@@ -57,11 +57,11 @@ class OptimizerPlan:
     def skeleton(self) -> list[dict[str, Any]]:
         """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
         first = 0
-        found = []
+        groups = []
         for group, settings in zip(self.groups, self.settings, strict=True):
-            found.append({**settings, "params": list(range(first, first + len(group)))})
+            groups.append({**settings, "params": list(range(first, first + len(group)))})
             first += len(group)
-        return found
+        return groups
 
     @property
     def key(self) -> Hashable:
@@ -78,7 +78,7 @@ class Recipe:
     """Rows in a batch -> the step as a graph."""
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
-    """Of the computation, which is that of everybody in the stack; the optimizer is each member's own affair."""
+    """Of the computation, which all members of a stack share; optimizers may differ."""
 
     def __post_init__(self) -> None:
         job, member = self.member.job, self.member
@@ -109,7 +109,7 @@ class Proofs:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, key: Hashable) -> int:
-        """A number that stands for a key, which may be long."""
+        """A number for a key, which may be long."""
         return self._numbers.setdefault(key, len(self._numbers))
 
 
@@ -286,10 +286,10 @@ class TraceCache:
             except Untraceable as refusal:
                 made = refusal
             self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])
-        found = self._traces[key].made
-        if isinstance(found, Untraceable):
-            raise found
-        return found
+        recorded = self._traces[key].made
+        if isinstance(recorded, Untraceable):
+            raise recorded
+        return recorded
 
 
 def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:

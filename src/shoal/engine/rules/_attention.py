@@ -25,8 +25,8 @@ _WHOLE = (torch.float32, torch.float64)
 
 @rule(aten.scaled_dot_product_attention.default, steady=True)
 def attention(ctx: OpContext) -> Run:
-    """Torch's own operator over the members' batches; by hand where weights are dropped. With `deterministic` by hand
-    always: others in the stack may drop some."""
+    """Torch's own operator over the members' batches; plain operators where weights are dropped. With `deterministic`
+    plain operators always: other members of the stack may drop some."""
     drops = any(p > 0 for p in numbers_of(ctx.args[4], max(ctx.members, 1)))
     steady = ctx.deterministic and ctx.members > 0
     if steady and not in_full_precision(ctx):
@@ -76,10 +76,10 @@ def _by_hand(ctx: OpContext, drops: bool) -> Run:
 
     softmax = _softmax if ctx.args[3] is None else _masked_softmax
 
-    def lead(x: Tensor, own: int, times: int) -> Tensor:
+    def lead(x: Tensor, ndim_of_x: int, times: int) -> Tensor:
         """All leading dimensions of the result; heads that queries share are written out."""
         x = x.repeat_interleave(times, -3) if times > 1 else x
-        x = pad_dims(x, own, len(shape)) if members else x
+        x = pad_dims(x, ndim_of_x, len(shape)) if members else x
         wide = (*([members] if members else []), *shape[:-2], *x.shape[-2:])
         return x if x.shape == wide else x.expand(wide)
 
@@ -87,7 +87,7 @@ def _by_hand(ctx: OpContext, drops: bool) -> Run:
         if members:
             q, k, v = (widened(x, flag, members) for x, flag in zip((q, k, v), flags[:3], strict=True))
         dims = (ndim, k_meta.dim(), v_meta.dim())
-        q, k, v = (lead(x, own, times) for x, own, times in zip((q, k, v), dims, repeats, strict=True))
+        q, k, v = (lead(x, ndim_of_x, times) for x, ndim_of_x, times in zip((q, k, v), dims, repeats, strict=True))
         if causal:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
@@ -103,8 +103,8 @@ def _by_hand(ctx: OpContext, drops: bool) -> Run:
         root = scale**0.5
         weights = batched(q * root, k.mT * root)
         weights = weights if mask is None else weights + mask.to(weights.dtype)
-        share, kept = softmax(weights), draw()
-        return batched(share if kept is None else share * kept, v)
+        share, dropout = softmax(weights), draw()
+        return batched(share if dropout is None else share * dropout, v)
 
     return run
 
@@ -132,35 +132,31 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor | None, scale: Any,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Tensor | None, scale: Any,
         softmax: Callable[[Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
         queries, keys, values = (x.flatten(0, -3) for x in (q, k, v))
-        weights = _times(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
+        weights = product(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
         share = softmax(weights if mask is None else weights.add_(mask))
-        rest = share if kept is None else share * kept
-        ctx.save_for_backward(queries, keys, values, share, kept, rest)
+        rest = share if dropout is None else share * dropout
+        ctx.save_for_backward(queries, keys, values, share, dropout, rest)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
-        return _times(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
+        return product(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        queries, keys, values, share, kept, rest = ctx.saved_tensors
+        queries, keys, values, share, dropout, rest = ctx.saved_tensors
         of_q, of_k, of_v, *_ = ctx.needs_input_grad
         shapes = ctx.shapes
         grad = grads[0].flatten(0, -3)
         of_weights = share
         if of_q or of_k:
-            of_share = _times(grad, values.mT).view(share.shape)
-            of_share = of_share if kept is None else of_share * kept
+            of_share = product(grad, values.mT).view(share.shape)
+            of_share = of_share if dropout is None else of_share * dropout
             of_weights = aten._softmax_backward_data(of_share, share, -1, share.dtype).mul_(ctx.scale).flatten(0, -3)
         return (
-            _times(of_weights, keys).view(shapes[0]) if of_q else None,
-            _times(of_weights.mT, queries).view(shapes[1]) if of_k else None,
-            _times(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
+            product(of_weights, keys).view(shapes[0]) if of_q else None,
+            product(of_weights.mT, queries).view(shapes[1]) if of_k else None,
+            product(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
             None, None, None, None,
         )  # fmt: skip
-
-
-def _times(a_NTK: Tensor, b_NKS: Tensor) -> Tensor:
-    return product(a_NTK, b_NKS) if a_NTK.device.type == "cpu" else torch.bmm(a_NTK, b_NKS)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.rules._product import Affine, Linear, Product
+from shoal.engine.rules._product import Linear, Product
 from shoal.engine.rules._registry import general, in_full_precision, once_per_member, rule
 from shoal.engine.rules.op_context import NotStackable, OpContext, Run, pad_dims
 
@@ -32,29 +32,14 @@ def as_rows(x: Tensor) -> Tensor:
 @rule(aten.linear.default, steady=in_full_precision)
 def linear(ctx: OpContext) -> Run:
     members, (has_x, has_w) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
-    has_bias = ctx.args[2] is not None
-    has_b = has_bias and ctx.stacked(2)
+    has_b = ctx.args[2] is not None and ctx.stacked(2)
     lead = tuple(ctx.out.shape[:-1])
-    if ctx.device.type == "cpu" and has_w and len(lead) >= 1:
-        return _cpu_linear(members, has_x, has_b, lead)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = widened(x, has_x, members)
-        weight = widened(weight, has_w, members)
         rows = x if len(lead) == 1 else as_rows(x)
-        out = affine(rows, weight, None if bias is None else widened(bias, has_b, members))
-        return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
-
-    return run
-
-
-def _cpu_linear(members: int, has_x: bool, has_b: bool, lead: tuple[int, ...]) -> Run:
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = widened(x, has_x, members)
-        rows = rows if len(lead) == 1 else as_rows(rows)
-        if bias is not None and not has_b:
-            bias = bias.expand(members, -1)
-        out = affine(rows, weight, bias)
+        bias = None if bias is None else widened(bias, has_b, members)
+        out = affine(rows, widened(weight, has_w, members), bias)
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
     return run
@@ -79,8 +64,7 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
-    kind = Linear if x.device.type == "cpu" else Affine
-    out: Tensor = kind.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
+    out: Tensor = Linear.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -96,8 +80,8 @@ def addmm(ctx: OpContext) -> Run:
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
-        own = bias.dim() - flags[0]
-        bias = pad_dims(widened(bias, flags[0], members), own, 2)
+        ndim = bias.dim() - flags[0]
+        bias = pad_dims(widened(bias, flags[0], members), ndim, 2)
         if x.device.type == "cpu":
             return bmm(widened(x, flags[1], members), widened(y, flags[2], members)) + bias
         return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))

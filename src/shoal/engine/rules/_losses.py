@@ -78,12 +78,14 @@ def cross_entropy(ctx: OpContext) -> Run:
         table = x if logs else F.log_softmax(x, 2)
         counted = y != ignore
         index = torch.where(counted, y, 0).unsqueeze(2)
-        own = None if weight is None else widened(weight, flags[1], members)  # [M, C]
-        share = counted.to(table.dtype) if own is None else _weights(own, index, counted)
+        class_weights = None if weight is None else widened(weight, flags[1], members)  # [M, C]
+        share = counted.to(table.dtype) if class_weights is None else _weights(class_weights, index, counted)
         rows = -table.gather(2, index).squeeze(2) * share
         if smoothing == 0.0:
             return _averaged(rows, share, reduction)
-        smooth = table if own is None else table * own.reshape(members, 1, -1, *[1] * (table.dim() - 3))
+        smooth = (
+            table if class_weights is None else table * class_weights.reshape(members, 1, -1, *[1] * (table.dim() - 3))
+        )
         spread = -smooth.sum(2) * counted
         classes = table.shape[2]
         plain, extra = _averaged(rows, share, reduction), _averaged(spread, share, reduction)
@@ -114,9 +116,9 @@ def _mixed(plain: Tensor, extra: Tensor, smoothing: float | PerMember, classes: 
     return torch.where(none, plain, keep * plain + extra * rest)
 
 
-def _weights(own: Tensor, index: Tensor, counted: Tensor) -> Tensor:
+def _weights(class_weights: Tensor, index: Tensor, counted: Tensor) -> Tensor:
     """The class weight of every row's target; 0 where the row does not count."""
-    rows = own.gather(1, index.reshape(index.shape[0], -1)).reshape(counted.shape)
+    rows = class_weights.gather(1, index.reshape(index.shape[0], -1)).reshape(counted.shape)
     return rows * counted
 
 

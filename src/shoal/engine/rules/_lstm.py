@@ -1,9 +1,9 @@
-"""A layer of LSTM over time, one direction, with its backward pass by hand: few operators for every time step.
+"""One direction of an LSTM layer over time, with a hand-written backward pass: few operators for every time step.
 
 On a CPU a member's matrices lie feature by feature, [features, B]: a gate is then one run of memory, and what a step
 reads (its state, its input and a row of ones for the bias) is one matrix, so that all of its gates are one product.
 Every tensor that an inexact operator sees is a slice out of a wider one: its loops end where the member's own numbers
-end, and so no bit depends on the company. Sides are padded to what `_product` asks for.
+end, and so no bit depends on the other members. Sides are padded to what `_product` asks for.
 
 On a GPU and in compiled code it lies row by row, as torch's own fused cell wants it.
 """
@@ -133,14 +133,14 @@ class Columns(torch.autograd.Function):
         of_w = torch.zeros_like(w_MGK)
         whole, of_states = of_reads.unbind(0), of_reads[:, :, :H].unbind(0)
         of_cells, of_out = slopes[:, :, :3].unbind(0), slopes[:, :, 3].unbind(0)
-        of_gates, kept = slopes.flatten(2, 3).unbind(0), gates[:, :, H : 2 * H].unbind(0)
+        of_gates, forget = slopes.flatten(2, 3).unbind(0), gates[:, :, H : 2 * H].unbind(0)
         read = reads.mT.unbind(0)
         wide = of_cell.unsqueeze(1)
         for t, old, new in reversed(n.steps):
             of_cell.addcmul_(of_states[new], through[t])
             of_cells[t].mul_(wide)
             of_out[t].mul_(of_states[new])
-            of_cell.mul_(kept[t])
+            of_cell.mul_(forget[t])
             whole[old].baddbmm_(back_MRG, of_gates[t])
             if any(of_weights):
                 of_w.baddbmm_(of_gates[t], read[old])
@@ -200,16 +200,16 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, first, w_ih, w_hh, out, *kept = ctx.saved_tensors
+        x, first, w_ih, w_hh, out, *saved = ctx.saved_tensors
         T, reverse = ctx.steps, ctx.reverse
-        cells, gates = kept[: T + 1], kept[T + 1 :]
+        cells, gates = saved[: T + 1], saved[T + 1 :]
         of_out = [None] * T if grads[0] is None else list(grads[0].unbind(1))
         of_h: Tensor | None = None
         of_c: Tensor | None = grads[1]
         of_gates: list[Tensor] = []
         for k in reversed(range(T)):
-            own = of_out[T - 1 - k if reverse else k]
-            of_h = own if of_h is None else of_h if own is None else of_h + own
+            of_step = of_out[T - 1 - k if reverse else k]
+            of_h = of_step if of_h is None else of_h if of_step is None else of_h + of_step
             of_h = torch.zeros_like(first) if of_h is None else of_h
             of_gate, of_c = _cell_backward(of_h, of_c, cells[k], cells[k + 1], gates[k], ctx.fused)
             of_h = torch.bmm(of_gate, w_hh)
@@ -236,7 +236,7 @@ def _of_inputs(
 
 
 def _cell(row: Tensor, hidden: Tensor, c: Tensor, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(new state, new cell, gates as they stand) of [M, B, .]."""
+    """(new state, new cell, gates after squashing) of [M, B, .]."""
     if fused:
         done = aten._thnn_fused_lstm_cell(row.flatten(0, 1), hidden.flatten(0, 1), c.flatten(0, 1))
         h, cell, gate = (value.view(*c.shape[:2], -1) for value in done)

@@ -26,10 +26,6 @@ def layer_norm(ctx: OpContext) -> Run:
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
         out = F.layer_norm(_wide(x), shape, one, zero, eps)
-        if weight is not None and bias is not None and flags[2] and flags[3] and out.dtype == weight.dtype:
-            weight, bias = pad_dims(weight, len(shape), ndim), pad_dims(bias, len(shape), ndim)
-            scaled: Tensor = Scaled.apply(out, weight, bias, ndim - len(shape))  # type: ignore[no-untyped-call]
-            return scaled
         if weight is not None:
             out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
         if bias is not None:
@@ -45,32 +41,6 @@ def _neutral(ctx: OpContext) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     shape, dtype = ctx.args[1], _wide(torch.empty(0, dtype=ctx.meta(0).dtype)).dtype
     return torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-
-
-class Scaled(torch.autograd.Function):
-    """`x * scale + shift`, members first, both the same along so many dimensions after that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, along: int) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.axes = list(range(1, along + 1))
-        return torch.addcmul(shift, x, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, scale = ctx.saved_tensors
-        of_x, of_scale, of_shift, _ = ctx.needs_input_grad
-        return (
-            grad * scale if of_x else None,
-            _summed(grad * x, ctx.axes) if of_scale else None,
-            _summed(grad, ctx.axes) if of_shift else None,
-            None,
-        )
-
-
-def _summed(x: Tensor, axes: list[int]) -> Tensor:
-    return x.sum(axes, keepdim=True) if axes else x
 
 
 @rule(aten.rms_norm.default)

@@ -85,7 +85,7 @@ _EXACT = frozenset(
     ]
 )
 _HALF = (torch.bfloat16, torch.float16)
-# A number per member may stand where these take a tensor: same arithmetic in the tensor's own dtype.
+# A number per member can be passed where these take a tensor: same arithmetic in the tensor's own dtype.
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 
 
@@ -120,14 +120,14 @@ def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     On CPU the remainder of a vectorised loop has other bits than the rest; padded, every member begins a new vector.
     """
-    own = x[0].numel()
-    if x.device.type != "cpu" or own % _LANES == 0:
+    size = x[0].numel()
+    if x.device.type != "cpu" or size % _LANES == 0:
         return op(x)
-    return op(F.pad(x.flatten(1), (0, -own % _LANES)))[:, :own].view(x.shape)
+    return op(F.pad(x.flatten(1), (0, -size % _LANES)))[:, :size].view(x.shape)
 
 
 def _takes_columns(ctx: OpContext) -> bool:
-    """Does every number that differs stand where a tensor may stand (not, say, in `alpha`)?"""
+    """Can a tensor be passed for every number that differs (not, say, for `alpha`)?"""
     types = [str(argument.type) for argument in ctx.op._schema.arguments]
     varying = [kind for kind, value in zip(types, ctx.args, strict=True) if isinstance(value, PerMember)]
     return ctx.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
@@ -140,18 +140,18 @@ def _plan(ctx: OpContext, index: int, value: Any) -> Any:
         return lambda _: column
     if not isinstance(value, Node):
         return None
-    own, wanted, stacked = ctx.ndim(index), ctx.out.dim(), ctx.carries(value)
-    dtype = _common_dtype(ctx) if own == 0 and _promotes(ctx, index) else None
+    ndim, wanted, stacked = ctx.ndim(index), ctx.out.dim(), ctx.carries(value)
+    dtype = _common_dtype(ctx) if ndim == 0 and _promotes(ctx, index) else None
     if dtype == ctx.meta(index).dtype:
         dtype = None
-    wanted = wanted if stacked else own
+    wanted = wanted if stacked else ndim
     shape = tuple(ctx.out.shape)
     spreads = ctx.deterministic and stacked and tuple(ctx.meta(index).shape) != shape
-    if dtype is None and own == wanted and not spreads:
+    if dtype is None and ndim == wanted and not spreads:
         return None
 
     def plan(x: Tensor) -> Tensor:
-        x = pad_dims(x if dtype is None else x.to(dtype), own, wanted)
+        x = pad_dims(x if dtype is None else x.to(dtype), ndim, wanted)
         return spread(x, shape) if spreads else x
 
     return plan

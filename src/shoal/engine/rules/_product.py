@@ -26,18 +26,25 @@ SIDE = 4
 def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tensor:
     """`bmm`, with a bias added to every row."""
     n, k, o = a_MNK.shape[1], a_MNK.shape[2], b_MKO.shape[2]
-    if (n * o) % _BOUNDARY == 0 and _steady(a_MNK) and _steady(b_MKO):
-        if bias_MO is None:
-            return torch.bmm(a_MNK, b_MKO)
-        return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
+    on_cpu = a_MNK.device.type == "cpu"
+    if not on_cpu or ((n * o) % _BOUNDARY == 0 and _steady(a_MNK) and _steady(b_MKO)):
+        return _biased(a_MNK, b_MKO, bias_MO)
     rows, inner, columns = -n % SIDE, -k % SIDE, -o % SIDE
     a_MNK, b_MKO = _padded(a_MNK, rows, inner), _padded(b_MKO, inner, columns)
-    if bias_MO is not None:
-        bias_MO = F.pad(bias_MO, (0, columns)) if columns else bias_MO
-        out = torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
-    else:
-        out = torch.bmm(a_MNK, b_MKO)
+    if bias_MO is not None and columns:
+        bias_MO = F.pad(bias_MO, (0, columns))
+    out = _biased(a_MNK, b_MKO, bias_MO)
     return out[:, :n, :o].contiguous() if rows or columns else out
+
+
+def _biased(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None) -> Tensor:
+    """In a compiled step on a GPU the bias is added apart: there it fuses with what comes next, while a product that
+    adds would have the bias spread out in memory first."""
+    if bias_MO is None:
+        return torch.bmm(a_MNK, b_MKO)
+    if a_MNK.device.type != "cpu" and is_traced():
+        return torch.bmm(a_MNK, b_MKO) + bias_MO.unsqueeze(1)
+    return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -50,7 +57,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 def _steady(x: Tensor) -> bool:
     """Whether all members' matrices start on a boundary, as they are."""
     member, row, column = x.stride()
-    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the company
+    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the other members
     return member % _BOUNDARY == 0 and ((column == 1 and row >= x.shape[2]) or (row == 1 and column >= x.shape[1]))
 
 
@@ -71,32 +78,7 @@ class Linear(torch.autograd.Function):
         return (
             product(grad_MBO, weight_MOI.conj()) if of_x else None,
             product(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
-            grad_MBO.contiguous().sum(1) if of_bias else None,
-        )
-
-
-class Affine(torch.autograd.Function):
-    """The same on a GPU. In a compiled step the bias is added apart: there it fuses with what comes next, while a
-    product that adds would have the bias spread out in memory first."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MBI: Tensor, weight_MOI: Tensor, bias_MO: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_MBI, weight_MOI)
-        if bias_MO is None:
-            return torch.bmm(x_MBI, weight_MOI.mT)
-        if is_traced():
-            return torch.bmm(x_MBI, weight_MOI.mT) + bias_MO.unsqueeze(1)
-        return torch.baddbmm(bias_MO.unsqueeze(1), x_MBI, weight_MOI.mT)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad_MBO,) = grads
-        x_MBI, weight_MOI = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            torch.bmm(grad_MBO, weight_MOI.conj()) if of_x else None,
-            torch.bmm(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
-            grad_MBO.sum(1) if of_bias else None,
+            (grad_MBO.contiguous() if grad_MBO.device.type == "cpu" else grad_MBO).sum(1) if of_bias else None,
         )
 
 

@@ -120,8 +120,8 @@ def layers(ctx: OpContext) -> Run:
             outputs = []
             for direction in range(directions):
                 index = layer * directions + direction
-                own = params[index * per_cell : (index + 1) * per_cell]
-                out, final = _over_time(step, x, tuple(h[:, index] for h in start), own, bool(direction))
+                of_cell = params[index * per_cell : (index + 1) * per_cell]
+                out, final = _over_time(step, x, tuple(h[:, index] for h in start), of_cell, bool(direction))
                 outputs.append(out)
                 finals.append(final)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -158,7 +158,7 @@ def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bo
 def _between_layers(
     ctx: OpContext, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool
 ) -> list[Callable[[], Tensor]]:
-    """A mask for what every layer but the last hands on; torch drops it in time-major order."""
+    """A dropout mask for the outputs of every layer but the last; torch drops them in time-major order."""
     if not training or count < 2 or all(rate == 0 for rate in rates):
         return []
     x = ctx.meta(0)

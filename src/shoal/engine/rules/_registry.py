@@ -17,7 +17,7 @@ from shoal.engine.rules.op_context import NotStackable, OpContext, Rule, Run, pe
 from shoal.engine.tracing.signature import PerMember
 
 Steady = Callable[[OpContext], bool]
-"""Whether a rule gives a member the same bits in any company, on a CPU with one thread."""
+"""Whether a rule gives a member the same bits whatever the other members, on a CPU with one thread."""
 
 _RULES: dict[Any, Rule] = {}
 _STEADY: dict[Any, Steady] = {}
@@ -26,8 +26,8 @@ _STEADY: dict[Any, Steady] = {}
 def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
     """Register a rule for these operators.
 
-    `steady`: no bit of a member's results and gradients depends on who else is in the stack, nor on whether a number
-    differs there. Under `deterministic=True` an operator without such a rule runs once for every member.
+    `steady`: no bit of a member's results and gradients depends on the other members of the stack, nor on whether a
+    number differs there. Under `deterministic=True` an operator without such a rule runs once for every member.
     """
 
     def register(function: Rule) -> Rule:
@@ -59,7 +59,7 @@ def in_full_precision(ctx: OpContext) -> bool:
 
 
 def find(ctx: OpContext) -> Run:
-    """The site's operator with a member axis.
+    """This operator with a member axis.
 
     Raises:
         NotStackable: when nothing exact is known.
@@ -105,13 +105,13 @@ def _find(ctx: OpContext) -> Run:
         ctx.stacked(i) for i, argument in enumerate(ctx.op._schema.arguments) if argument.is_out
     ):
         raise NotStackable(f"{ctx.name} writes into a tensor that members would share (out=)")
-    own = _RULES.get(ctx.op)
-    if own is None and torch.Tag.nondeterministic_seeded in ctx.op.tags:
+    rule_of_op = _RULES.get(ctx.op)
+    if rule_of_op is None and torch.Tag.nondeterministic_seeded in ctx.op.tags:
         raise NotStackable(f"{ctx.name} draws random numbers in a way that has no stream per member")
     if ctx.deterministic and ctx.members and not is_steady(ctx):
         return general(ctx)
-    if own is not None:
-        return own(ctx)
+    if rule_of_op is not None:
+        return rule_of_op(ctx)
     if torch.Tag.pointwise in ctx.op.tags:
         return _RULES["pointwise"](ctx)
     return general(ctx)
@@ -122,7 +122,7 @@ _MIXED: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
 
 
 def in_own_dtype(ctx: OpContext, run: Run) -> Run:
-    """Half precision: compute in the dtype in which the operator itself computes, and hand on the dtype it hands on.
+    """Half precision: compute in the dtype in which the operator itself computes, and return the dtype it returns.
 
     Autocast knows operators by name: it runs a cross entropy in float32, but not the softmax and gather that a rule
     makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
@@ -227,10 +227,10 @@ def _works(ctx: OpContext, run: Run) -> bool:
         return False
     finally:
         functorch._set_vmap_fallback_enabled(slow_loop)
-    found = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+    results = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
     alone = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
-    return len(found) == len(alone) and all(
-        a.shape == (ctx.members, *b.shape) and a.dtype == b.dtype for a, b in zip(found, alone, strict=True)
+    return len(results) == len(alone) and all(
+        a.shape == (ctx.members, *b.shape) and a.dtype == b.dtype for a, b in zip(results, alone, strict=True)
     )
 
 

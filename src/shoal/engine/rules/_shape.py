@@ -20,15 +20,15 @@ aten = torch.ops.aten
 
 def _overloads(names: str) -> list[Any]:
     """All functional overloads of these operators whose dimensions are numbers (not names)."""
-    found = []
+    ops = []
     for name in names.split():
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
             types = [str(argument.type) for argument in op._schema.arguments]
             if "out" not in overload and not op._schema.is_mutable and not any("str" in t for t in types):
-                found.append(op)
-    return found
+                ops.append(op)
+    return ops
 
 
 # Operators with a `dim`, `dims`, `dim0`... argument, whose first argument is the tensor.
@@ -114,7 +114,7 @@ def _all_are_selected(ctx: OpContext) -> bool:
 
 
 _PARTS: weakref.WeakKeyDictionary[Node, tuple[Tensor, dict[int, Tensor]]] = weakref.WeakKeyDictionary()
-"""Of a tensor that is taken apart: itself, and those of its parts that nobody has asked for yet."""
+"""Of a tensor that is taken apart: itself, and those of its parts that have not been asked for yet."""
 
 
 def _part(ctx: OpContext, dim: int) -> Run:

@@ -85,7 +85,7 @@ class OpContext:
 
     @property
     def could_vary(self) -> bool:
-        """Does a number stand here that may be another one for another member, whoever is in this stack?"""
+        """Is there a number that may differ for another member, whichever are in this stack?"""
         return any(
             isinstance(leaf, PerMember) or liftable(leaf, str(argument.type))
             for argument, value in zip(self.op._schema.arguments, self.args, strict=True)
@@ -122,9 +122,9 @@ def dims(value: int | Sequence[int] | None, ndim: int) -> list[int]:
     return [d % max(ndim, 1) + 1 for d in ([value] if isinstance(value, int) else value)]
 
 
-def pad_dims(x: Tensor, own: int, wanted: int) -> Tensor:
-    """[M, ...] with `own` dimensions after M, as [M, 1, ..., ...] with `wanted` of them, so that it broadcasts."""
-    for _ in range(wanted - own):
+def pad_dims(x: Tensor, ndim: int, wanted: int) -> Tensor:
+    """[M, ...] with `ndim` dimensions after M, as [M, 1, ..., ...] with `wanted` of them, so that it broadcasts."""
+    for _ in range(wanted - ndim):
         x = x.unsqueeze(1)
     return x
 
@@ -195,10 +195,10 @@ def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], ctx: OpCo
     tensors = [target, *pytree.tree_leaves(rest)]
     watched = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     if not watched and not ctx.deterministic:
-        for row, own in zip(target.unbind(0), rest, strict=True):
-            op(row, *own)
+        for row, arguments in zip(target.unbind(0), rest, strict=True):
+            op(row, *arguments)
         return target
     copies = rows(target, layout_of(meta_of(ctx.args[0])))
-    for copy, own in zip(copies, rest, strict=True):
-        op(copy, *own)
+    for copy, arguments in zip(copies, rest, strict=True):
+        op(copy, *arguments)
     return target.copy_(together(copies))

@@ -66,13 +66,16 @@ def update_copies(
 ) -> None:
     """One step of a group's parameters [M, ...] on copies of them and of their state, which are then put back."""
     rows, names = len(params[0]), rule.buffers()
-    own = [[p.view(rows, -1) for p in params], *([state[name].view(rows, -1) for state in states] for name in names)]
-    weights, *kept = (torch.cat(parts, 1) for parts in own)
-    state = {**states[0], **dict(zip(names, kept, strict=True))}
+    tensors = [
+        [p.view(rows, -1) for p in params],
+        *([state[name].view(rows, -1) for state in states] for name in names),
+    ]
+    weights, *flat_state = (torch.cat(parts, 1) for parts in tensors)
+    state = {**states[0], **dict(zip(names, flat_state, strict=True))}
     grad = torch.cat([grad.reshape(rows, -1) for grad in grads], 1)
     rule.update_all_([weights], [grad], [state], h, active)
-    sizes = [p.shape[1] for p in own[0]]
-    for parts, value in zip(own, (weights, *kept), strict=True):
+    sizes = [p.shape[1] for p in tensors[0]]
+    for parts, value in zip(tensors, (weights, *flat_state), strict=True):
         torch._foreach_copy_(parts, list(torch.split(value, sizes, 1)))
 
 

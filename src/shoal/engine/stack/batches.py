@@ -15,10 +15,10 @@ from shoal.engine.members.member import Member
 
 
 class Feed:
-    """The next batches of members that each are at their own place, padded to the stack's rows."""
+    """The next batches of members, each at its own place in its epoch, padded to the stack's rows."""
 
     def __init__(self, members: list[Member], rows: list[int], batches: int, streams: dict[int, Stream]) -> None:
-        """`rows`: for every row of the stack, whose it is. `streams`: open ones, by the member's index."""
+        """`rows`: for every row of the stack, the slot of its member. `streams`: open ones, by the member's index."""
         first = members[0]
         self.members, self.rows, self.streams = members, rows, streams
         self.size = first.job.batch_size
@@ -46,7 +46,7 @@ class Feed:
             assert member.order is not None, "the member has no rows; deal them first"
             start = member.place * self.size
             each.append(member.order[start : start + batches * self.size])
-        return each[0] if self.shared else torch.stack([each[own] for own in self.rows])
+        return each[0] if self.shared else torch.stack([each[slot] for slot in self.rows])
 
     def batch(self, index: int) -> list[Tensor]:
         """The leaves of the index-th of these batches: [B, ...] where shared, else [M, B, ...]."""
@@ -56,14 +56,14 @@ class Feed:
         source = self.members[0].data.source
         if self.shared or self.one_source:
             return list(pytree.tree_leaves(source.take(rows)))
-        parts = [pytree.tree_leaves(self.members[own].data.source.take(rows[i])) for i, own in enumerate(self.rows)]
+        parts = [pytree.tree_leaves(self.members[slot].data.source.take(rows[i])) for i, slot in enumerate(self.rows)]
         return [torch.stack(column) for column in zip(*parts, strict=True)]
 
     def _streamed(self) -> list[Tensor]:
         parts = [pytree.tree_leaves(next(feed)) for feed in self._feeds]
         if self.shared:
             return parts[0]
-        return [torch.stack([column[own] for own in self.rows]) for column in zip(*parts, strict=True)]
+        return [torch.stack([column[slot] for slot in self.rows]) for column in zip(*parts, strict=True)]
 
     def used(self) -> None:
         """All batches were used, and the members moved on: streams stay open where they are."""

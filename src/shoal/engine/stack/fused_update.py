@@ -1,6 +1,6 @@
 """Adam on a CPU through torch's fused kernel, a member at a time.
 
-For a network of some size one pass over a member's weights beats ten passes over everybody's: the member stays in the
+For a network of some size one pass over a member's weights beats ten passes over all members': the member stays in the
 cache. For tiny networks the calls would cost more than the arithmetic, so they keep the rule. Which of the two is a
 matter of the member's own shapes alone: the bits must not depend on the pack.
 """
@@ -35,7 +35,7 @@ def suits(kind: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> bool:
 
 
 class FusedAdam:
-    """The members' slices of one group's parameters and state, ready to be handed to the kernel."""
+    """The members' slices of one group's parameters and state, ready for the kernel."""
 
     def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
         self.flags = rule.flags

@@ -1,8 +1,8 @@
 """The state of a pack on its device: parameters, buffers, optimizer state and numbers, members first.
 
-Rows beyond the members are padding: copies of the last member that train along and are never looked at. A pack of one
-takes other kernels than a pack of two or more, so a member alone is padded to two, and its bits are those it has in
-any company. Members are ordered by their kind of optimizer, see `optimizers`.
+Rows beyond the members are padding: copies of the last member, which train too and are never read. A pack of one
+takes other kernels than a pack of two or more, so a member alone is padded to two, and its bits do not depend on
+the other members. Members are ordered by their kind of optimizer, see `optimizers`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stack:
         self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False, passing: bool = False
     ) -> None:
         """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them. `passing`: it will
-        be part of another at once, and its tensors need not be apart from each other."""
+        be merged into another at once, so its tensors may share memory."""
         self.recipes = recipes = [recipes[place] for place in ordered(recipes)]
         self._channels_last = channels_last and size == 1
         first = recipes[0]
@@ -53,8 +53,8 @@ class Stack:
         self.active = torch.ones(size, dtype=torch.bool, device=self.device)
         job = first.member.job
         self.scaler = MemberScaler(size, device=self.device) if job.precision == "fp16" else None
-        for row, own in enumerate(self.rows):
-            scale = recipes[own].member.scaler_state
+        for row, slot in enumerate(self.rows):
+            scale = recipes[slot].member.scaler_state
             if self.scaler is not None and scale is not None:
                 self.scaler.load_state_dict(row, scale)
         norms = [r.member.job.clip_norm for r in recipes]
@@ -91,14 +91,14 @@ class Stack:
         return [self.params[index] for index in self.trained]
 
     def reserve(self) -> None:
-        """See to it that the next update finds memory, or raise while nothing has changed yet. Only on a GPU, where an
-        allocation that fails is an exception."""
+        """Raise now, while nothing has changed, if the next update would find no memory. Only on a GPU, where an
+        allocation that fails raises."""
         if self.device.type == "cuda":
             torch.empty(_flat_state.scratch_bytes(self.leaves), dtype=torch.uint8, device=self.device)
 
     @torch.no_grad()
     def apply(self, grads: Grads, active: Tensor | None) -> None:
-        """One optimizer step from these gradients (one per trained parameter); members outside `active` sit out."""
+        """One optimizer step from these gradients (one per trained parameter); members outside `active` take none."""
         grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
         if self.scaler is not None or self.max_norm is not None:
             grads = _apart(grads)
@@ -114,13 +114,13 @@ class Stack:
 
     @torch.no_grad()
     def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
-        """Take over the buffers a step left; members outside `ok` get back what they had before it."""
+        """Set the buffers to what a step left; members outside `ok` get back what they had before it."""
         for index, name in enumerate(self.buffer_names):
-            value, own = after[name], self.buffers[index]
+            value, buffer = after[name], self.buffers[index]
             if ok is not None:
                 value = torch.where(ok.view(-1, *[1] * (value.dim() - 1)), value, before[index])
-            if value is not own:
-                own.copy_(value.detach())
+            if value is not buffer:
+                buffer.copy_(value.detach())
 
     @torch.no_grad()
     def write_back(self, slots: Sequence[int]) -> None:
@@ -150,8 +150,8 @@ class Stack:
             member, near = self.recipes[slot].member, [next(here) for _ in far]
             params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
             places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
-            for place, row, own in zip(places, near, far, strict=False):
-                place.copy_(row if place.device == row.device else own)
+            for place, row, on_device in zip(places, near, far, strict=False):
+                place.copy_(row if place.device == row.device else on_device)
             if member.batches:
                 _leave_attributes(member.model, self.recipes[slot])
             member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
@@ -168,8 +168,8 @@ class Stack:
         in_order = rows == list(range(mine + theirs))
 
         def both(a: Tensor, b: Tensor) -> Tensor:
-            found = torch.cat([a.detach()[:mine], b.detach()[:theirs]])
-            return found if in_order else found[rows]
+            joined = torch.cat([a.detach()[:mine], b.detach()[:theirs]])
+            return joined if in_order else joined[rows]
 
         new = object.__new__(Stack)
         new.recipes, new.rows = [recipes[place] for place in order], _padded(range(len(order)), size)
@@ -196,7 +196,7 @@ class Stack:
 
     @torch.no_grad()
     def put(self, rows: Sequence[int], other: Stack) -> None:
-        """Make rows what another stack's are, one after the other, in place: its members sit there now."""
+        """Let another stack's members have these rows, in their order, in place."""
         for row, recipe in zip(rows, other.recipes, strict=True):
             self.recipes[row] = recipe
         pairs = [*zip(self.state, other.state, strict=True), (self.active, other.active)]
@@ -212,8 +212,8 @@ class Stack:
 
     @torch.no_grad()
     def take(self, slots: Sequence[int], part: Stack) -> None:
-        """Be, for these slots, what `part` is, which was kept from this stack."""
-        rows = [row for row, own in enumerate(self.rows) if own in slots]
+        """Copy these slots back from `part`, which was taken from this stack."""
+        rows = [row for row, slot in enumerate(self.rows) if slot in slots]
         theirs = [list(slots).index(self.rows[row]) for row in rows]
 
         def put(ours: Tensor, value: Tensor) -> None:
@@ -231,24 +231,24 @@ class Stack:
         """The same training with only these members, in the order they have."""
         assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
         rows = _padded(slots, size)
-        kept = object.__new__(Stack)
-        kept.recipes = [self.recipes[slot] for slot in slots]
-        kept.device, kept.trained, kept._channels_last = self.device, self.trained, False
-        kept.param_names, kept.buffer_names = self.param_names, self.buffer_names
-        kept.rows = _padded(range(len(slots)), size)
-        kept.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
-        kept.buffers = [b[rows] for b in self.buffers]
-        kept.active = self.active[rows]
-        kept.scaler = self.scaler
-        if kept.scaler is not None:
-            kept.scaler = kept.scaler.on(kept.scaler.scale_M[rows], kept.scaler.growth_tracker_M[rows])
-        kept.max_norm = None if self.max_norm is None else self.max_norm[rows]
-        kept.optimizer = self.optimizer.keep(kept, rows)
-        return kept
+        new = object.__new__(Stack)
+        new.recipes = [self.recipes[slot] for slot in slots]
+        new.device, new.trained, new._channels_last = self.device, self.trained, False
+        new.param_names, new.buffer_names = self.param_names, self.buffer_names
+        new.rows = _padded(range(len(slots)), size)
+        new.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
+        new.buffers = [b[rows] for b in self.buffers]
+        new.active = self.active[rows]
+        new.scaler = self.scaler
+        if new.scaler is not None:
+            new.scaler = new.scaler.on(new.scaler.scale_M[rows], new.scaler.growth_tracker_M[rows])
+        new.max_norm = None if self.max_norm is None else self.max_norm[rows]
+        new.optimizer = self.optimizer.keep(new, rows)
+        return new
 
 
 def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
-    """What the first call of the step sets in the model's modules, such as the mode of a layer that it freezes."""
+    """Set in the model's modules what the first call of its step sets, such as the mode of a layer that it freezes."""
     for trace in recipe.steps.values():
         for (where, name), value in trace.left.items():
             setattr(model.get_submodule(where), name, value)
@@ -258,14 +258,14 @@ def _apart(grads: Grads) -> Grads:
     """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor, and
     one that is summed up gets a single number for all its elements."""
     seen: set[int] = set()
-    found: list[Tensor | None] = []
+    separate: list[Tensor | None] = []
     for grad in grads:
         memory = 0 if grad is None else grad.untyped_storage()._cdata
         if grad is not None and (memory in seen or _overlaps(grad)):
             grad = grad.clone(memory_format=torch.contiguous_format)
-        found.append(grad)
+        separate.append(grad)
         seen.add(memory)
-    return found
+    return separate
 
 
 def _overlaps(tensor: Tensor) -> bool:

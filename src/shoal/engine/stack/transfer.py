@@ -31,11 +31,11 @@ def is_away(tensor: Tensor, device: torch.device) -> bool:
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """These tensors on a device: as they are where they are there already, and else as views of a few copies."""
-    found = [tensor.detach() for tensor in tensors]
-    away = [place for place, tensor in enumerate(found) if is_away(tensor, device)]
-    for place, value in zip(away, _moved([found[place] for place in away], device), strict=True):
-        found[place] = value
-    return found
+    moved_tensors = [tensor.detach() for tensor in tensors]
+    away = [place for place, tensor in enumerate(moved_tensors) if is_away(tensor, device)]
+    for place, value in zip(away, _moved([moved_tensors[place] for place in away], device), strict=True):
+        moved_tensors[place] = value
+    return moved_tensors
 
 
 def _moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -50,13 +50,13 @@ def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         alike.setdefault((tensor.dtype, tensor.device), []).append(place)
-    found = list(tensors)
+    copies = list(tensors)
     for places in alike.values():
         flat = _copied([tensors[place].reshape(-1) for place in places], device)
         parts = torch.split(flat, [tensors[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
-            found[place] = part.view(tensors[place].shape)
-    return found
+            copies[place] = part.view(tensors[place].shape)
+    return copies
 
 
 def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
@@ -71,9 +71,9 @@ def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def expect(nbytes: int, device: torch.device) -> None:
-    """So much is about to come from a device, and to be kept on the host: the first use of memory is what takes time.
+    """Prepare the host for so many bytes from a device: the first use of memory is what takes time.
 
-    What is taken here is freed at once, and the C library keeps it for those who come next.
+    What is taken here is freed at once, and the C library keeps it for what comes next.
     """
     if device.type != "cpu" and nbytes <= MOST_BYTES:
         pieces = range(0, min(nbytes, MOST_HEAP), PIECE)

@@ -1,4 +1,4 @@
-"""Validation of a unit's members: val_loss and metrics, with the validation data read once for all who share it."""
+"""Validation of a unit's members: val_loss and metrics, with validation data read once for all that share it."""
 
 from __future__ import annotations
 
@@ -27,84 +27,66 @@ def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | Membe
     val_loss is the mean of the batch losses weighted by their rows, over batches of the job's batch size; metrics see
     all outputs and targets at once.
     """
-    found: dict[int, dict[str, float] | MemberError] = {}
+    values: dict[int, dict[str, float] | MemberError] = {}
     waiting = list(slots)
     while waiting:
         view = unit.members[waiting[0]].val
         assert view is not None
         group = [slot for slot in waiting if view.same(unit.members[slot].val)]
         waiting = [slot for slot in waiting if slot not in group]
-        found.update(_group(unit, view, group))
-    return found
-
-
-def _group(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
-    found: dict[int, dict[str, float] | MemberError] = {}
-    while slots:
         try:
-            found.update(_pass(unit, view, slots))
-            break
+            with torch.no_grad():
+                values |= _together(unit, view, group) or _one_by_one(unit, view, group)
         except MemberError as error:
-            found[error.slot] = error
-            slots = [slot for slot in slots if slot != error.slot]
-    return found
-
-
-def _pass(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
-    """One pass over the validation data for these members: all at once, or where that cannot be, one by one."""
-    with torch.no_grad():
-        found = _together(unit, view, slots)
-        return found if found is not None else _one_by_one(unit, view, slots)
+            values[error.slot] = error
+            waiting = [*(slot for slot in group if slot != error.slot), *waiting]
+    return values
 
 
 def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
-    """Losses and outputs with a member axis, from one program; None where the members must be asked one by one."""
+    """The values of all these members from one program; None where they must be asked one by one."""
     undo = unit.undo_validation()
-    found: dict[int, dict[str, float]] | None = None
+    values: dict[int, dict[str, float]] | None = None
     try:
-        found = _all_at_once(unit, view, slots)
+        values = _all_at_once(unit, view, slots)
     finally:
-        if found is None:
+        if values is None:
             undo()
-    return found
+    return values
 
 
 def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
-    sums: dict[str, Tensor] = {}
-    rows = 0
+    members = [unit.members[slot] for slot in slots]
+    sheets = [Sheet(member.job) for member in members]
     outputs: list[Any] = []
     targets: list[Any] = []
-    for batch in view.feed(unit.members[slots[0]].job.batch_size):
+    for batch in view.feed(members[0].job.batch_size):
         try:
             one = unit.validate(batch, slots)
         except Exception:  # one member's own error, it may be: asked alone, it names itself
             return None
         if one is None:
             return None
-        count = batch_rows(batch)
-        rows += count
-        for name, values in {"val_loss": one.losses, **{f"val_{k}": v for k, v in one.logs.items()}}.items():
-            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().cpu() * count
+        losses, logs = one.losses.tolist(), {name: column.tolist() for name, column in one.logs.items()}
+        for place, sheet in enumerate(sheets):
+            sheet.add_loss(losses[place], {name: numbers[place] for name, numbers in logs.items()}, batch_rows(batch))
         if one.outputs is not None:
             outputs.append(one.outputs)
             targets.append(batch[-1])
-    means: dict[str, list[float]] = {name: (total / rows).tolist() for name, total in sums.items()}
     whole, wanted = (_joined(outputs, dim=1), _joined(targets)) if outputs else (None, None)
-    found: dict[int, dict[str, float]] = {}
-    for place, slot in enumerate(slots):
-        member = unit.members[slot]
-        found[slot] = {name: values[place] for name, values in means.items()}
+    values = {slot: sheet.means() for slot, sheet in zip(slots, sheets, strict=True)}
+    for place, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
             with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
-                found[slot] |= _measured(member.job, member_output(whole, place), wanted)
-    return found
+                values[slot] |= _measured(member.job, member_output(whole, place), wanted)
+    return values
 
 
 def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
     """Each member's own model, in its own random stream, which training gets back as it was."""
     unit.write_back(slots)
     sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
-    places = {slot: _understudy(unit.members[slot]) for slot in slots}
+    twins = {slot: _with_own_stream(unit.members[slot]) for slot in slots}
     homes = {slot: _home(unit.members[slot].model) for slot in slots}
     try:
         for slot in slots:
@@ -112,21 +94,21 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
         for batch in view.feed(unit.members[slots[0]].job.batch_size):
             for slot in slots:
                 # a step may write to its batch
-                own = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
-                with _blame(slot), _watching(places[slot]):
-                    sheets[slot].add(places[slot].model, own)
-        found = {}
+                given = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
+                with _blame(slot), _watching(twins[slot]):
+                    sheets[slot].add(twins[slot].model, given)
+        values = {}
         for slot in slots:
-            with _blame(slot), _watching(places[slot]):
-                found[slot] = sheets[slot].values()
+            with _blame(slot), _watching(twins[slot]):
+                values[slot] = sheets[slot].values()
         unit.adopt_state(slots)
     finally:
         for slot, home in homes.items():
             unit.members[slot].model.to(home)
-    return found
+    return values
 
 
-def _understudy(member: Member) -> Member:
+def _with_own_stream(member: Member) -> Member:
     """The member with a copy of its random stream."""
     twin = copy.copy(member)
     twin.rng = generator_at(member.rng.get_state())
@@ -178,8 +160,7 @@ class Sheet:
 
     def add(self, model: nn.Module, batch: Any) -> None:
         """What this model, in eval mode, makes of one more batch."""
-        found, self.gradients = evaluated(model, partial(self._step, model, batch), self.gradients)
-        loss, logs, outputs = found
+        (loss, logs, outputs), self.gradients = evaluated(model, partial(self._step, model, batch), self.gradients)
         self.add_loss(loss, logs, batch_rows(batch))
         if self.job.metrics:
             self.outputs.append(outputs)
@@ -196,8 +177,13 @@ class Sheet:
         assert job.loss is not None
         return number(job.loss(outputs, batch[-1])), {}, outputs
 
+    def means(self) -> dict[str, float]:
+        """The loss and the logged numbers of all rows."""
+        return {name: total / self.rows for name, total in self.sums.items()}
+
     def values(self) -> dict[str, float]:
-        values = {name: total / self.rows for name, total in self.sums.items()}
+        """These and the metrics."""
+        values = self.means()
         if self.job.metrics:
             values |= _measured(self.job, _joined(self.outputs), _joined(self.targets))
         return values

@@ -35,7 +35,7 @@ class SerialUnit(Unit):
 
     tier = "serial"
     traced = False
-    """Whether its step has been traced: then its Python has no effects that anybody could wait for."""
+    """Whether its step has been traced: then its Python has no effects to wait for."""
 
     def __init__(self, member: Member) -> None:
         self.members = [member]
@@ -56,13 +56,13 @@ class SerialUnit(Unit):
         self._failed: Exception | None = None
         """What its schedule raised."""
         self._buffers = Buffers(self.model)
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self._others = [p for p in self.model.parameters() if id(p) not in own]
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._others = [p for p in self.model.parameters() if id(p) not in optimized]
         """Parameters that the optimizer does not have: it does not clear their gradients, which clipping sees."""
         self._resume()
 
     def _resume(self) -> None:
-        """Go on where the member is."""
+        """Continue from where the member is."""
         member = self.member
         if member.optimizer_state:
             load_optimizer(self.optimizer, member.optimizer_state)
@@ -117,7 +117,7 @@ class SerialUnit(Unit):
         member.scaler_state = None if self.scaler is None else self.scaler.state_dict()
 
     def load(self, slot: int, step: int | None) -> None:
-        """Go on from the member's own weights and optimizer state as they are now."""
+        """Continue from the member's own weights and optimizer state as they are now."""
         member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
         if member.optimizer_state:
             load_optimizer(self.optimizer, member.optimizer_state)
@@ -259,7 +259,7 @@ class Buffers:
         self.model = model
         self.places: list[tuple[dict[str, Tensor | None], str]] = []
         self.held: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        self.found: list[Tensor | None] = []
+        self.noted: list[Tensor | None] = []
         self.now: list[Tensor] = []
         self.saved: list[Tensor] = []
         self.calls = 0
@@ -273,13 +273,13 @@ class Buffers:
             self.saved = []
         if not self.places:
             return
-        found = [buffers.get(name) for buffers, name in self.places]
-        same = all(a is b for a, b in zip(found, self.found, strict=False))
+        present = [buffers.get(name) for buffers, name in self.places]
+        same = all(a is b for a, b in zip(present, self.noted, strict=False))
         if self.saved and same and all(a.shape == b.shape for a, b in zip(self.saved, self.now, strict=True)):
             torch._foreach_copy_(self.saved, self.now)
             return
-        self.found = found
-        held = zip(self.places, found, strict=True)
+        self.noted = present
+        held = zip(self.places, present, strict=True)
         self.held = [(*place, b) for place, b in held if b is not None and not is_lazy(b)]
         self.now = [buffer for _, _, buffer in self.held]
         self.saved = [b.detach().clone() for b in self.now]

@@ -1,4 +1,4 @@
-"""The seam between the run loop and the tiers: a unit is one or more members that advance in lockstep."""
+"""What a tier provides to the run loop: a unit is one or more members that advance in lockstep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Unit(ABC):
-    """Members of one tier that are run together. Each has its own place in its own epoch.
+    """Members of one tier that run together. Each has its own place in its own epoch.
 
     A member's `order`, `place`, `losses` and `logs` say where it is; a unit moves them on. A member whose loss turns
     non-finite keeps the weights, buffers and optimizer state from before that batch, and takes no further step. An
@@ -35,7 +35,7 @@ class Unit(ABC):
 
     @abstractmethod
     def run(self, batches: int) -> None:
-        """The next `batches` batches of every member's epoch; nobody's epoch ends before that.
+        """Run the next `batches` batches of every member; no member's epoch ends before that.
 
         Raises:
             MemberError: when one member's step raises; the batch is undone for all of them.
@@ -59,12 +59,12 @@ class Unit(ABC):
         return {}
 
     def alone(self, slots: list[int]) -> list[Unit]:
-        """Units of their own for these members, who leave this one: each goes on from where it is."""
+        """Take these members out, each into a unit of its own that continues from where it is."""
         raise NotImplementedError
 
     @abstractmethod
     def write_back(self, slots: list[int] | None = None) -> None:
-        """All that members have become into the members themselves, as `Member.state` gives it; None: all of them."""
+        """Write weights, buffers and optimizer state into these members, for `Member.state`; None: all of them."""
 
     def look_ahead(self, ending: list[int]) -> None:  # noqa: B027  # most have nothing to make ready
         """While the device is busy: make ready for what comes next, the next epoch's rows and the end of some."""
@@ -74,7 +74,7 @@ class Unit(ABC):
         """The same training with only these members."""
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
-        """Whether a member of this recipe may join as it is, together with these, who were accepted before it."""
+        """Whether a member of this recipe may join as it is, together with these, which were accepted before it."""
         return False
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
@@ -126,7 +126,7 @@ class Unit(ABC):
         return _nothing
 
     def adopt_state(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
-        """Take over weights and buffers of these members' own models, which validation may have changed."""
+        """Copy weights and buffers from these members' own models, which validation may have changed."""
 
 
 def _nothing() -> None:
@@ -186,7 +186,7 @@ class Outcome:
     seconds: float
     error: MemberError | None = None
     alone: dict[int, str] = field(default_factory=dict)
-    """Slots of members that have to go on by themselves, and why."""
+    """Slots of members that have to continue by themselves, and why."""
     full: str | None = None
     """The memory was full, in these words: what could be done is done, and nothing is lost. The exception itself would
     keep what filled it."""
@@ -248,7 +248,7 @@ class Executor:
         return [self._turn(unit, batches) for unit, batches in work]
 
     def forget(self) -> None:
-        """Let go of what was made for units that may be gone."""
+        """Free what was made for units that may be gone."""
 
     def _turn(self, unit: Unit, batches: int) -> Outcome:
         start = perf_counter()

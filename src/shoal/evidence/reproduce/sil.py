@@ -142,7 +142,7 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
     found: dict[str, Any] = {"network": "-".join(map(str, (data.features, *EQUAL, data.classes))), "ways": {}}
     for way in ("A", "B", "heads"):
         settings = {"method": "heads"} if way == "heads" else {"method": "labels", "variant": way}
-        method = SILMethod(job_of(data, EQUAL, 0, epochs), None, **settings)  # type: ignore[arg-type]
+        method = SILMethod(job_of(data, EQUAL, 0, epochs), None, **settings)
         measured = {name: cost.to_dict() for name, cost in costs(method).items()}
         parts = [cost for name, cost in measured.items() if name != "whole"]
         found["ways"][way] = {

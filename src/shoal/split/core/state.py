@@ -56,10 +56,6 @@ class State:
         held = {**tensors_of(network), **(companions or {})}
         return cls({name: tensor.detach().to(device, copy=True) for name, tensor in held.items()}, fill=fill)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.moments.values()))
-
     # --- out ------------------------------------------------------------------------------------------------------
 
     def task(

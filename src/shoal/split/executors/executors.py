@@ -1,4 +1,4 @@
-"""Those who carry parts out on this machine: one after another, or as a pack."""
+"""Parts trained in this process, one after another."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.data import Pool, View
-from shoal.engine.members.member import open_data
 from shoal.jobs.job import Job
+from shoal.split.core.checks import check_count
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.executors.local import carry_out
-from shoal.split.methods.averaging import check_count
 
 
 class Serial:
-    """This process, part after part: the reference that every other crew is held to."""
+    """Trains the parts in this process, one after another: the reference for every other executor."""
 
     tier = "serial"
     home: torch.device
-    """Where outcomes are: on the device itself, so that the state is kept there and rounds cross no bus."""
+    """Where outcomes are: on the device itself, so that the state stays there and rounds cross no bus."""
 
-    def __init__(
-        self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu", data: View | None = None
-    ) -> None:
+    def __init__(self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu") -> None:
         check_count("workers", workers)
         self.job, self.method = job, method
         self.device = self.home = torch.device(device)
-        self.data = data if data is not None else open_data(Pool(self.device), job, "data")
+        self.data = method.data_on(self.device)
         self.workers = [Worker(number) for number in range(workers)]
 
     def roll(self, number: int) -> Sequence[Worker]:

@@ -53,9 +53,7 @@ class WithHead(nn.Module):
 
 
 def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
-    """The head of a cut; SplitError where the network's output is no tensor with rows, or the width no number."""
-    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
-        raise SplitError(f"head_width is {width!r}; use a whole number, 1 or more, or None for one layer")
+    """The head of a cut; SplitError where the network's output is no tensor with rows."""
     if not output:
         raise SplitError("a head needs to know the shape of the output; the network must give one tensor with rows")
     if not cut.dtype.is_floating_point:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import SplitError
+from shoal.split.core.checks import check_choice, check_count
 from shoal.split.core.reading import mixed
 
 Distribution = Literal["normal", "uniform", "sign"]
@@ -34,16 +35,13 @@ class Labels:
     """ "full": a number for each element that crosses. "channel": one for each channel, the same at every place."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("distribution", Distribution), ("layout", Layout)):
-            if getattr(self, name) not in get_args(kind):
-                allowed = ", ".join(repr(value) for value in get_args(kind))
-                raise SplitError(f"{name} is {getattr(self, name)!r}; use one of {allowed}")
+        check_choice("distribution", self.distribution, get_args(Distribution))
+        check_choice("layout", self.layout, get_args(Layout))
         if not self.scale > 0 or not math.isfinite(self.scale):
             raise SplitError(f"scale is {self.scale!r}; use a number above 0, about 1")
         if not self.noise >= 0 or not math.isfinite(self.noise):
             raise SplitError(f"noise is {self.noise!r}; use 0 or more")
-        if isinstance(self.vectors, bool) or not isinstance(self.vectors, int) or self.vectors < 1:
-            raise SplitError(f"vectors is {self.vectors!r}; use a whole number, 1 or more")
+        check_count("vectors", self.vectors)
 
     def draw(self, classes: int, shape: tuple[int, ...], *seed: int) -> Tensor:
         """The labels of one cut, [class, vector, *shape]: a pure function of the seed.

@@ -44,8 +44,9 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
                 del candidates[name]
     if len(candidates) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in whole.items())
+        count = f"{len(candidates)} residual block{'s' * (len(candidates) != 1)}"
         raise SplitError(
-            f"{type(model).__name__} has {len(candidates)} residual block{'s' * (len(candidates) != 1)} that can be dealt"
+            f"{type(model).__name__} has {count} that can be dealt"
             f"{f' ({why})' * bool(why)}: a split by blocks needs two or more; use blocks=False"
         )
     blocks = Blocks(GROUP, tuple(candidates), tuple(candidates.values()))

@@ -107,5 +107,5 @@ def _large_apart() -> Iterator[None]:
 
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
     """Run once on copies, so that nothing is built, loaded or tuned during capture."""
-    own = [t.detach().clone() for t in stack_tensors(step.stack)]
-    ready.run([*own, *inputs_like(inputs).tensors()])
+    copies = [t.detach().clone() for t in stack_tensors(step.stack)]
+    ready.run([*copies, *inputs_like(inputs).tensors()])

@@ -9,7 +9,7 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tiers.captured.graphs import clear
 
 SURE = 3
-"""Times what a step takes by rule of thumb, from which nobody need look closer."""
+"""Times what a step takes by rule of thumb, from which no closer look is needed."""
 
 
 def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:

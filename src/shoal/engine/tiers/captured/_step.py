@@ -35,7 +35,7 @@ class Inputs:
     tick: Tensor
     """Batches since the host last looked, [] int64."""
     moving: Tensor
-    """[M] bool: the others stand still, row, clock and all."""
+    """[M] bool: the other rows do not change, their clocks included."""
     count: Tensor
     """Batches each member has had, [M] int64: the clock of its random draws."""
     seeds: Tensor
@@ -47,8 +47,8 @@ class Inputs:
     [steps + 1, G, names, M]; None: they do not change."""
 
     def tensors(self) -> list[Tensor]:
-        found = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
-        return found + [t for t in (self.orders, *self.tables) if t is not None]
+        tensors = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
+        return tensors + [t for t in (self.orders, *self.tables) if t is not None]
 
     def bind(self, tensors: list[Tensor]) -> Inputs:
         rest = list(tensors)
@@ -75,7 +75,7 @@ def stack_tensors(stack: Stack) -> list[Tensor]:
 
 
 def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
-    """The same stack on other tensors, those a trace hands in."""
+    """The same stack on other tensors, those of a trace."""
     rest = list(tensors)
     bound = object.__new__(Stack)
     bound.__dict__.update(stack.__dict__)
@@ -155,7 +155,7 @@ class Step:
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
-        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # who stands still may be at a short batch
+        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that does not move may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         if rows.dim() == 2 and rows.shape[0] > 1:
             rows = fence(rows)  # or every element of the batch would look up its row by itself

@@ -1,7 +1,7 @@
 """A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
 
-Its rows are seats. A member that leaves makes its seat free, and another one may take it while every address stays the
-same: what was compiled and captured goes on.
+Its rows are seats. A member that leaves frees its seat, and another one may take it while every address stays the
+same: what was compiled and captured remains valid.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Chunk:
         self.stack, self.trace_cache, self.cache = stack, trace_cache, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
         self.seats: list[Member | None] = list(stack.members)
-        """Who sits in each row; None: nobody, and the row stands still."""
+        """The member of each row; None: the row is free and does not change."""
         member = stack.members[0]
         size, n, device = len(stack.rows), member.num_rows, stack.device
         source = member.data.source
@@ -146,7 +146,7 @@ class Chunk:
         self._rest()
 
     def _rest(self) -> None:
-        """Schedules of those who have left may be at their end."""
+        """Stop the schedules of members that have left: they may be at their end."""
         self.stack.optimizer.freeze_schedules([row for row, seat in enumerate(self.seats) if seat is None])
 
     def fitted(self) -> Chunk:
@@ -162,7 +162,7 @@ class Chunk:
     def load(self, batches: int, rows: int) -> None:
         """Make ready for so many batches of those members whose next batch has so many rows."""
         self.inputs.tick.zero_()
-        if not self.alive:  # what was captured runs along: its rows stand still
+        if not self.alive:  # what was captured runs all the same: its rows do not change
             self.move(rows)
             return
         self._load_orders()
@@ -178,7 +178,7 @@ class Chunk:
                 held[: batches + 1].copy_(coming)
 
     def move(self, rows: int, after: int = 0) -> None:
-        """Let those move whose batch has so many rows, `after` batches from where they are; the others stand still."""
+        """Let members move whose batch has so many rows, `after` batches from now; the others do not change."""
         moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
         if moving != self._moving:
             self.inputs.moving.copy_(torch.tensor(moving))
@@ -274,7 +274,7 @@ class Chunk:
         self.step(rows).run(self.stack, self.inputs)
 
     def note(self, batches: int) -> None:
-        """What so many batches of everybody gave, to the members."""
+        """Write what so many batches gave into the members."""
         losses = self.inputs.losses[:batches].T.tolist()
         for row, member in enumerate(self.seats):
             if member is not None:

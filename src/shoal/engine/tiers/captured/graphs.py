@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: recorded once, replayed for every batch.
 
-A graph belongs to the unit whose tensors it reads and writes, and ends with it: nobody else could replay it. Units with
+A graph belongs to the unit whose tensors it reads and writes, and ends with it: no other could replay it. Units with
 one stack are recorded and replayed on a lane each, side by side; those on the same lane come one after the other, since
 they share what a library keeps for a stream. A unit of many steps side by side takes all lanes, and runs alone.
 """
@@ -139,6 +139,6 @@ def trim() -> None:
 
 
 def clear() -> None:
-    """Give back what nobody holds any more."""
+    """Give back memory that is no longer held."""
     garbage_collection.collect()
     torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ class CapturedUnit(Unit):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def load(self, batches: int) -> int:
-        """Make ready for so many batches; how many of them are full, for anybody. `finish` does what is not."""
+        """Make ready for so many batches; how many of them are full, for any member. `finish` does what is not."""
         self._fit()
         self._batches = batches
         last = {member.rows_in(batches) - (batches - 1) * self._full for member in self.members}
@@ -117,11 +117,11 @@ class CapturedUnit(Unit):
         self.graphs, self._crowded = {}, True
 
     def _coming(self, rows: int) -> int:
-        """How many batches of so many rows somebody will still have."""
+        """The most batches of so many rows that a member still has."""
         return max(batches_left(member, full=rows == self._full) for member in self.members)
 
     def _fit(self) -> None:
-        """Let go of seats that nobody has taken, where they are half of all and it pays."""
+        """Drop free rows where they are at least half of all and it pays."""
         if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].seats) // 2) or not self._worth_fitting():
             return
         chunks = [chunk for chunk in self.chunks if chunk.members]
@@ -145,7 +145,7 @@ class CapturedUnit(Unit):
                 chunk.batch(self._full if rows is None else rows)
 
     def finish(self) -> None:
-        """The last batch, of those for whom it is not full."""
+        """Run the last batch of members for which it is not full."""
         for rows in self._short:
             for chunk in self.chunks:
                 if self._mixed:
@@ -157,7 +157,7 @@ class CapturedUnit(Unit):
                 self.batch(rows)
 
     def note(self) -> None:
-        """Tell the members what the batches gave; for when the device is done with them."""
+        """Write what the batches gave into the members, once the device is done with them."""
         for chunk in self.chunks:
             if chunk.members:
                 chunk.note(self._batches)
@@ -177,32 +177,32 @@ class CapturedUnit(Unit):
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Inside: steps may be tried. After: nobody has taken one."""
-        own = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
-        small = sum(tensor.nbytes for tensor in own) <= SPARE  # else a trial would take more memory than training
-        before = [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in own]
+        """Inside: steps may be tried. After: no member has taken one."""
+        written = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
+        small = sum(tensor.nbytes for tensor in written) <= SPARE  # else a trial would take more memory than training
+        before = [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in written]
         try:
             yield
         finally:
-            for tensor, value in zip(own, before, strict=True):
+            for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
     def rates(self) -> list[float]:
-        found = []
+        rates = []
         for chunk in self.chunks:
             chunk.stack.optimizer.note_rates()
             last = chunk.stack.optimizer.last_rates
-            found += [last[row] for row in chunk.alive]
-        return found
+            rates += [last[row] for row in chunk.alive]
+        return rates
 
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
         places = self._places()
         for chunk in self.chunks:
-            own = {places[slot][1]: value for slot, value in values.items() if places[slot][0] is chunk}
-            if own:
-                chunk.view.end_epoch(own)
+            of_chunk = {places[slot][1]: value for slot, value in values.items() if places[slot][0] is chunk}
+            if of_chunk:
+                chunk.view.end_epoch(of_chunk)
 
     def failures(self) -> dict[int, Exception]:
         errors = {id(chunk): chunk.stack.optimizer.schedule_failures() for chunk in self.chunks if chunk.members}
@@ -238,13 +238,13 @@ class CapturedUnit(Unit):
                 yield chunk, rows
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
-        """Whether there is a free seat for a member, after those of others who are about to join."""
+        """Whether there is a free row for a member, besides those for others that are about to join."""
         return self._seats([*beside, recipe]) is not None
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
-        """Give each of these members a free seat; nothing is compiled or captured anew."""
+        """Give each of these members a free row; nothing is compiled or captured again."""
         seats = self._seats(recipes)
-        assert seats is not None, "whoever joins was accepted before"
+        assert seats is not None, "members that join were accepted before"
         for chunk, own in seats:
             if own:
                 chunk.assign(own)
@@ -252,7 +252,7 @@ class CapturedUnit(Unit):
         return self
 
     def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
-        """Who would sit in which row of each chunk; None where somebody finds no seat."""
+        """The rows that members would get in each chunk; None where one gets none."""
         found: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
         for recipe in recipes:
             seats = ((own, row) for chunk, own in found if (row := chunk.free_seat(recipe, own)) is not None)
@@ -269,13 +269,13 @@ class CapturedUnit(Unit):
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         wanted = list(range(len(self.members))) if slots is None else slots
         places = self._places()
-        found = []
+        outputs = []
         for chunk in self.chunks:
             rows = [places[slot][1] for slot in wanted if places[slot][0] is chunk]
             if rows:
                 out = chunk.view.outputs(inputs, rows)
-                found += [_member(out, i) for i in range(len(rows))]
-        return _stack(found)
+                outputs += [_member(out, i) for i in range(len(rows))]
+        return _stack(outputs)
 
     def undo_validation(self) -> Callable[[], None]:
         undos = [chunk.view.undo_validation() for chunk in self.chunks]
@@ -294,13 +294,13 @@ class CapturedUnit(Unit):
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         places = self._places()
-        found = []
+        parts = []
         for chunk in self.chunks:
             rows = [places[slot][1] for slot in slots if places[slot][0] is chunk]
             if rows:
-                found.append(chunk.view.validate(batch, rows))
-        known = [part for part in found if part is not None]
-        if len(known) < len(found):
+                parts.append(chunk.view.validate(batch, rows))
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
             return None
         logs = {name: torch.cat([part.logs[name] for part in known]) for name in known[0].logs}
         outputs = torch.utils._pytree.tree_map(lambda *leaves: torch.cat(leaves), *[part.outputs for part in known])

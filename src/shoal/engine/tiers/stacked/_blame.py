@@ -1,7 +1,7 @@
 """Which members of a stack cannot take a batch in it, after a step of the stack raised.
 
-The stack is tried in halves on copies of its state, so that a few members among many are found in a few tries. Whether
-a member is among them depends on that member alone, and so does where it goes on.
+The stack is tried in halves on copies of its state, so that it takes few tries to find a few members among many.
+Whether a member is among them, and where it continues, depends on that member alone.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def check_shapes(graph: Trace | None, leaves: Sequence[Any], axes: int = 0) -> N
 
 
 def culprits(unit: StackedUnit, error: Exception) -> dict[int, str]:
-    """Slots of the members whose own part of the next batch's step raises, and what; where no part does by itself but
-    all together do, that is all of them."""
-    found = _among(unit, list(range(len(unit.members))))
-    return found or dict.fromkeys(range(len(unit.members)), _reason(error))
+    """What members raise by themselves on the next batch, by slots. Where no member does, but all together do, all of
+    them are listed."""
+    reasons = _among(unit, list(range(len(unit.members))))
+    return reasons or dict.fromkeys(range(len(unit.members)), _reason(error))
 
 
 def _among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
@@ -98,7 +98,7 @@ def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
 
 
 def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> None:
-    """Let these rows not have drawn for the last batch; `before`: the generators when the turn began."""
+    """Take back these rows' draws for the last batch; `before`: the generators' states when the turn began."""
     if not rows or not unit._drawn:
         return
     unit._noise = None
@@ -112,7 +112,7 @@ def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> 
 
 
 def gradients(unit: StackedUnit, slot: int) -> dict[str, Tensor | None]:
-    """What a member has accumulated in the group of batches that it is in the middle of, by parameter."""
+    """The gradients a member has accumulated in its current group of batches, by parameter."""
     names = [unit.stack.param_names[index] for index in unit.stack.trained]
     rows = unit._aside[slot] if slot in unit._aside else [row_of(grad, slot) for grad in unit._grads]
     return dict(zip(names, rows, strict=True)) if rows else {}

@@ -117,7 +117,7 @@ class GivenBatchesStack(StackedUnit):
             if stack.scaler is not None and scale is not None:
                 stack.scaler.load_state_dict(row, scale)
         stack.optimizer.load(slot, step)
-        self._everybody = bool(stack.active.all())
+        self._all_active = bool(stack.active.all())
         self._ahead = 0
 
     def dissolve(self) -> list[SerialUnit]:

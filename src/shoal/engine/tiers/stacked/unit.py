@@ -57,17 +57,17 @@ class StackedUnit(Unit):
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
         self._undone: dict[int, Exception] = {}
-        """Whose optimizer raised in the last step, which is not counted for them."""
+        """What optimizers raised in the last step, which is not counted for their members."""
         self._failed: dict[int, Exception] = {}
-        """What parts of this unit, which ran apart, have for `failures`."""
+        """What `failures` of parts of this unit gave, which ran apart."""
         self._aside: dict[int, list[Tensor | None]] = {}
-        """Who has to take the last batch by itself, and the gradients of the batches before it in its group."""
+        """Members that must repeat the last batch alone, by slots, and the gradients of the group's earlier batches."""
         self._drawn: list[Sequence[Draw]] = []
         """What was drawn since the turn began, batch by batch."""
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
-        self._everybody = bool(self.stack.active.all())
+        self._all_active = bool(self.stack.active.all())
         """Whether all rows still train."""
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
@@ -106,7 +106,7 @@ class StackedUnit(Unit):
             raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
 
     def _stop(self) -> None:
-        """The turn is over: what it gave, to the members."""
+        """End the turn: note rates and losses in the members."""
         self.stack.optimizer.note_rates()
         self._note()
 
@@ -115,13 +115,13 @@ class StackedUnit(Unit):
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
-        found: dict[int, list[int]] = {}
+        by_rows: dict[int, list[int]] = {}
         for slot, member in enumerate(self.members):
-            found.setdefault(member.rows_in(batches), []).append(slot)
-        return list(found.values())
+            by_rows.setdefault(member.rows_in(batches), []).append(slot)
+        return list(by_rows.values())
 
     def _run_apart(self, alike: list[list[int]], batches: int) -> None:
-        """Members whose batches have the same shape go together, the others after them."""
+        """Run members whose batches have the same shape together, one group after another."""
         alone: dict[int, str] = {}
         for slots in alike:
             part = self.keep(slots)
@@ -137,12 +137,12 @@ class StackedUnit(Unit):
             raise Alone(alone)
 
     def take(self, slots: list[int], part: StackedUnit) -> None:
-        """Be, for these slots, where a part of this unit is."""
+        """Continue, for these slots, from where a part of this unit is."""
         self.stack.take(slots, part.stack)
-        self._everybody = bool(self.stack.active.all())
+        self._all_active = bool(self.stack.active.all())
 
     def _note(self) -> None:
-        """What the batches since the last note gave, to the members."""
+        """Write the losses and logs since the last call into the members."""
         done, rows = len(self._losses), len(self.stack.rows)
         if not done:
             return
@@ -154,12 +154,12 @@ class StackedUnit(Unit):
             for name in names
         }
         for slot, member in enumerate(self.members):
-            own = done - (slot in self._undone or slot in self._aside)
-            member.batches -= done - own
-            member.losses += losses[slot][:own]
-            member.place += own
+            counted = done - (slot in self._undone or slot in self._aside)
+            member.batches -= done - counted
+            member.losses += losses[slot][:counted]
+            member.place += counted
             if names or member.logs:
-                member.log(own, {name: values[slot][:own] for name, values in logs.items()})
+                member.log(counted, {name: values[slot][:counted] for name, values in logs.items()})
         self._losses, self._logs = [], []
 
     @property
@@ -194,11 +194,11 @@ class StackedUnit(Unit):
         active = self.stack.active.clone() if program.trace.checked else None
         grads = [] if first == place else self._grads
         self.advance(program, batch, group, first == place, place + 1 == first + group)
-        if active is not None and not self._everybody:
+        if active is not None and not self._all_active:
             self._set_aside(active & ~self.stack.active, grads)
 
     def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
-        """Where a check in the graph may have failed, let the member's own step say so: this batch is undone for it."""
+        """Undo the batch for members whose check in the graph may have failed: their own step will tell."""
         self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
         for param, value in self._written:
             param[stopped] = value[stopped]
@@ -244,14 +244,14 @@ class StackedUnit(Unit):
             except Exception as error:
                 if context_lost(error) or out_of_memory(error):
                     raise
-                # some weights have moved and others not: nobody can go on from here
+                # some weights have moved and others not: no member can continue from here
                 self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
             self._undo(stack.optimizer.failures(), before)
             stack.optimizer.step_schedules()
 
     def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
-        """Members whose optimizer raised have their buffers from before the batch."""
+        """Give members whose optimizer raised their buffers from before the batch."""
         self._undone = failed
         rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
         for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
@@ -264,19 +264,19 @@ class StackedUnit(Unit):
         return draw_step(program.draws, generators, seeds, batches, self.stack.device)
 
     def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The losses as they are to be noted, and who is still in training; None: everybody is, as before."""
-        if self._everybody and math.isfinite(total.item()):  # a sum is finite only if all its terms are
+        """The losses to note, and which rows still train; None: all, as before."""
+        if self._all_active and math.isfinite(total.item()):  # a sum is finite only if all its terms are
             return losses, None
         fine = torch.isfinite(losses)
         active = self.stack.active & fine
         return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
 
     def _leave(self, active: Tensor | None) -> Tensor | None:
-        """Let members leave the step whose loss is not finite; who is in it, None: everybody."""
+        """Stop rows whose loss is not finite; the rows that still train, None: all."""
         if active is not None:
             self.stack.active.copy_(active)
-            self._everybody = bool(active.all())
-        return None if self._everybody else self.stack.active
+            self._all_active = bool(active.all())
+        return None if self._all_active else self.stack.active
 
     def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> list[Tensor | None]:
         """The gradients, of this batch and those before it of its group."""
@@ -295,11 +295,11 @@ class StackedUnit(Unit):
         self.stack.write_back(range(len(self.members)) if slots is None else slots)
 
     def keep(self, slots: list[int]) -> Self:
-        kept = self.around(self.stack.keep(slots, max(len(slots), LEAST)), self.trace_cache)
-        rows = [slots[own] for own in kept.stack.rows]
-        kept._grads = [None if grad is None else grad[rows] for grad in self._grads]
-        kept._noise = None if self._noise is None else [value[rows] for value in self._noise]
-        return kept
+        part = self.around(self.stack.keep(slots, max(len(slots), LEAST)), self.trace_cache)
+        rows = [slots[slot] for slot in part.stack.rows]
+        part._grads = [None if grad is None else grad[rows] for grad in self._grads]
+        part._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        return part
 
     def alone(self, slots: list[int]) -> list[Unit]:
         self.write_back(slots)
@@ -322,7 +322,7 @@ class StackedUnit(Unit):
         )
 
     def join(self, recipes: Sequence[Recipe]) -> Self:
-        """The same training with these members too, wherever each of them is; `members` says who is in which slot."""
+        """The same training with these members too, wherever each of them is; `members` gives their slots."""
         count = len(self.members) + len(recipes)
         new_members = Stack(recipes, size=len(recipes), passing=True)
         return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
@@ -366,14 +366,14 @@ class StackedUnit(Unit):
                         stacked[row].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
-        """What an eval-mode program gives; the buffers that it changes are kept for these members alone."""
+        """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""
         stack = self.stack
         saved = [buffer.clone() for buffer in stack.buffers]
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
             out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
-            kept = torch.zeros(len(stack.rows), dtype=torch.bool)
-            kept[slots] = True
-            stack.set_buffers(after, kept.to(stack.device), saved)
+            chosen = torch.zeros(len(stack.rows), dtype=torch.bool)
+            chosen[slots] = True
+            stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
     def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
