@@ -2,7 +2,7 @@
 
 An item is read under a seed of its own, a function of (data seed, epoch, row): torch's, numpy's and python's global
 generators, and those that the Dataset keeps itself, are seeded for it and put back afterwards. So it does not matter
-how many workers read, in which order, or who else reads the same Dataset.
+how many workers read, in which order, or which other jobs read the same Dataset.
 """
 
 from __future__ import annotations

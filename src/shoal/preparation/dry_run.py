@@ -79,7 +79,7 @@ def stop_problems(member: Member, columns: set[str]) -> list[str]:
 def step_problems(
     member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
 ) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    """What one step on a batch of so many rows shows; `short`: it is like the last batch of an epoch. The names that
     it logs go to `columns`."""
     job = member.job
     model = _twin(member, built)
@@ -249,7 +249,7 @@ def _ignored_label(loss: Any) -> int | None:
 
 
 def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
-    """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
+    """Forward and metrics on the first validation rows. Metrics may refuse so few: only plain slips are reported."""
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))

@@ -1,4 +1,4 @@
-"""Networks whose memory is their own, whatever their factories hand out.
+"""Networks that share no memory, whatever their factories return.
 
 A factory may give out weights that it does not build anew: a pretrained backbone that all networks share, statistics as
 buffers, a state dict loaded with `assign=True`, one module again and again. Each job trains a copy then, so that its
@@ -43,7 +43,7 @@ def call_factory(job: Job) -> nn.Module:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds,
+    """The job's network, from the default generator as it is: a copy of its module, or what its factory builds,
     copied where the factory would give the same memory out again.
 
     Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
@@ -99,21 +99,19 @@ def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
     >>> sorted(overlapping([[(0, 4), (10, 12)], [(4, 8)], [(11, 20)]]))
     [0, 2]
     """
-    found: set[int] = set()
+    sharing: set[int] = set()
     reach, whose = 0, -1
-    for start, end, place in sorted((*span, place) for place, own in enumerate(networks) for span in own):
-        if (
-            start < reach and place != whose
-        ):  # the one that reaches farthest tells: who overlaps another overlaps it too
-            found |= {whose, place}
+    for start, end, place in sorted((*span, place) for place, network in enumerate(networks) for span in network):
+        if start < reach and place != whose:  # enough to compare with the one that reaches farthest
+            sharing |= {whose, place}
         if end > reach:
             reach, whose = end, place
-    return found
+    return sharing
 
 
 def spans(model: nn.Module) -> list[Span]:
     """The memory of a network's parameters and buffers, each storage once."""
-    found: set[Span] = set()
+    storages: set[Span] = set()
     for tensor in (*model.parameters(), *model.buffers()):
         if is_lazy(tensor) or tensor.is_nested:
             continue
@@ -121,8 +119,8 @@ def spans(model: nn.Module) -> list[Span]:
             if part.layout == torch.strided and part.device.type != "meta":
                 storage = part.untyped_storage()
                 if storage.nbytes():
-                    found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    return sorted(found)
+                    storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return sorted(storages)
 
 
 @contextmanager

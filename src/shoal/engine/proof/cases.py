@@ -1,4 +1,4 @@
-"""What a proof is about: which members stand for which others, and the world in which their code runs; for `prove`."""
+"""What a proof is about: which members represent which others, and the world in which their code runs; for `prove`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Case:
 def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
     """The few members to prove: one of each kind, and enough of them that every number differs which will differ.
 
-    The most distant members are among them, and somebody stands beside one alone: a row must not see another's.
+    The most distant members are among them, and a lone member gets another beside it: a row must not see another's.
     """
     distinct = list({tuple(map(id, case.steps.values())): case for case in reversed(cases)}.values())[::-1]
     rows: list[Case] = []
@@ -179,4 +179,4 @@ def in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
 
 def stacked_state(models: Sequence[nn.Module], trace: Trace) -> list[Tensor]:
     named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
-    return [torch.stack([own[name].detach() for own in named]) for name in (*trace.params, *trace.buffers)]
+    return [torch.stack([tensors[name].detach() for tensors in named]) for name in (*trace.params, *trace.buffers)]

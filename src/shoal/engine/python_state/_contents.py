@@ -22,7 +22,7 @@ _SAMPLED = 4096
 _COPYABLE: tuple[type, ...] = (
     itertools.count, type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")),
 )  # fmt: skip
-"""Iterators whose copy goes on from the same place and shares nothing with them."""
+"""Iterators whose copy continues from the same place and shares nothing with them."""
 
 
 class TensorContent(Place):

@@ -132,7 +132,7 @@ class Attributes(Names):
 
 
 class Slots(Names):
-    """Attributes of an object that are kept in `__slots__`."""
+    """Attributes of an object in `__slots__`."""
 
     def __init__(self, path: Path, owner: Any, names: Iterable[str]) -> None:
         super().__init__(path, owner)

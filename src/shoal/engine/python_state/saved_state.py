@@ -157,7 +157,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 
 def share(states: Sequence[SavedState]) -> None:
-    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
+    """Note what several of these can change: which of them did cannot be said, so it is not saved."""
     keepers = [state.job for state in states if state.job is not None]
     holders = Counter(handle for keeper in keepers for handle in keeper.handles())
     several = {handle for handle, count in holders.items() if count > 1}

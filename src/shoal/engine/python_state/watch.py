@@ -1,7 +1,7 @@
 """Python values that steps read and something else can change: a callback, a schedule, the user's own loop.
 
 A graph holds the values that its step read when it was recorded. What they were is noted here, once, for each member,
-and compared when somebody asks: at the end of an epoch, or before a step of the user's own loop. Asking is cheap, since
+and compared when asked: at the end of an epoch, or before a step of the user's own loop. Asking is cheap, since
 objects are compared by identity first, and what several members read is looked at once.
 """
 
@@ -71,8 +71,8 @@ class Watch:
 
         `private`: the model is a copy that nobody else holds.
         """
-        own = {"model": model}
-        walk = Walk(code if private else {**code, **own}, skip=model, private=own if private else None)
+        roots = {"model": model}
+        walk = Walk(code if private else {**code, **roots}, skip=model, private=roots if private else None)
         noted = [place for place in walk.places if not isinstance(place, _NOT_READ)]
         if not private:
             noted.append(RequiresGrad(("model", ".requires_grad"), list(model.parameters())))
@@ -126,12 +126,12 @@ class Watch:
         """Members whose steps read something that has changed since they were added, and what."""
         checks = [*self._checks, *self._empties] if any(self._empty) else self._checks
         changed = [check for check in checks if check.changed()]
-        found: dict[int, Path] = {}
+        changes: dict[int, Path] = {}
         for check in changed:
             path = next(iter(check.place.differences(check.note)))
             for member in check.members:
-                found.setdefault(member, path)
-        return found
+                changes.setdefault(member, path)
+        return changes
 
 
 def _key(place: Place) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Records a step in a state that its calls do not change: caches are filled first, and state that goes on is refused.
+"""Records a step in a state that its calls do not change: caches are filled first, and other changes are refused.
 
 A first call may leave something behind that the next ones only read: a mask that is made once, a flag that a warning
 was given, `config.problem_type` of a Hugging Face model. Such caches are filled by a real call before the step is

@@ -1,7 +1,7 @@
 """Which steps are the same computation, and where the members' own numbers go.
 
 Two traces can be stacked when their graphs agree in everything but (a) numbers in places that every operator takes as a
-plain factor (floats, and scalars standing where a tensor may stand) and (b) the contents of constant tensors. Both
+plain factor (floats, and scalars where a tensor is allowed too) and (b) the contents of constant tensors. Both
 become one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
 """
 
@@ -27,7 +27,7 @@ class PerMember:
 
 
 Path = tuple[int, str | int, tuple[Any, ...]]
-"""Where a number stands: the node's position, its argument, and the way down into that argument."""
+"""Where a number is: the node's position, its argument, and the way down into that argument."""
 
 
 def skeleton(trace: Trace) -> Hashable:
@@ -41,7 +41,7 @@ def _skeleton(trace: Trace) -> Hashable:
     position = {node: index for index, node in enumerate(trace.nodes)}
     rows = []
     for node in trace.nodes:
-        arguments = tuple(_frozen(value, slot, position) for slot, value in _slots(node))
+        arguments = tuple(_frozen(value, slot, position) for slot, value in arguments_of(node))
         target = node.target if node.op == "call_function" else node.op
         rows.append((target, arguments, _meta(node)))
     return (tuple(rows), tuple(trace.params), tuple(trace.buffers), repr(trace.batch_spec), repr(trace.out_spec))
@@ -49,13 +49,13 @@ def _skeleton(trace: Trace) -> Hashable:
 
 def numbers(trace: Trace) -> dict[Path, float | int | bool]:
     """Every liftable number of the graph, by place."""
-    found: dict[Path, float | int | bool] = {}
+    table: dict[Path, float | int | bool] = {}
     for index, node in enumerate(trace.nodes):
-        for slot, value in _slots(node):
+        for slot, value in arguments_of(node):
             for path, leaf in _leaves(value):
                 if liftable(leaf, slot.type):
-                    found[(index, slot.key, path)] = leaf
-    return found
+                    table[(index, slot.key, path)] = leaf
+    return table
 
 
 def lift(traces: Sequence[Trace]) -> tuple[dict[Path, PerMember], dict[int, list[Tensor]]]:
@@ -91,7 +91,7 @@ def difference(a: Trace, b: Trace) -> str:
             return f"another operator ({x.target} against {y.target})"
         if _meta(x) != _meta(y):
             return f"other shapes or dtypes at {where} ({_meta(x)} against {_meta(y)})"
-        for (slot, value), (_, other) in zip(_slots(x), _slots(y), strict=False):
+        for (slot, value), (_, other) in zip(arguments_of(x), arguments_of(y), strict=False):
             if _frozen(value, slot, position_a) != _frozen(other, slot, position_b):
                 return f"{where} takes {slot.key}={value} against {other}"
     return "the graphs differ in length" if len(a.nodes) != len(b.nodes) else "inputs or outputs are folded differently"
@@ -103,7 +103,7 @@ class _Slot:
     type: str
 
 
-def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
+def arguments_of(node: Node) -> Iterator[tuple[_Slot, Any]]:
     """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:

@@ -72,7 +72,7 @@ class Trace:
 
     def like(self, other: Trace) -> bool:
         """Whether the same operators are called in the same order, on whatever shapes."""
-        mine, theirs = ([(node.op, node.target) for node in own.nodes] for own in (self, other))
+        mine, theirs = ([(node.op, node.target) for node in trace.nodes] for trace in (self, other))
         return mine == theirs and self.trainable == other.trainable
 
     def constant(self, node: Node) -> Tensor:
@@ -203,7 +203,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch logs of an operator that fails on fake tensors is told by us, as a reason."""
+    """Silence what torch logs of an operator that fails on fake tensors: the reason says it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
