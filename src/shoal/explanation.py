@@ -44,7 +44,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """All of it as numbers and strings."""
         numbers = {**self.plan.to_json(), "data_bytes": self.data_bytes, "memory_bytes": self.memory_bytes}
-        return {str(name): finite(value) for name, value in numbers.items()}
+        return dict(finite(numbers))
 
     def to_json(self) -> str:
         """`to_dict()` as text."""

@@ -2,8 +2,8 @@
 
 Points that a user may want to look up here:
 
-- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training goes on from there.
-- Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is kept.
+- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
+- Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
 - With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
 - `clip_norm` is over all of the model's parameters, after accumulation, and (fp16) after unscaling.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -214,12 +214,18 @@ class Results(Sequence[Result]):
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as strings."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
+    """What JSON can hold: NaN and infinities as strings, numbers of one element as numbers, the rest in words."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+        return finite(value.item())
+    return str(value)
 
 
 def _text(value: float | None) -> str:

@@ -17,7 +17,7 @@ class Load:
     """A job as a simulated queue knows it."""
 
     seconds: float
-    """How long it must ride in all."""
+    """How long it must run in all."""
     arrives: float = 0.0
     owner: str = ""
     priority: int = 0
@@ -42,7 +42,7 @@ class Moment:
 
 
 def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 1.0) -> Iterator[Moment]:
-    """Decide every `tick` seconds who rides, until all loads have had their time; bytes never exceed `room`."""
+    """Decide every `tick` seconds which loads run, until all loads have had their time; bytes never exceed `room`."""
     if too_large := [load for load in loads if load.bytes > room]:
         raise ValueError(f"{too_large[0]} does not fit into {room} bytes; give it fewer, or more room")
     queue = Queue(policy)
@@ -82,7 +82,7 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
 
     Its order holds each ticket once, is the same when it is asked again, and leaves what it was given alone. In
     simulated queues every job ends, nobody waits longer than `queue.admit` promises, nothing exceeds the room, and
-    a decision stands until time has passed.
+    a decision holds until time has passed.
     """
     assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"
     draw = random.Random(seed)
@@ -105,12 +105,12 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
     for moment in moments:
         now, after = moment.now, moment.after
         used = sum(t.bytes for t in moment.running)
-        assert used <= room, f"{policy.name} at {now:g} s: {used} bytes ride where {room} fit"
+        assert used <= room, f"{policy.name} at {now:g} s: {used} bytes are used where {room} fit"
         again = admit(after, policy, lambda some: sum(t.bytes for t in some) <= room, now)
         assert again == Admission([], []), (
             f"{policy.name} at {now:g} s: asked again at once, it decides otherwise: {again}"
         )
-        assert not after or moment.running, f"{policy.name} at {now:g} s: jobs wait and nobody rides"
+        assert not after or moment.running, f"{policy.name} at {now:g} s: jobs wait and none runs"
         for t in moment.tickets:
             if not t.running:
                 n = company.setdefault((t.index, t.since), sum(u.arrived <= t.since for u in moment.tickets))

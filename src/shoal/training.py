@@ -262,7 +262,7 @@ class _Work:
         if self.folder is None:
             return
         self.tiers |= tiers
-        self.folder.keep_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
+        self.folder.save_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
 
     def _tell_start(self, plan: Plan | None) -> None:
         if self._started:

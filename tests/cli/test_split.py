@@ -90,19 +90,19 @@ def test_explain_says_whether_it_pays_and_trains_nothing(file: Path, capsys: pyt
         (["--method", "lstm"], "method is 'lstm'; use one of ist, local-sgd, data-parallel, sil"),
         (
             ["--method", "local-sgd", "--overlap", "0.5"],
-            "--overlap says nothing to local-sgd; it is for ist: leave it out",
+            "--overlap has no effect on local-sgd; it is for ist: leave it out",
         ),
         (["--codec", "int4"], "codec is 'int4'; use one of 'exact', 'fp16', 'bf16', 'int8'"),
         (["--link", "fast"], "link is 'fast'; give its speed, such as 100Mbit, 1Gbit or '100Mbit 5ms'"),
         (["--join", "nowhere"], "'nowhere' is no address; give HOST:PORT, such as 10.0.0.1:29500"),
         (["--join", "a:1", "--coordinator", "b:2"], "this process cannot be the coordinator and join one"),
-        (["--shard", "1"], "--shard is of a worker's own data; give it with --join"),
+        (["--shard", "1"], "--shard is for the data of a worker; give it with --join"),
         (["--local", "9", "--workers", "2"], "--local is 9 and there are 2 workers; use at most 2"),
         (["--deadline", "0"], "deadline is 0.0; use seconds above 0"),
         (["--workers", "40"], "40"),
         (["--patience", "-1"], "patience is -1; use seconds above 0"),
         (["--checkpoint-every", "often"], "checkpoint_every is 'often'; use seconds, or a time such as '60s' or '5m'"),
-        (["--method", "sil", "--no-scale"], "--scale says nothing to sil; it is for ist: leave it out"),
+        (["--method", "sil", "--no-scale"], "--scale has no effect on sil; it is for ist: leave it out"),
         (["--method", "sil", "--variant", "C"], "variant is 'C'; use one of heads, A, B"),
         (["--out", "/dev/null/x"], "out='/dev/null/x' cannot be written"),
         (["--shares", "a,b"], "shares is 'a,b'; use 'speed', or a number for each worker"),
@@ -124,7 +124,7 @@ def test_a_cut_network_reports_its_parts(file: Path, capfd: pytest.CaptureFixtur
     report = json.loads(out)["split"]
     assert report["method"] == "sil heads" and report["cut_at"] and report["joined"]["accuracy"] > 0.5
     assert report["bytes_measured"] == pytest.approx(report["bytes_predicted"], rel=0.02)
-    assert "2 parts, 3 workers: 1 only stand by, should one be lost" in err
+    assert "2 parts, 3 workers: 1 are spare, should one be lost" in err
 
 
 def test_a_file_of_several_jobs_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,8 +175,8 @@ def test_a_killed_coordinator_goes_on_from_its_checkpoint_and_its_workers_return
     code, out, err = ended(shoal(*command))
     assert code == 0, err
     assert json.loads(out)["status"] == "done"
-    (went_on,) = [line for line in err.splitlines() if "going on from there" in line]
-    assert int(went_on.split()[2]) > 1
+    (resumed,) = [line for line in err.splitlines() if ": resumed" in line]
+    assert int(resumed.split()[2]) > 1
     for worker in workers:
         code, _, err = ended(worker)
         assert code == 0 and "lost the coordinator" in err and "Traceback" not in err

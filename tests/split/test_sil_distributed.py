@@ -9,9 +9,8 @@ from torch import nn
 
 from shoal import Job
 from shoal.split import Serial, train_split
-from shoal.split.methods.labels import Labels
 from shoal.split.methods.sil_method import SILMethod
-from shoal.split.net.launch import local_crew
+from shoal.split.net.launch import local_workers
 from shoal.split.sil import report
 
 
@@ -31,15 +30,14 @@ def a_job() -> Job:
     ids=["A", "B", "heads"],
 )
 def test_same_bits_as_in_one_process(way: dict[str, Any]) -> None:
-    job, settings = a_job(), dict(way)
-    labels = Labels(noise=settings.pop("noise", 0.0))
+    job = a_job()
 
     def method() -> SILMethod:
-        return SILMethod(job, ["2", "5"], labels=labels, recovery=1, **settings)
+        return SILMethod(job, ["2", "5"], recovery=1, **way)
 
     serial, over = method(), method()
     alone = train_split(job, serial, Serial(job, serial, 3))
-    with local_crew(job, over, 3) as executor:
+    with local_workers(job, over, 3) as (executor, _):
         together = train_split(job, over, executor)
     a, b = alone.model.state_dict(), together.model.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)

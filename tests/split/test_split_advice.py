@@ -9,7 +9,7 @@ import shoal
 from shoal.split import DataParallel
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._advice import advise
-from shoal.split.net._probe import LinkSpeed
+from shoal.split.net.links import LinkSpeed
 
 
 def test_losses_that_are_not_finite_come_with_advice() -> None:

@@ -17,11 +17,11 @@ from shoal import Job
 from shoal.engine.members.member import make_optimizer, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.errors import JobError, SplitError
-from shoal.split.core.checks import checked
+from shoal.split.core.checks import prepare_job
 from shoal.split.core.method import Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.core.reading import Reading
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.trainer import train_split
 
@@ -303,7 +303,7 @@ def test_data_parallel_counts_the_schedule_and_validates() -> None:
 )
 def test_jobs_that_cannot_be_split_are_told_before_anything_runs(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(JobError, match=line):
-        checked(make_job(**settings))
+        prepare_job(make_job(**settings))
 
 
 @pytest.mark.parametrize(

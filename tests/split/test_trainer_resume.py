@@ -1,4 +1,4 @@
-"""A split that is interrupted goes on bit for bit; another split in its folder is refused."""
+"""A split that is interrupted resumes bit for bit; another split in its folder is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.errors import OutError, ShoalWarning
 from shoal.results import Result
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Outcome, Task
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST
 from shoal.split.trainer import train_split
@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_equals_one_that_was_never_interrupted(
         run(Killed, tmp_path)
     lines: list[str] = []
     again = run(Serial, tmp_path, lines)
-    assert lines[0].startswith("round 3 of") and "going on" in lines[0]
+    assert lines[0].startswith("round 3 of") and "resumed" in lines[0]
     assert same_bits(again.model, whole.model)
     untimed = [[{k: v for k, v in row.items() if k != "seconds"} for row in r.history] for r in (whole, again)]
     assert untimed[0] == untimed[1]
@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     lines: list[str] = []
     method = LocalSGD(job, 2, 2)
     again = train_split(job, method, Serial(job, method, 2), out=tmp_path, tell=lines.append)
-    assert "round 3 of 6: going on from there" in lines
+    assert "round 3 of 6: resumed" in lines
     assert same_bits(again.model, shoal.split.local_sgd(job, 2, 2).model)
 
 

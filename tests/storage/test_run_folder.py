@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
     back = Rider()
     with opened(tmp_path) as folder:
         (line,) = told(lambda: folder.restore(back))
-        assert str(newest) in line and "job 'm0'" in line and "going on from b.ckpt" in line
+        assert str(newest) in line and "job 'm0'" in line and "resuming from b.ckpt" in line
         assert back.step == 2 and len(back.history) == 2
         folder.save(back.train())
     assert restored(tmp_path).step == 3, "the damaged one is replaced first"
@@ -173,7 +173,7 @@ def test_an_address_in_a_setting_is_not_another_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["jobs.json", "plan.json"])
 def test_a_damaged_table_is_noticed_with_the_fix(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as folder:
-        folder.keep_plan({"tiers": {"m0": "serial"}, "sizes": [1, 2]})
+        folder.save_plan({"tiers": {"m0": "serial"}, "sizes": [1, 2]})
         folder.save(Rider().train())
     data = (tmp_path / name).read_bytes()
 

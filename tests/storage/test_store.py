@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -270,3 +271,11 @@ def test_a_frozen_state_does_not_follow_its_tensors(tmp_path: Path) -> None:
     weight.fill_(1)
     (tmp_path / "x").write_bytes(b"".join(frozen.seal({})))
     assert torch.equal(_store.load(tmp_path / "x")["w"], torch.zeros(3))
+
+
+def test_a_frozen_state_in_a_reference_cycle_can_be_collected() -> None:
+    for _ in range(20):
+        held: list[Any] = [_store.freeze({"weight": torch.ones(3)})]
+        held.append(held)
+        del held
+        gc.collect()

@@ -2,13 +2,13 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.target import TARGET_HELP, load_target
+from shoal.utils.tables import say
 
 if TYPE_CHECKING:
     from shoal import Job, Result
@@ -33,7 +33,7 @@ def split(
     shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
     scale: Annotated[
         bool | None,
-        typer.Option("--scale/--no-scale", help="ist: make up for the units that are not there; by default yes."),
+        typer.Option("--scale/--no-scale", help="ist: scale up for the missing units; by default yes."),
     ] = None,
     moments: Annotated[
         str | None, typer.Option(help="travel (default): optimizer state goes with its weights; fresh: it does not.")
@@ -58,9 +58,9 @@ def split(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds that a worker may take for a round; by default measured.")
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds to look for a coordinator that is not there.")] = 60.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a coordinator that cannot be reached.")] = 60.0,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...; by default cpu.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; the same command goes on there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; run the same command to resume.")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Speed of a worker's link for the advice, as 100Mbit; by default measured.")
@@ -69,7 +69,7 @@ def split(
         bool, typer.Option("--explain", help="Only say what it would cost, and whether it pays.")
     ] = False,
     progress: Annotated[
-        bool | None, typer.Option("--progress/--no-progress", help="Say how it goes, on stderr; by default yes.")
+        bool | None, typer.Option("--progress/--no-progress", help="Print progress on stderr; by default yes.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -77,7 +77,6 @@ def split(
 
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is told in one line, not in a stack of C++
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that to look for a GPU does not forbid to fork
     from shoal.split.net.run import Place, Run
 
@@ -98,7 +97,7 @@ def split(
         deadline=deadline,
         patience=patience,
         link=link,
-        tell=_say if progress or (progress is None and not as_json) else None,
+        tell=say if progress or (progress is None and not as_json) else None,
     )
     with read.placed():
         if explain:
@@ -114,10 +113,6 @@ def _only(jobs: "list[Job]", target: str) -> "Job":
     if len(jobs) != 1:
         raise ValueError(f"{target} has {len(jobs)} jobs; a split is of one: leave the others out")
     return jobs[0]
-
-
-def _say(line: str) -> None:
-    print(f"shoal: {line}", file=sys.stderr, flush=True)
 
 
 def _show(result: "Result", as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Data kept once, and every member's own order over it."""
+"""Data held once, and every member's order over it."""
 
 from __future__ import annotations
 

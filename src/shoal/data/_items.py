@@ -2,7 +2,7 @@
 
 An item is read under a seed of its own, a function of (data seed, epoch, row): torch's, numpy's and python's global
 generators, and those that the Dataset keeps itself, are seeded for it and put back afterwards. So it does not matter
-how many workers read, in which order, or who else reads the same Dataset.
+how many workers read, in which order, or which other jobs read the same Dataset.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_state, restored
+
 MOST_OBJECTS, MOST_ITEMS = 10_000, 100
 """How far a Dataset is searched for generators: so many objects, so many items of each list."""
 
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType)
 
 
@@ -34,43 +34,28 @@ class Items:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.generators = [(own, _salt(own)) for own in generators_of(dataset)]
+        self.generators = [(generator, _salt(generator)) for generator in generators_of(dataset)]
         """The Dataset's own, each with what tells two that were seeded differently apart."""
 
+    @property
+    def _all(self) -> list[Generator]:
+        return [torch.default_generator, NUMPY, PYTHON, *(generator for generator, _ in self.generators)]
+
     def __call__(self, row: int, seed: int, epoch: int) -> Any:
-        """One item, with all generators seeded by (seed, epoch, row), and put back after."""
-        before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-        own = [(generator, _state(generator)) for generator, _ in self.generators]
-        word = _word(seed, epoch, row)
-        try:
-            torch.default_generator.manual_seed(word)
-            np.random.seed(word & 0xFFFFFFFF)
-            random.seed(word)
+        """Read an item, with all generators seeded by (seed, epoch, row), and put them back after."""
+        with restored(self._all):
+            torch.default_generator.manual_seed(_word(seed, epoch, row))
+            NUMPY.seed(_word(seed, epoch, row) & 0xFFFFFFFF)
+            PYTHON.seed(_word(seed, epoch, row))
             for generator, salt in self.generators:
                 _seed(generator, _word(seed, epoch, row, salt))
             return self.dataset[row]
-        finally:
-            torch.default_generator.set_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
-            for generator, state in own:
-                _restore(generator, state)
 
     def plain(self, row: int) -> Any | None:
-        """The item, or None where it is not made of tensors and numbers, or where reading it drew at random."""
-        before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-        own = [(generator, _state(generator)) for generator, _ in self.generators]
-        try:
+        """Read an item; None where it is not made of tensors and numbers, or where reading it drew at random."""
+        with restored(self._all) as before:
             item = self.dataset[row]
-            drew = not torch.equal(before[0], torch.default_generator.get_state()) or random.getstate() != before[2]
-            drew = drew or not _equal(before[1], np.random.get_state())
-            drew = drew or not all(_equal(state, _state(generator)) for generator, state in own)
-        finally:
-            torch.default_generator.set_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
-            for generator, state in own:
-                _restore(generator, state)
+            drew = before.moved()
         plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
             isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
         )
@@ -98,9 +83,8 @@ def _alike(x: Any, y: Any) -> bool:
 def generators_of(dataset: Any) -> list[Generator]:
     """Random generators that reading the Dataset may draw from, besides the global ones: those it keeps in attributes,
     lists, transforms and closures, and those that its functions know as globals."""
-    shared = {id(torch.default_generator), id(getattr(random, "_inst", None)), id(np.random.mtrand._rand)}
-    found: list[Generator] = []
-    seen: set[int] = set(shared)
+    generators: list[Generator] = []
+    seen = {id(torch.default_generator), id(PYTHON), id(NUMPY)}
     waiting: deque[Any] = deque([dataset, getattr(type(dataset), "__getitem__", None)])
     while waiting and len(seen) < MOST_OBJECTS:
         value = waiting.popleft()
@@ -109,11 +93,11 @@ def generators_of(dataset: Any) -> list[Generator]:
         seen.add(id(value))
         if isinstance(value, random.SystemRandom):
             continue  # it has no state
-        if isinstance(value, _KINDS):
-            found.append(value)
+        if isinstance(value, GENERATORS):
+            generators.append(value)
         else:
             waiting.extend(_inside(value))
-    return found
+    return generators
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -132,7 +116,7 @@ def _inside(value: Any) -> Iterator[Any]:
                 yield cell.cell_contents
         yield from value.__defaults__ or ()
         known = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield from (one for one in known if isinstance(one, _KINDS))
+        yield from (one for one in known if isinstance(one, GENERATORS))
     else:
         yield from getattr(value, "__dict__", {}).values()
         yield getattr(value, "__self__", None)  # a method that is not Python's
@@ -146,21 +130,6 @@ def _word(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _state(generator: Generator) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _restore(generator: Generator, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 def _seed(generator: Generator, word: int) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(word).state
@@ -171,17 +140,6 @@ def _seed(generator: Generator, word: int) -> None:
 
 
 def _salt(generator: Generator) -> str:
-    state = _state(generator)
+    state = get_state(generator)
     data = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are the same."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Tensor):
-        return bool(torch.equal(a, b))
-    return bool(np.array_equal(a, b))

@@ -102,12 +102,12 @@ class DatasetSource(Source):
 
 
 class _Reading:
-    """One pass over the batches, for several readers: a batch is kept until the slowest of them has had it."""
+    """One pass over the batches, for several readers: a batch stays until the slowest of them has read it."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
         self.error: Exception | None = None
-        self.kept: deque[Any] = deque()
+        self.ahead: deque[Any] = deque()
         self.first = 0
         self.readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
 
@@ -117,20 +117,20 @@ class _Reading:
         return self.first > 0
 
     def get(self, place: int) -> Any:
-        while self.first + len(self.kept) <= place:
+        while self.first + len(self.ahead) <= place:
             if self.error is not None:
                 raise self.error  # the next reader's too
             try:
-                self.kept.append(next(self.batches))
+                self.ahead.append(next(self.batches))
             except Exception as error:
                 self.error = error
                 raise
-        return self.kept[place - self.first]
+        return self.ahead[place - self.first]
 
     def let_go(self) -> None:
         slowest = min((reader.place for reader in self.readers), default=self.first)
-        while self.kept and self.first < slowest:
-            self.kept.popleft()
+        while self.ahead and self.first < slowest:
+            self.ahead.popleft()
             self.first += 1
 
 
@@ -190,16 +190,16 @@ def _whole(items: Items, length: int) -> Any | None:
     first = items.plain(0)
     if first is None or _bytes(first) * length > MAX_BYTES or _probed(items, length)[0] * length > MAX_SECONDS:
         return None
-    found = []
+    rows = []
     for row in range(length):
         item = items.plain(row)
         if item is None:
             return None
-        found.append(item)
-    again = ((found[row], items.plain(row)) for row in _spread(length, 16))
+        rows.append(item)
+    again = ((rows[row], items.plain(row)) for row in _spread(length, 16))
     if not all(b is not None and same(a, b) for a, b in again):
         return None
-    return default_collate(found)
+    return default_collate(rows)
 
 
 def _probed(items: Items, length: int) -> tuple[float, bool]:

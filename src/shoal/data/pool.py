@@ -99,14 +99,14 @@ class Pool:
         return self._sources[key]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """The array as a tensor; one that has to be copied is copied once for all who have it."""
+        """The array as a tensor; one that has to be copied is copied once for all jobs that have it."""
         key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
         if key not in self._arrays:
             self._arrays[key] = array, tensor_of(array)
         return self._arrays[key][1]
 
     def _move(self, leaf: Tensor) -> Tensor:
-        """The tensor on the device, once for all who have it. The original is kept, so that its id stays its own."""
+        """The tensor on the device, once for all jobs that have it. The original stays alive: its id is not reused."""
         key = _identity(leaf)
         if key not in self._moved:
             self._moved[key] = leaf, leaf.to(self.device)
@@ -121,7 +121,7 @@ class Pool:
             if whole is None:
                 self._sources[key] = DatasetSource(data, collate, self.device)
             else:
-                self._sources[key] = self._tensors(whole, "the Dataset was read once and kept as tensors")
+                self._sources[key] = self._tensors(whole, "the Dataset was read once and held as tensors")
         return self._sources[key]
 
 

@@ -1,4 +1,4 @@
-"""Where batches come from. A source is opened once for each device and shared by all who read it."""
+"""Where batches come from. A source is opened once for each device and shared by all that read it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Source(ABC):
 
 
 class TensorSource(Source):
-    """A pytree of tensors with one first dimension, kept on the device."""
+    """A pytree of tensors with one first dimension, on the device."""
 
     def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, note: str = "") -> None:
         self.leaves = leaves

@@ -52,10 +52,10 @@ def cases(root: Node, problems: Problems) -> list[Case]:
         ]
         line = guilty[0] if guilty else root.line
         raise problems.one(line, f"the file gives {_many(total)} jobs; the most is {MOST_JOBS:,}: take fewer values")
-    found = [case for block in blocks for case in block.cases(problems)]
+    all_cases = [case for block in blocks for case in block.cases(problems)]
     if not problems:
-        _same_names(found, problems)
-    return found
+        _same_names(all_cases, problems)
+    return all_cases
 
 
 def _many(number: int) -> str:
@@ -119,13 +119,13 @@ class Block:
     def axes(self, problems: Problems) -> list[tuple[Keys, list[Node]]]:
         """What varies: path of a field, and its values. Checked on the way."""
         grid = self.fields.get("grid")
-        found = list(_paths(grid, (), problems)) if grid is not None else []
+        paths = list(_paths(grid, (), problems)) if grid is not None else []
         seeds = self.fields.get("seeds")
         if seeds is not None:
-            if any(path == ("seed",) for path, _ in found) or "seed" in self.fields:
+            if any(path == ("seed",) for path, _ in paths) or "seed" in self.fields:
                 problems.add(seeds, "there are both seeds and seed; keep one of them")
-            found.append((("seed",), _seeds(seeds, problems)))
-        return sorted(found, key=lambda axis: axis[0] == ("seed",))
+            paths.append((("seed",), _seeds(seeds, problems)))
+        return sorted(paths, key=lambda axis: axis[0] == ("seed",))
 
     def cases(self, problems: Problems) -> Iterator[Case]:
         """One for each combination."""
@@ -189,17 +189,17 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
         problems.add(node, f"{'.'.join(('grid', *path))} is empty; give it lists of values, or remove it")
     for key, child in node.value.items():
         here = (*path, *key.split("."))
-        told = ".".join(("grid", *here))
+        label = ".".join(("grid", *here))
         if not path and not _known_axis(here, child, problems):
             continue
         if child.is_table:
             yield from _paths(child, here, problems)
         elif not isinstance(child.value, list):
-            problems.add(child, f"{told} is {child.shown()}; use a list of values")
+            problems.add(child, f"{label} is {child.shown()}; use a list of values")
         elif not child.value:
-            problems.add(child, f"{told} is an empty list, which gives no jobs; give it values, or remove it")
+            problems.add(child, f"{label} is an empty list, which gives no jobs; give it values, or remove it")
         else:
-            _twice(told, child.value, problems)
+            _twice(label, child.value, problems)
             yield here, child.value
 
 
@@ -217,12 +217,12 @@ def _known_axis(path: Keys, node: Node, problems: Problems) -> bool:
     return True
 
 
-def _twice(told: str, values: list[Node], problems: Problems) -> None:
+def _twice(label: str, values: list[Node], problems: Problems) -> None:
     seen: set[str] = set()
     for value in values:
         text = repr(value.plain())
         if text in seen:
-            problems.add(value, f"{told} has {value.shown()} twice; give each value once")
+            problems.add(value, f"{label} has {value.shown()} twice; give each value once")
         seen.add(text)
 
 
@@ -267,9 +267,9 @@ def _set_inside(table: dict[str, Node], path: Keys, value: Node) -> None:
     table[path[0]] = Node(copy, value.line)
 
 
-def _same_names(found: list[Case], problems: Problems) -> None:
+def _same_names(all_cases: list[Case], problems: Problems) -> None:
     seen: dict[str, Case] = {}
-    for case in found:
+    for case in all_cases:
         first = seen.setdefault(case.name, case)
         if first is not case:
             line = case.fields.get("name", case.line)

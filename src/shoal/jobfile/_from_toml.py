@@ -36,20 +36,20 @@ def read(text: str, problems: Problems) -> Node:
     except RecursionError:
         raise problems.one(1, "lists or tables are nested too deep; write the file flatter") from None
     except ValueError as error:  # a number of thousands of digits, a date that is none
-        found = DIGITS.search(text)
-        line = text.count("\n", 0, found.start()) + 1 if found else 1
-        what = "a number has thousands of digits; use one of 64 bits" if found else f"this is not TOML: {error}"
+        digits = DIGITS.search(text)
+        line = text.count("\n", 0, digits.start()) + 1 if digits else 1
+        what = "a number has thousands of digits; use one of 64 bits" if digits else f"this is not TOML: {error}"
         raise problems.one(line, what) from None
     return _placed(data, (), 1, Scanner(text).places())
 
 
 def _not_toml(message: str, text: str, problems: Problems) -> Exception:
-    found = PLACE.match(message)
+    match = PLACE.match(message)
     what, line, where = message, max(1, text.rstrip("\n").count("\n") + 1), ""
-    if found:
-        what = found["what"]
-        if found["line"]:
-            line, where = int(found["line"]), f" at column {found['column']}"
+    if match:
+        what = match["what"]
+        if match["line"]:
+            line, where = int(match["line"]), f" at column {match['column']}"
     if "overwrite" in what or "already" in what or "twice" in what:
         return problems.one(line, f"a key or table is given twice ({what}); keep one of them")
     hint = ', or the file is YAML: end its name in ".yaml"' if re.search(r"(?m)^\s*(- |[\w.]+:( |$))", text) else ""
@@ -100,10 +100,10 @@ class Scanner:
         return self.counted[1]
 
     def _take(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        assert found is not None, f"no {pattern.pattern} at {self.at}"
-        self.at = found.end()
-        return found[0]
+        match = pattern.match(self.text, self.at)
+        assert match is not None, f"no {pattern.pattern} at {self.at}"
+        self.at = match.end()
+        return match[0]
 
     def _blank(self) -> bool:
         """Go over blanks and comments; whether anything follows."""

@@ -19,7 +19,7 @@ def short_name(use: str) -> str:
 
 
 def value_text(node: Node) -> str:
-    """A value as it stands in a name."""
+    """A value as it is written in a name."""
     if node.is_table:
         parts = dict(node.value)
         use = parts.pop("use", None)
@@ -51,14 +51,14 @@ def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
     models = [_model(entry) for entry in entries]
     labels = []
     for number, (entry, model) in enumerate(zip(entries, models, strict=True), 1):
-        own = entry.value.get("name")
-        told = [part for key, node in entry.value.items() if key not in QUIET for part in _told((key,), node)]
-        if own is not None and isinstance(own.value, str):
-            labels.append(own.value)
+        name = entry.value.get("name")
+        parts = [part for key, node in entry.value.items() if key not in QUIET for part in _name_parts((key,), node)]
+        if name is not None and isinstance(name.value, str):
+            labels.append(name.value)
         elif model and models.count(model) == 1:
             labels.append(before + model)
         else:
-            label = before + " ".join(told)
+            label = before + " ".join(parts)
             labels.append((label if len(label) <= LONGEST else f"{before}job {number}").strip())
     return labels
 
@@ -70,24 +70,24 @@ def _model(entry: Node) -> str:
     return short_name(use.value) if use is not None and isinstance(use.value, str) else ""
 
 
-def _told(path: tuple[str, ...], node: Node) -> list[str]:
+def _name_parts(path: tuple[str, ...], node: Node) -> list[str]:
     if path == ("model",) and (isinstance(node.value, str) or (node.is_table and "use" in node.value)):
         return [value_text(node)]
     if node.is_table and "use" not in node.value:
-        return [part for key, child in node.value.items() for part in _told((*path, key), child)]
+        return [part for key, child in node.value.items() for part in _name_parts((*path, key), child)]
     return [f"{path[-1]}={value_text(node)}"]
 
 
 def fill(pattern: Node, fields: Mapping[str, Node], problems: Problems) -> str:
     """The file's own name for a job: {seed}, {hparams.lr} ... are its fields."""
 
-    def value(found: re.Match[str]) -> str:
+    def value(match: re.Match[str]) -> str:
         node: Node | None = None
         table: Mapping[str, Node] = fields
-        for part in found[1].split("."):
+        for part in match[1].split("."):
             node = table.get(part)
             if node is None:
-                problems.add(pattern, f"name has {found[0]}, which the job does not have{did_you_mean(part, table)}")
+                problems.add(pattern, f"name has {match[0]}, which the job does not have{did_you_mean(part, table)}")
                 return ""
             table = node.value if node.is_table else {}
         return value_text(node) if node is not None else ""

@@ -77,7 +77,7 @@ def text_of(value: object) -> str:
 
 
 class Problems:
-    """Mistakes in one file, each with its line; the same mistake is told once."""
+    """Mistakes in one file, each with its line; the same mistake is reported once."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -56,11 +56,11 @@ def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, f
     """The history's row of the epoch whose weights the job keeps: the last one, or with keep="best" its best."""
     if job.keep != "best":
         return history[-1] if history else None
-    monitor, kept = Monitor.of(job), None
+    monitor, best = Monitor.of(job), None
     for row in history:
         if monitor.see(row)[0]:
-            kept = row
-    return kept if kept is not None else history[-1] if history else None
+            best = row
+    return best if best is not None else history[-1] if history else None
 
 
 def validates(job: Job, epoch: int, last: bool) -> bool:

@@ -121,7 +121,7 @@ class Job:
     stop: EarlyStop | None = None
     """When to end early; None: never."""
     keep: Literal["last", "best"] = "last"
-    """Which weights to hand back: the last, or the best by what `stop` watches (without it: the smallest val_loss)."""
+    """Which weights to return: the last, or the best by what `stop` watches (without it: the smallest val_loss)."""
     name: str = ""
     """Unique in its list; empty: named by its place."""
     owner: str = ""

@@ -38,13 +38,13 @@ def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
     called = names(jobs)
     members: list[Member] = []
     for index, job in enumerate(jobs):
-        found = [*job.problems(), *field_problems(job)]
-        if not found:
+        problems = [*job.problems(), *field_problems(job)]
+        if not problems:
             try:
                 members.append(build_member(job, index, called[index], pool))
             except JobError as error:
-                found = list(error.lines)
-        lines += [f"job {called[index]!r}: {line}" for line in found]
+                problems = list(error.lines)
+        lines += [f"job {called[index]!r}: {line}" for line in problems]
     lines += give_own_networks(members) or member_problems(members)
     if lines:
         raise JobError(*dict.fromkeys(lines))
@@ -116,13 +116,13 @@ def member_problems(members: list[Member]) -> list[str]:
     dry: dict[Any, tuple[list[str], set[str]]] = {}
     for member in members:
         with trying(member.job):
-            found = [*batch_problems(member), *optimizer_problems(member)]
+            problems = [*batch_problems(member), *optimizer_problems(member)]
             key = likeness(member)
             if key not in dry:
-                dry[key] = dry_run(member) if not found else ([], set())
+                dry[key] = dry_run(member) if not problems else ([], set())
         mistakes, columns = dry[key]
-        found += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
-        lines += [f"job {member.name!r}: {line}" for line in found]
+        problems += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
+        lines += [f"job {member.name!r}: {line}" for line in problems]
     return lines
 
 
@@ -167,8 +167,8 @@ def optimizer_problems(member: Member) -> list[str]:
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
-        own = {id(p) for p in member.model.parameters()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        params = {id(p) for p in member.model.parameters()}
+        if any(id(p) not in params for group in optimizer.param_groups for p in group["params"]):
             lines.append(
                 "its optimizer has parameters that are not the model's; take them from the model that params= is given"
             )

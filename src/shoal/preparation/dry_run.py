@@ -15,6 +15,7 @@ from shoal.engine.members.member import Member, autocast, draws, evaluating, run
 from shoal.engine.members.ownership import build_model
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tracing.fingerprint import fingerprint
 from shoal.errors import describe
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
@@ -30,34 +31,14 @@ def likeness(member: Member) -> tuple[Any, ...]:
         (name, tuple(t.shape) if not nn.parameter.is_lazy(t) else None, t.dtype) for name, t in model.named_parameters()
     )
     plain = tuple(
-        (
-            name,
-            *sorted(
-                (k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not k.startswith("_")
-            ),
-        )
+        (name, k, v)
         for name, module in model.named_modules()
+        for k, v in vars(module).items()
+        if isinstance(v, int | float | str) and not k.startswith("_")
     )
-    data = (
-        id(member.data.source),
-        len(member.data),
-        id(member.val.source) if member.val else None,
-        len(member.val) if member.val else 0,
-    )
-    code = (_code(job.loss), _code(job.step), tuple((name, _code(f)) for name, f in job.metrics.items()))
-    return type(model), repr(model), tensors, plain, data, code, job.batch_size, job.drop_last, job.precision
-
-
-def _code(function: Any) -> Any:
-    """Functions are alike when they are the same, or the same code over the same values."""
-    if function is None or not hasattr(function, "__code__"):
-        return id(function)
-    try:
-        cells = tuple(id(cell.cell_contents) for cell in function.__closure__ or ())
-    except ValueError:  # an empty cell
-        return id(function)
-    defaults = tuple(id(value) for value in function.__defaults__ or ())
-    return function.__code__, cells, defaults, id(getattr(function, "__self__", None))
+    sources = tuple((id(view.source), len(view)) if view else None for view in (member.data, member.val))
+    code = fingerprint((job.loss, job.step, job.metrics))
+    return type(model), repr(model), tensors, plain, sources, code, job.batch_size, job.drop_last, job.precision
 
 
 def dry_run(member: Member) -> tuple[list[str], set[str]]:
@@ -98,7 +79,7 @@ def stop_problems(member: Member, columns: set[str]) -> list[str]:
 def step_problems(
     member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
 ) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it stands for the last batch of an epoch. The names that
+    """What one step on a batch of so many rows shows; `short`: it is like the last batch of an epoch. The names that
     it logs go to `columns`."""
     job = member.job
     model = _twin(member, built)
@@ -268,7 +249,7 @@ def _ignored_label(loss: Any) -> int | None:
 
 
 def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
-    """Forward and metrics on the first validation rows. Metrics may refuse so few rows: only plain slips are told."""
+    """Forward and metrics on the first validation rows. Metrics may refuse so few: only plain slips are reported."""
     job = member.job
     assert member.val is not None
     size = min(job.batch_size, len(member.val))

@@ -1,9 +1,9 @@
-"""What happens in a run, as plain data: the loop tells, listeners listen.
+"""What happens in a run, as plain data, for functions that are called with each event.
 
 | kind | member | data |
 |---|---|---|
 | start | | jobs, device, plan (as from Plan.to_json()) |
-| join | yes | tier, unit, size; alone_seconds and predicted_bytes where known |
+| join | yes | tier, unit, size; alone_seconds where known |
 | turn | | unit, tier, members, batches, seconds, bytes (None where unknown) |
 | epoch | yes | the row of its history |
 | leave | yes | status, error, steps, seconds |
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal.errors import ShoalWarning, describe
+from shoal.results import finite
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
@@ -57,7 +58,7 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """The event as plain data; `member` is the job's place in the list, `name` its name."""
         member = {} if self.member is None else {"member": self.member.index, "name": self.member.name}
-        return {"kind": self.kind, "time": self.time, **member, "data": plain(self.data)}
+        return {"kind": self.kind, "time": self.time, **member, "data": finite(self.data)}
 
     def to_json(self) -> str:
         """`to_dict()` as one line."""
@@ -83,21 +84,6 @@ def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
     return Event(kind, time.time(), member, data)
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold: NaN and infinities as strings, numbers of one element as numbers, the rest in words."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
-        return plain(value.item())
-    return str(value)
-
-
 Listener = Callable[[Event], None]
 """Given every event of a run, in the calling process."""
 
@@ -110,10 +96,6 @@ class Listeners:
 
     def __bool__(self) -> bool:
         return bool(self._listeners)
-
-    def add(self, listener: Listener) -> None:
-        """One more, from now on."""
-        self._listeners.append(listener)
 
     def __call__(self, event: Event) -> None:
         for listener in self._listeners:

@@ -13,19 +13,15 @@ from shoal.split.core.moments import load_moments, moments_of
 from shoal.split.core.parts import Tensors
 from shoal.split.core.state import State
 from shoal.split.executors.local import set_rates
-from shoal.split.methods.renorm import device_of
 
 
 def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dict[str, float]:
-    """val_loss and metrics of a network, over all validation rows; it is left where it was."""
-    sheet, home = Sheet(job), device_of(model)
-    model.to(device)
+    """val_loss and metrics of a network over all validation rows; both are on this device."""
+    sheet = Sheet(job)
     with seeded(job.seed, device), evaluating(model), autocast(job, device):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
-        found = sheet.values()
-    model.to(home)
-    return found
+        return sheet.values()
 
 
 class Follower:

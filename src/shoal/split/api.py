@@ -1,52 +1,77 @@
-"""`shoal.split.local_sgd` and its like: a job in, a result with the whole network out."""
+"""`shoal.split.ist` and its like: a job in, a result with the whole network out."""
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from shoal.errors import SplitError
 from shoal.jobs.job import Job
 from shoal.results import Result
-from shoal.split.core.checks import checked
+from shoal.split.core.checks import check_choice
 from shoal.split.core.method import Method
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
-from shoal.split.methods.ist import IST, Shares
-from shoal.split.subnets.deal import WHOLE_LAYER, Layers
+from shoal.split.methods.ist import IST
+from shoal.split.subnets.deal import WHOLE_LAYER
 from shoal.split.trainer import train_split
 from shoal.training import pick_device
+from shoal.utils.tables import say
 
-Tier = Literal["auto", "serial", "packed"]
+Function = TypeVar("Function", bound=Callable[..., Result])
 
 
-def ist(
-    job: Job,
-    workers: int = 4,
-    local_steps: int = 50,
-    *,
-    shares: Shares = None,
-    overlap: float = 0.0,
-    scale: bool = True,
-    renormalise: bool = True,
-    backward_only: bool = False,
-    recovery: int | None = None,
-    blocks: bool | Literal["auto"] = "auto",
-    streams: bool | Literal["auto"] = "auto",
-    layers: Layers = "auto",
-    moments: Literal["travel", "fresh"] = "travel",
-    device: str | torch.device = "auto",
-    tier: Tier = "auto",
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
-    val_every: int | None = None,
-    checkpoint_every: float | str = "60s",
-) -> Result:
-    """Independent subnet training: each round the hidden units are dealt to the workers, who train narrow networks.
+@dataclass(kw_only=True, slots=True)
+class RunSettings:
+    """Where and how a split is run on this machine, whatever its method."""
+
+    device: str | torch.device = "auto"
+    tier: Literal["auto", "serial", "packed"] = "auto"
+    out: str | os.PathLike[str] | None = None
+    progress: bool = False
+    val_every: int | None = None
+    checkpoint_every: float | str = "60s"
+
+    def __post_init__(self) -> None:
+        check_choice("tier", self.tier, ("auto", "serial", "packed"))
+
+
+def takes_settings_of(kind: Any) -> Callable[[Function], Function]:
+    """Show the method's settings and the run's in the signature of a function that passes them on."""
+
+    def decorate(function: Function) -> Function:
+        job = inspect.Parameter("job", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Job)
+        both = [p for owner in (kind.options, RunSettings) for p in inspect.signature(owner).parameters.values()]
+        function.__signature__ = inspect.Signature([job, *both], return_annotation=Result)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def train_by(kind: Any, job: Job, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Result, Any]:
+    """Train a job on this machine by a kind of method; the result and the method. `options`: of both."""
+    names = {f.name for f in fields(RunSettings)}
+    run = RunSettings(**{name: value for name, value in options.items() if name in names})
+    method = kind(job, *args, **{name: value for name, value in options.items() if name not in names})
+    device = pick_device(run.device)
+    packed = run.tier == "packed" or (run.tier == "auto" and device.type == "cuda")
+    executor = (Packed if packed else Serial)(job, method, method.num_workers, device)
+    result = train_split(
+        job, method, executor, device=device, out=run.out, tell=say if run.progress else None,
+        val_every=run.val_every, checkpoint_every=run.checkpoint_every,
+    )  # fmt: skip
+    return result, method
+
+
+@takes_settings_of(IST)
+def ist(job: Job, *args: Any, **options: Any) -> Result:
+    """Independent subnet training: each round the hidden units are dealt to the workers, which train narrow
+    networks.
 
     Args:
         job: What to train. `epochs`: every row is read so often in all; `steps`: local steps of each worker.
@@ -66,19 +91,12 @@ def ist(
         moments: Whether optimizer state travels with its weights, or starts anew in every round.
         device: Where to train: "auto", "cpu", "cuda", "cuda:1".
         tier: "serial": part after part, the reference; "packed": as one pack; "auto": packed on a GPU.
-        out: A run folder: the same command in it goes on where it was.
+        out: A run folder; run the same command again to resume.
         progress: Print a line for each row of the history.
         val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
         checkpoint_every: Seconds between checkpoints, where there is `out`.
     """
-    member = checked(job)
-    method = IST(
-        job, workers, local_steps, shares=shares, overlap=overlap, scale=scale, renormalise=renormalise,
-        backward_only=backward_only, recovery=recovery, blocks=blocks, streams=streams, layers=layers, moments=moments,
-        rows=len(member.data), device=pick_device(device),
-    )  # fmt: skip
-    result = run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
-                      checkpoint_every=checkpoint_every)  # fmt: skip
+    result, method = train_by(IST, job, args, options)
     add_notes(result, method)
     return result
 
@@ -94,7 +112,7 @@ def add_notes(result: Result, method: Method) -> None:
             f"layers   every other one is dealt ({', '.join(method.units.groups)}), so that every weight is trained in "
             "every round; layers='all' deals all of them"
         )
-    if not method.scale or method.backward_only:
+    if not method.given.scale or method.given.backward_only:
         return
     bad = result.status == "diverged" or (report.tier != "distributed" and report.lost > 0)
     if bad and method.plan.workers > 1:
@@ -104,61 +122,20 @@ def add_notes(result: Result, method: Method) -> None:
         )
 
 
-def local_sgd(
-    job: Job,
-    workers: int = 4,
-    local_steps: int = 20,
-    *,
-    moments: Literal["travel", "fresh"] = "travel",
-    device: str | torch.device = "auto",
-    tier: Tier = "auto",
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
-    val_every: int | None = None,
-    checkpoint_every: float | str = "60s",
-) -> Result:
-    """Every worker trains the whole network for `local_steps` on rows of its own; then the weights are averaged."""
-    member = checked(job)
-    method = LocalSGD(job, workers, local_steps, moments=moments, rows=len(member.data))
-    return run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
-                    checkpoint_every=checkpoint_every)  # fmt: skip
+@takes_settings_of(LocalSGD)
+def local_sgd(job: Job, *args: Any, **options: Any) -> Result:
+    """Every worker trains the whole network for `local_steps` on rows of its own; then the weights are averaged.
+
+    Takes `workers` (4), `local_steps` (20), `moments`, and device, tier, out, progress, val_every, checkpoint_every as
+    in `shoal.split.ist`.
+    """
+    return train_by(LocalSGD, job, args, options)[0]
 
 
-def data_parallel(
-    job: Job,
-    workers: int = 4,
-    *,
-    device: str | torch.device = "auto",
-    tier: Tier = "auto",
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
-    val_every: int | None = None,
-    checkpoint_every: float | str = "60s",
-) -> Result:
-    """Every worker finds the gradient of a batch of its own; the job's optimizer follows their mean, step by step."""
-    member = checked(job)
-    method = DataParallel(job, workers, rows=len(member.data))
-    return run_here(job, method, workers, device, tier, progress, member=member, out=out, val_every=val_every,
-                    checkpoint_every=checkpoint_every)  # fmt: skip
+@takes_settings_of(DataParallel)
+def data_parallel(job: Job, *args: Any, **options: Any) -> Result:
+    """Every worker finds the gradient of a batch of its own; the job's optimizer follows their mean, step by step.
 
-
-def run_here(
-    job: Job,
-    method: Method,
-    workers: int,
-    device: str | torch.device,
-    tier: Tier,
-    progress: bool,
-    **settings: Any,
-) -> Result:
-    """Train by this method, on this machine."""
-    if tier not in ("auto", "serial", "packed"):
-        raise SplitError(f"tier is {tier!r}; use 'auto', 'serial' or 'packed'")
-    found = pick_device(device)
-    together = tier == "packed" or (tier == "auto" and found.type == "cuda")
-    executor = (Packed if together else Serial)(job, method, workers, found)
-    return train_split(job, method, executor, device=found, tell=_line if progress else None, **settings)
-
-
-def _line(text: str) -> None:
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
+    Takes `workers` (4), and device, tier, out, progress, val_every, checkpoint_every as in `shoal.split.ist`.
+    """
+    return train_by(DataParallel, job, args, options)[0]

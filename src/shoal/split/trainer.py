@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.data import Pool, View
-from shoal.engine.members.member import Member, make_optimizer, open_data
+from shoal.engine.members.member import make_optimizer, open_data
 from shoal.engine.planning.memory import free_bytes
 from shoal.engine.runtime.unit_runner import exact_sum
 from shoal.environment import environment
@@ -24,16 +24,15 @@ from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.results import Result, Results
 from shoal.split._evaluation import Follower, evaluate
-from shoal.split.core.checks import checked, shard_problems
+from shoal.split.core.checks import check_count, shard_problems
 from shoal.split.core.memory import predicted_peaks
-from shoal.split.core.method import Method, TaskExecutor
+from shoal.split.core.method import Method, TaskExecutor, Worker
 from shoal.split.core.moments import load_moments
 from shoal.split.core.parts import Outcome, Part, Task
 from shoal.split.core.reading import Reading
-from shoal.split.core.report import Forecast, SplitReport, moved
+from shoal.split.core.report import Forecast, SplitReport, tensor_bytes
 from shoal.split.core.state import State, tensors_of
 from shoal.split.executors.local import diverged
-from shoal.split.methods.averaging import check_count
 from shoal.storage.run_folder import RunFolder
 from shoal.training import parse_seconds
 
@@ -50,28 +49,26 @@ def train_split(
     tell: Tell | None = None,
     val_every: int | None = None,
     checkpoint_every: float | str = "60s",
-    member: Member | None = None,
 ) -> Result:
     """Train a job in parts, round by round, and give back the whole network.
 
     Args:
         job: What to train.
         method: What the parts are.
-        crew: Who carries them out. Where it has `moved`, that is the bytes it has sent and received so far.
+        executor: What trains them. Where it has `moved`, that is the bytes it has sent and received so far.
         device: Where the whole network is evaluated.
-        out: A run folder: the same split in it goes on where it was, whatever ended it before.
-        tell: Is given each line of progress.
+        out: A run folder. Run the same split again to resume, whatever ended it before.
+        tell: Called with each line of progress.
         val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
         checkpoint_every: Seconds between checkpoints, where there is `out`.
-        member: The job, where it has been checked already.
     """
-    member = checked(job) if member is None else member
+    member = method.member
     plan = getattr(method, "plan", None)
     if plan is not None:
         shard_problems(member, plan.workers)
     if val_every is not None:
         check_count("val_every", val_every)
-    run = _Run(job, method, executor, torch.device(device), tell or (lambda line: None), val_every, member)
+    run = _Run(method, executor, torch.device(device), tell or (lambda line: None), val_every)
     run.save_every = parse_seconds(checkpoint_every)
     with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         if folder is not None and folder.claim([member], {"split": dict(method.settings) or {"method": method.name}}):
@@ -84,26 +81,21 @@ def train_split(
 
 
 class _Run:
-    """One split on its way; what `state()` gives is all it needs to go on."""
+    """One split in progress; `state()` is all it needs to resume."""
 
     def __init__(
-        self,
-        job: Job,
-        method: Method,
-        executor: TaskExecutor,
-        device: torch.device,
-        tell: Tell,
-        val_every: int | None,
-        member: Member,
+        self, method: Method, executor: TaskExecutor, device: torch.device, tell: Tell, val_every: int | None
     ) -> None:
-        self.job, self.method, self.executor, self.device, self.tell = job, method, executor, device, tell
-        self.index, self.name = 0, member.name
-        self.member, self.model = member, member.model
-        self.home = _home(executor, self.model)
-        self.tensors = State.of(self.model, method.companions(), _fill(job), self.home)
-        self.whole = self.model if self.home.type == "cpu" else copy.deepcopy(self.model).to(self.home)
-        self.forecast = Forecast(job, method, self.model)
-        self.val: View | None = open_data(Pool(device), job, "val") if job.val is not None else None
+        self.method, self.executor, self.device, self.tell = method, executor, device, tell
+        self.member = method.member
+        job = self.job = self.member.job
+        self.index, self.name = 0, self.member.name
+        self.tensors = State.of(method.model, method.companions(), _fill(job), _home(executor, method.model))
+        self.whole = copy.deepcopy(method.model).to(device)
+        """The network that is evaluated, and that the result will have."""
+        self.val: View | None = self.member.val
+        if job.val is not None and device.type != "cpu":
+            self.val = open_data(Pool(device), job, "val")
         self.monitor = Monitor.of(job)
         self.round = self.step = 0
         self.status, self.error = "running", ""
@@ -129,7 +121,7 @@ class _Run:
     def go(self, folder: RunFolder | None) -> None:
         """Round after round; what is interrupted is saved first."""
         if self.method.merge == "gradients":
-            self.follower = Follower(self.job, copy.deepcopy(self.whole), self.tensors)
+            self.follower = Follower(self.job, copy.deepcopy(self.method.model), self.tensors)
         saved = time.monotonic()
         try:
             while self.status == "running" and self.round < self.method.rounds:
@@ -142,44 +134,44 @@ class _Run:
         except KeyboardInterrupt:
             if folder is not None:
                 folder.save(self)
-                self.tell(f"round {self.round} of {self.method.rounds}: saved; the same command goes on from here")
+                self.tell(f"round {self.round} of {self.method.rounds}: saved; run the same command again to resume")
             raise
         if folder is not None:
             folder.save(self)
 
     def _round(self) -> None:
-        executor = self.executor.roll(self.round)
-        if not executor:
-            raise SplitError("the crew is empty; a round needs at least one worker")
-        parts = self.method.parts(self.round, executor)
+        workers = self.executor.roll(self.round)
+        if not workers:
+            raise SplitError("there are no workers; a round needs at least one")
+        parts = self.method.parts(self.round, workers)
         slices = [self.method.slices(part) for part in parts]
         returns = [self.method.returns(part) for part in parts]
         if not self.report.workers:
-            self._predict(executor, parts)
+            self._predict(workers, parts)
         started = time.perf_counter()
         carried = self.method.moments == "travel" and self.method.merge == "weights"
         tasks = [
-            self.tensors.task(self.round, part, own, moments=carried, extras=self.method.extras(self.round, part))
-            for part, own in zip(parts, slices, strict=True)
+            self.tensors.task(self.round, part, pieces, moments=carried, extras=self.method.extras(self.round, part))
+            for part, pieces in zip(parts, slices, strict=True)
         ]
         outcomes = list(self.executor.run(tasks))
-        good = self._sorted_out(parts, outcomes)
+        good = self._finite_only(parts, outcomes)
         step = self.step
         self.step += max((part.steps for part in parts), default=0)
         if self.status == "running":
             if self.follower is None:
                 self.tensors.commit(parts, returns, good)
             elif any(outcome is not None for outcome in good):
-                found = self.tensors.gradients(parts, returns, good, self.follower.trained)
-                self.follower.step(found, step, self._steps_per_epoch())
+                gradients = self.tensors.gradients(parts, returns, good, self.follower.trained)
+                self.follower.step(gradients, step, self._steps_per_epoch())
         self.method.see(self.round, parts, good)
         self._account(tasks, outcomes, time.perf_counter() - started)
         self.round += 1
         if self.status != "running" or self.round % self.val_every == 0 or self.round == self.method.rounds:
             self._row()
 
-    def _sorted_out(self, parts: Sequence[Part], outcomes: list[Outcome | None]) -> list[Outcome | None]:
-        """The outcomes without those that came to nothing, which are told."""
+    def _finite_only(self, parts: Sequence[Part], outcomes: list[Outcome | None]) -> list[Outcome | None]:
+        """The outcomes without those that were lost or are not finite, which are reported."""
         good: list[Outcome | None] = []
         wrong = []
         for part, outcome in zip(parts, outcomes, strict=True):
@@ -195,31 +187,32 @@ class _Run:
             good.append(outcome if fine else None)
             self.report.lost += not fine
             if outcome is not None and fine:
-                self._heard(outcome)
+                self._note_losses(outcome)
         if wrong and not any(outcome is not None and outcome.losses for outcome in good):
             self.status = "diverged"
             self.error = f"no part of round {self.round + 1} had a finite loss; use a smaller learning rate"
         return good
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _note_losses(self, outcome: Outcome) -> None:
         self.losses += outcome.losses
         for name, values in outcome.extras.items():
             if name.startswith("log/"):
                 self.logs.setdefault(name.removeprefix("log/"), []).extend(values.tolist())
 
-    # --- what is noted --------------------------------------------------------------------------------------------
+    # --- the report --------------------------------------------------------------------------------------------
 
-    def _predict(self, executor: Sequence[Any], parts: Sequence[Part]) -> None:
+    def _predict(self, workers: Sequence[Worker], parts: Sequence[Part]) -> None:
         report = self.report
-        report.workers, report.rounds = len(executor), self.method.rounds
-        report.bytes_predicted = self.forecast.all_rounds(executor)
-        report.peak_predicted = predicted_peaks(self.job, self.method, parts, self.model, self.member.data)
+        report.workers, report.rounds = len(workers), self.method.rounds
+        report.bytes_predicted = Forecast(self.method).all_rounds(workers).both
+        report.peak_predicted = predicted_peaks(self.method, parts)
 
     def _account(self, tasks: Sequence[Task], outcomes: Sequence[Outcome | None], seconds: float) -> None:
         report = self.report
         now = getattr(self.executor, "moved", None)
         if now is None:
-            report.bytes_measured += moved(tasks, outcomes)
+            report.bytes_measured += sum(tensor_bytes(task) for task in tasks)
+            report.bytes_measured += sum(tensor_bytes(outcome) for outcome in outcomes if outcome is not None)
         else:
             report.bytes_measured, self._moved = report.bytes_measured + int(now) - self._moved, int(now)
         report.seconds_measured += seconds
@@ -250,20 +243,20 @@ class _Run:
         row |= {name: exact_sum(values) / len(values) for name, values in self.logs.items()}
         self.losses, self.logs = [], {}
         if self.val is not None:
-            row |= evaluate(self.job, self.settled(), self.val, self.device)
+            row |= evaluate(self.job, self.merged(), self.val, self.device)
         row |= {"bytes": self.report.bytes_measured, "seconds": self.report.seconds_measured}
         self.history.append(row)
-        self.tell(f"round {self.round} of {self.method.rounds}: " + _told(row))
+        self.tell(f"round {self.round} of {self.method.rounds}: " + _format(row))
         best, stop = self.monitor.see(row)
         if best and self.job.keep == "best":
             self.best = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.tensors.items()}
         if stop and self.status == "running" and self.round < self.method.rounds:
             self.status = "stopped"
 
-    def settled(self) -> nn.Module:
-        """The whole network as it would be handed out now, where the state is."""
+    def merged(self) -> nn.Module:
+        """The whole network as it is now."""
         self.tensors.load_into(self.whole)
-        self.method.settled(self.round, self.whole)
+        self.method.finish_merge(self.round, self.whole)
         return self.whole
 
     # --- in and out -----------------------------------------------------------------------------------------------
@@ -273,7 +266,7 @@ class _Run:
         if self.best is not None:
             self.tensors.tensors = self.best
         self.report.history = [dict(row) for row in self.history]
-        model = self.settled().to("cpu")
+        model = self.merged().to("cpu")
         optimizer = make_optimizer(self.job, model)
         load_moments(optimizer, model, self.tensors.moments)
         return Result(
@@ -292,7 +285,7 @@ class _Run:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on from here."""
+        """All that is needed to resume from here."""
         return {
             **self.tensors.state(),
             **{name: getattr(self, name) for name in _PLAIN},
@@ -305,7 +298,7 @@ class _Run:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Be where `state()` was taken."""
+        """Restore what `state()` returned."""
         self.tensors.load_state(state)
         for name in _PLAIN:
             setattr(self, name, state[name])
@@ -314,7 +307,7 @@ class _Run:
         self.report = SplitReport(**state["report"])
         self.method.restore(state["method"])
         if self.status == "running":
-            self.tell(f"round {self.round} of {self.method.rounds}: going on from there")
+            self.tell(f"round {self.round} of {self.method.rounds}: resumed")
 
 
 _PLAIN = ("round", "step", "status", "error", "losses")
@@ -322,10 +315,10 @@ _PLAIN = ("round", "step", "status", "error", "losses")
 
 def _fill(job: Job) -> dict[str, float]:
     """What an optimizer's state begins as, where that is not zero."""
-    found = {"step_size": float(job.hparams.get("lr", 0.01))}  # of Rprop
+    initial = {"step_size": float(job.hparams.get("lr", 0.01))}  # of Rprop
     if "initial_accumulator_value" in job.hparams:
-        found["sum"] = float(job.hparams["initial_accumulator_value"])
-    return found
+        initial["sum"] = float(job.hparams["initial_accumulator_value"])
+    return initial
 
 
 def _home(executor: TaskExecutor, model: nn.Module) -> torch.device:
@@ -344,6 +337,6 @@ def _tier(executor: TaskExecutor) -> str:
     return str(getattr(executor, "tier", type(executor).__name__.lower()))
 
 
-def _told(row: dict[str, float]) -> str:
+def _format(row: dict[str, float]) -> str:
     shown = [name for name in row if name not in ("epoch", "round", "bytes", "seconds")]
     return ", ".join(f"{name} {row[name]:.4g}" for name in shown)

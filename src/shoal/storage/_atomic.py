@@ -1,7 +1,7 @@
 """Files that are replaced whole: written beside their place, brought to the disk, moved there.
 
-A reader, and a run that goes on after a kill or a power cut, finds the old contents or the new, never half of either.
-The name of the file beside is always the same, so that what a killed process left is overwritten by the next one.
+A reader, and a run that resumes after a kill or a power cut, sees the old contents or the new, never half of either.
+The name of the file beside is always the same, so the next process overwrites what a killed one left.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from shoal.errors import DamagedError
 
-AT_ONCE = 64
-"""Files that are written together."""
-WAITING = 16
-"""Of them, those that wait for the disk together: it serves several in nearly the time of one."""
+THREADS = 16
+"""Files that are written at the same time: the disk serves several in nearly the time of one."""
 
 Chunks = Sequence[bytes]
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 def write(path: Path, chunks: Chunks, *, durable: bool = True) -> None:
-    """Replace one file; OSError where that cannot be, and the old one then stands."""
+    """Replace one file; OSError where that cannot be done, and the old one is then unchanged."""
     (error,) = write_many([(path, chunks)], durable=durable)
     if error is not None:
         raise error
@@ -39,85 +39,39 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_many(files: Sequence[tuple[Path, Chunks]], *, durable: bool = True) -> list[OSError | None]:
-    """Replace each of these files; for each, what kept it from being replaced.
+    """Replace each of these files, and return for each the error that prevented it.
 
     Not durable: safe from a kill, not from a power cut, and without waiting for the disk.
     """
-    out: list[OSError | None] = []
-    for first in range(0, len(files), AT_ONCE):
-        out += _write_some(files[first : first + AT_ONCE], durable)
-    return out
-
-
-def _write_some(files: Sequence[tuple[Path, Chunks]], durable: bool) -> list[OSError | None]:
-    errors: list[OSError | None] = [None] * len(files)
-    staged: dict[int, IO[bytes]] = {}
-    try:
-        for place, (path, chunks) in enumerate(files):
-            try:
-                staged[place] = _stage(path, chunks)
-            except OSError as error:
-                errors[place] = error
-        synced = _each(_sync, list(staged.values())) if durable else [None] * len(staged)
-        for place, failed in zip(staged, synced, strict=True):
-            errors[place] = failed
-    finally:
-        for file in staged.values():
-            with suppress(OSError):
-                file.close()
-    for place, (path, _) in enumerate(files):
-        if errors[place] is None:
-            errors[place] = _move(path)
-        if errors[place] is not None:
-            with suppress(OSError):
-                _beside(path).unlink(missing_ok=True)
+    errors = _for_each(partial(_write_one, durable=durable), files, durable)
     if durable:
-        _each(sync_folder, list({path.parent for place, (path, _) in enumerate(files) if errors[place] is None}))
+        _for_each(sync_folder, list({path.parent for path, _ in files}), durable)
     return errors
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
-
-
-def _stage(path: Path, chunks: Chunks) -> IO[bytes]:
-    file = _beside(path).open("wb")
+def _write_one(file: tuple[Path, Chunks], durable: bool) -> OSError | None:
+    path, chunks = file
+    beside = path.with_name(f".{path.name}.tmp")
     try:
-        file.writelines(chunks)
-        file.flush()
-    except BaseException:
-        with suppress(OSError):
-            file.close()  # tries once more to write what is in its buffer
-        with suppress(OSError):
-            _beside(path).unlink(missing_ok=True)
-        raise
-    return file
-
-
-def _each(sync: Callable[[T], OSError | None], what: list[T]) -> list[OSError | None]:
-    if len(what) < 2:
-        return [sync(one) for one in what]
-    try:
-        with ThreadPoolExecutor(min(WAITING, len(what))) as pool:
-            return list(pool.map(sync, what))
-    except RuntimeError:  # Python is on its way out, and starts no more threads
-        return [sync(one) for one in what]
-
-
-def _sync(file: IO[bytes]) -> OSError | None:
-    try:
-        os.fsync(file.fileno())
+        with beside.open("wb") as opened:
+            opened.writelines(chunks)
+            opened.flush()
+            if durable:
+                os.fsync(opened.fileno())
+        os.replace(beside, path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         return error
     return None
 
 
-def _move(path: Path) -> OSError | None:
-    try:
-        os.replace(_beside(path), path)
-    except OSError as error:
-        return error
-    return None
+def _for_each(work: Callable[[T], S], inputs: Sequence[T], durable: bool) -> list[S]:
+    """Do some work for each input; in several threads where it waits for the disk."""
+    if len(inputs) > 1 and durable:
+        with suppress(RuntimeError), ThreadPoolExecutor(min(THREADS, len(inputs))) as pool:
+            return list(pool.map(work, inputs))
+    return [work(one) for one in inputs]  # also at the end of Python, which starts no more threads
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,8 +108,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{str(path)!r} is damaged: it is not what was written there") from None
     if seal != _seal(content):
         raise DamagedError(f"{str(path)!r} is damaged: it does not match its checksum")
-    found: dict[str, Any] = content
-    return found
+    checked: dict[str, Any] = content
+    return checked
 
 
 def _seal(content: dict[str, Any]) -> str:

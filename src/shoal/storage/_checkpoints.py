@@ -1,4 +1,4 @@
-"""Members' checkpoints in a run folder: two generations each, written while training goes on.
+"""Members' checkpoints in a run folder: two generations each, written while training continues.
 
     members/0003/a.ckpt, b.ckpt     in turn; each has a number, and the higher one is the newer
 
@@ -30,7 +30,7 @@ class Copy:
     job: str
     """Which job it is of."""
     view: tuple[Path, list[bytes]] | None = None
-    """A file for people that goes with it. Nobody waits for the disk with it, and nobody minds where it fails."""
+    """A file for people that goes with it. Writing it does not wait for the disk, and may fail."""
 
 
 class Checkpoints:
@@ -39,7 +39,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.errors: list[Exception] = []
-        """What went wrong since somebody last looked."""
+        """What went wrong since it was last read."""
         self._damaged: set[Path] = set()
         """Found to be of no use, so that they are replaced first."""
         self._thread: threading.Thread | None = None
@@ -72,7 +72,7 @@ class Checkpoints:
     def _write(self, copies: list[Copy]) -> None:
         try:
             self.errors += [error for error in self._write_all(copies) if error is not None]
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # it is reported later
             self.errors.append(error)
 
     def _write_all(self, copies: list[Copy]) -> list[OSError | None]:
@@ -115,8 +115,8 @@ class Checkpoints:
         """Which of the two files to replace, and its number. By the files themselves: a member may have been saved by
         another process since this one last did."""
         paths = [folder / name for name in GENERATIONS]
-        found = [_store.peek(path, "number") or "" for path in paths]
-        numbers = [int(text) if text.isdecimal() else -1 for text in found]
+        texts = [_store.peek(path, "number") or "" for path in paths]
+        numbers = [int(text) if text.isdecimal() else -1 for text in texts]
         path = min(paths, key=lambda path: -1 if path in self._damaged else numbers[paths.index(path)])
         self._damaged.discard(path)
         return path, max(numbers) + 1

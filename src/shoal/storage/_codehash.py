@@ -95,7 +95,7 @@ class _Source:
         return any((bytecode_hash(other), list(other.co_positions())) == wanted for other in same)
 
     def find(self, code: types.CodeType) -> ast.AST | None:
-        """The function in the tree; None where it cannot be told from others on its line."""
+        """The function in the tree; None where others on its line look the same."""
         if code.co_name == "<lambda>":
             return _innermost([node for node in self.functions if isinstance(node, ast.Lambda)], code)
         named = [node for node in self.functions if getattr(node, "name", None) == code.co_name]
@@ -123,7 +123,7 @@ def _innermost(nodes: list[ast.Lambda], code: types.CodeType) -> ast.Lambda | No
         ((first, start), (last, end))
         for first, last, start, end in code.co_positions()
         if first is not None and last is not None and start is not None and end is not None
-        if (first, start) < (last, end)  # the others stand for no text
+        if (first, start) < (last, end)  # the others belong to no text
     ]
     if not spans:
         return None

@@ -38,7 +38,7 @@ _DEEPEST = 12
 _MOST = 20_000
 """Values of one job that are looked at."""
 _LONGEST = 60
-"""Characters of a value that are kept as they are."""
+"""Characters of a value that are written as they are."""
 _SAMPLED = 1 << 24
 """Bytes of a tensor or an array that are hashed; of a larger one, so many of rows spread evenly over it."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size,
@@ -378,8 +378,8 @@ def _in(kind: str, name: str, place: str) -> str:
 
 
 def _type_name(kind: type) -> str:
-    own = library_of(kind) is None or kind.__module__ == "builtins"
-    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    short = library_of(kind) is None or kind.__module__ == "builtins"
+    return kind.__qualname__ if short else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _key(value: Any) -> str:

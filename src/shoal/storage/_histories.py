@@ -61,7 +61,7 @@ def to_text(history: list[dict[str, float]]) -> bytes:
 
 
 def from_text(text: bytes) -> list[dict[str, float]]:
-    """The rows: what JSON has no number for, NaN and the infinities, stands there as a string."""
+    """Return the rows; what JSON has no number for, NaN and the infinities, is a string in the text."""
     rows = [json.loads(line) for line in text.splitlines()]
     return [{name: float(v) if isinstance(v, str) else v for name, v in row.items()} for row in rows]
 

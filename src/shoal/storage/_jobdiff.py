@@ -76,7 +76,7 @@ def _code_lines(
         if was.get(part) == now.get(part):
             continue
         if part not in was or part not in now:
-            if not part.startswith("class "):  # it belongs to something that is told
+            if not part.startswith("class "):  # it belongs to something that is reported
                 yield f"{_whose(name, part)} is {'not there' if part in now else 'not here'}"
             continue
         lines = list(_texts(held.parts[was[part]], here.parts[now[part]], part, same, seen))

@@ -19,7 +19,7 @@ PATIENCE = 10.0
 class Lock:
     """A lock on a file in the folder. The kernel frees it when its process ends, however it ends.
 
-    Forked workers hold it too: while one of them lives, nobody else writes to the folder.
+    Forked workers hold it too: while one of them lives, no other run writes to the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class Lock:
         self._pid = 0
 
     def acquire(self) -> None:
-        """Take the lock; OutError, with who has it, where another run does."""
+        """Take the lock; OutError, with the process that has it, where another run does."""
         if self._file is not None:
             return
         file = (self.folder / "lock").open("a+")
@@ -51,9 +51,9 @@ class Lock:
                 break
             except BlockingIOError:
                 if self._holder(file)[1] or time.monotonic() > until:
-                    who = self._holder(file)[0]
+                    holder = self._holder(file)[0]
                     raise OutError(
-                        f"out={str(self.folder)!r} is in use by another run{who}; wait for its end, "
+                        f"out={str(self.folder)!r} is in use by another run{holder}; wait for its end, "
                         "or use another folder"
                     ) from None
             except OSError as error:
@@ -68,7 +68,7 @@ class Lock:
         file.flush()
 
     def _holder(self, file: IO[str]) -> tuple[str, bool]:
-        """Who has the lock, in words; and whether it lives. Of a run that was killed only workers are left."""
+        """Say which process has the lock, and whether it lives. Of a run that was killed only workers are left."""
         file.seek(0)
         pid, _, host = file.read().strip().partition(" ")
         if not pid.isdigit() or not host:
@@ -78,7 +78,7 @@ class Lock:
         return f" (process {pid})", alive(int(pid))
 
     def release(self) -> None:
-        """Let the folder go. What a forked process lets go, its parent keeps."""
+        """Release the folder. What a forked process releases, its parent still has."""
         if self._file is None:
             return
         if self._pid == os.getpid():

@@ -92,7 +92,7 @@ def _copy_tensor(value: Tensor) -> _Made:
     value = value.detach().to("cpu", copy=True)  # without holes, so that it lies flat
     flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8)
     dtype = str(value.dtype).removeprefix("torch.")
-    return _Made(make_tensor, pickle.PickleBuffer(flat.numpy().data), dtype, tuple(value.shape), value.stride())
+    return _Made(make_tensor, flat, dtype, tuple(value.shape), value.stride())
 
 
 def _copy_by_saving(value: Any, path: tuple[Any, ...]) -> _Made:
@@ -111,20 +111,21 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 class _Made:
-    """A value as the function and the arguments that make it when the file is read."""
+    """A value as the function and the arguments that make it when the file is read; tensors are given as bytes."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
 
     def __reduce__(self) -> Any:
-        return self._call[0], self._call[1:]
+        function, *arguments = self._call
+        return function, tuple(x.numpy().tobytes() if isinstance(x, Tensor) else x for x in arguments)
 
 
-def make_tensor(data: bytearray, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def make_tensor(data: bytes, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Make a tensor in memory of its own."""
     if not data:
         return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
-    return torch.frombuffer(data, dtype=getattr(torch, dtype)).as_strided(shape, stride).clone()
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).as_strided(shape, stride).clone()
 
 
 def make_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:

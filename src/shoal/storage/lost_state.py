@@ -22,10 +22,10 @@ def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> Non
     runs as it is may.
     """
     for member in members:
-        member.own.wanted = True
+        member.saved_state.wanted = True
         if member.index not in recipes or recipes[member.index].optimizer.flags is None:
-            member.own.begin(member.job, member.model)
-    share([member.own for member in members])
+            member.saved_state.begin(member.job, member.model)
+    share([member.saved_state for member in members])
 
 
 def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
@@ -34,7 +34,7 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
     tried: dict[Hashable, dict[str, str]] = {}
     drawing: list[Member] = []
     for member in members:
-        if member.own.job is None or member.status != "running":
+        if member.saved_state.job is None or member.status != "running":
             continue
         kind = _kind(member)
         if kind not in tried:
@@ -44,8 +44,8 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
         lost[member.name] = {where: why for where, why in tried[kind].items() if where != MODULES}
     if len(drawing) > 1:
         for member in drawing:
-            assert member.own.job is not None
-            member.own.job.draws = None
+            assert member.saved_state.job is not None
+            member.saved_state.job.draws = None
             lost[member.name] |= {MODULES: "other jobs draw from them too"}
     return {name: problems for name, problems in lost.items() if problems}
 
@@ -64,13 +64,17 @@ def _kind(member: Member) -> Hashable:
     """Jobs of one kind change the same things: the same code."""
     job = member.job
     functions = (job.step, job.loss, job.schedule, job.optimizer)
-    shared = frozenset(member.own.job.shared) if member.own.job is not None else frozenset()
-    return type(member.model), shared, *(getattr(own, "__code__", None) or type(own) for own in functions)
+    shared = frozenset(member.saved_state.job.shared) if member.saved_state.job is not None else frozenset()
+    return (
+        type(member.model),
+        shared,
+        *(getattr(f, "__code__", None) or type(f) for f in functions),
+    )
 
 
 def _try(member: Member) -> dict[str, str]:
     """What cannot be saved after two steps of a copy; everything is then as it was."""
-    job, keeper = member.job, member.own.job
+    job, keeper = member.job, member.saved_state.job
     assert keeper is not None
     with preserved(state_roots(job, member.model), skip=member.model) as state:
         if state.unrestorable:  # a step could not be undone
@@ -78,17 +82,17 @@ def _try(member: Member) -> dict[str, str]:
             return dict(keeper.problems)
         try:
             scratch = scratch_copy(member)
-            scratch.own.wanted, scratch.own.watched = True, member.own.watched
+            scratch.saved_state.wanted, scratch.saved_state.watched = True, member.saved_state.watched
             unit = SerialUnit(scratch)
-            assert scratch.own.job is not None
-            scratch.own.job.shared, scratch.place = keeper.shared, 0
+            assert scratch.saved_state.job is not None
+            scratch.saved_state.job.shared, scratch.place = keeper.shared, 0
             batches = min(STEPS * job.accumulate, member.num_batches)
             feed = iter([member.data.take(0, min(job.batch_size, member.num_rows))] * batches)
-            with draws(scratch) as begin, scratch.own.noticing():
+            with draws(scratch) as begin, scratch.saved_state.noticing():
                 for _ in range(batches):
                     begin()
                     unit._batch(feed)
-            scratch.own.capture()
+            scratch.saved_state.capture()
         except Exception:  # it will say so itself when it trains
             return {}
-    return scratch.own.problems | ({MODULES: ""} if any(scratch.own.job.draws or ()) else {})
+    return scratch.saved_state.problems | ({MODULES: ""} if any(scratch.saved_state.job.draws or ()) else {})

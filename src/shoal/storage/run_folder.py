@@ -1,15 +1,15 @@
 """The run folder, `out=`: what was trained, how far it came, and what came of it.
 
     jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
-    plan.json                   how they ride, so that a resume replays the same arithmetic
+    plan.json                   how they run, so that a resume replays the same arithmetic
     members/0003/a.ckpt         a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
     history/0003.jsonl          one row an epoch
     results.json                how each ended, and the environment
     weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
-    lock                        who is at work in it
+    lock                        which process uses it
 
 Every file is written beside its place and moved there, so that a reader never sees half of one, and a process that is
-killed at any moment leaves a folder that the next one goes on from.
+killed at any moment leaves a folder that the next one resumes from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, passing: bool = False) -> None:
-        """`passing`: it ends with the run, so that members at their end, whom the run has, need not be in it."""
+        """`passing`: it ends with the run, so members at their end, which the run has, need not be in it."""
         self.path, self.passing = path, passing
         if importlib.util.find_spec("safetensors") is None:
             raise ImportError("out= writes weights with safetensors: pip install safetensors")
@@ -83,7 +83,7 @@ class RunFolder:
         self._not_storable: set[int] = set()
         self._lossy: set[str] = set()
         """Jobs of which was said that some of their state cannot be saved."""
-        self._told_of_failure = False
+        self._reported_failure = False
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +181,7 @@ class RunFolder:
     def _leave(self) -> None:
         """Note what training has made of the jobs' functions, whose state is in this process and in the checkpoints."""
         for member in self._claimed:
-            if member.own.job is not None and not self.passing:
+            if member.saved_state.job is not None and not self.passing:
                 _left[self.path.resolve(), member.name] = describe_functions(member)
         self._claimed = []
 
@@ -202,13 +202,13 @@ class RunFolder:
         return content
 
     def plan(self) -> dict[str, Any] | None:
-        """The plan that was kept; None where there is none. DamagedError where it is not what was written."""
+        """Return the plan that was saved; None where there is none. DamagedError where it is not what was written."""
         fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
         content = self._read(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
 
-    def keep_plan(self, plan: Mapping[str, Any]) -> None:
-        """Remember how the jobs ride: plain data, whatever a resume needs to do the same arithmetic."""
+    def save_plan(self, plan: Mapping[str, Any]) -> None:
+        """Save how the jobs run: plain data, whatever a resume needs to do the same arithmetic."""
         try:
             _atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
         except OSError as error:
@@ -222,16 +222,16 @@ class RunFolder:
     def save(self, member: Saved) -> bool:
         """Write a member's checkpoint and history, and wait for the disk; whether it is there."""
         self._checkpoints.wait()
-        self._tell_failures()
+        self._report_failures()
         self.save_many([member])
         self._checkpoints.wait()
-        return not self._tell_failures() and member.index not in self._not_storable
+        return not self._report_failures() and member.index not in self._not_storable
 
     def save_many(self, members: Sequence[Saved]) -> None:
-        """Copy members' states and let them be written while training goes on; `flush` waits for it.
+        """Copy members' states and let them be written while training continues; `flush` waits for it.
 
-        What cannot be written (a full disk) leaves the checkpoints before it as they are, and is told once; what
-        cannot be stored at all is told once, and its member starts again from its beginning after a kill.
+        What cannot be written (a full disk) leaves the checkpoints before it as they are, and is reported once; what
+        cannot be stored at all is reported once, and its member starts again from its beginning after a kill.
         """
         copies, odd = list[Copy](), dict[str, str]()
         for member in {member.index: member for member in members}.values():
@@ -242,9 +242,11 @@ class RunFolder:
                     odd[member.name] = str(error)
                 self._not_storable.add(member.index)
         self._checkpoints.wait()
-        self._tell_failures()
+        self._report_failures()
         self._checkpoints.put(copies)
-        self._warn_of({m.name: m.own.problems for m in members if isinstance(m, Member) and m.own.problems})
+        self._warn_of(
+            {m.name: m.saved_state.problems for m in members if isinstance(m, Member) and m.saved_state.problems}
+        )
         if odd:
             name, why = next(iter(odd.items()))
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -272,27 +274,27 @@ class RunFolder:
     def flush(self) -> bool:
         """Wait until what was saved is on the disk; whether all of it is."""
         self._checkpoints.wait()
-        return not self._tell_failures()
+        return not self._report_failures()
 
-    def _tell_failures(self) -> bool:
+    def _report_failures(self) -> bool:
         """Whether something could not be written since the last look."""
         errors, self._checkpoints.errors = self._checkpoints.errors, []
-        if errors and not self._told_of_failure:
-            self._told_of_failure = True
+        if errors and not self._reported_failure:
+            self._reported_failure = True
             warn(
                 f"out={str(self.path)!r}: a checkpoint could not be written ({_reason(errors[0])}); "
-                "the one before it is kept, training goes on, and writing is tried again at the next one"
+                "the one before it is still there, training continues, and writing is tried again at the next one"
             )
         return bool(errors)
 
     def restore(self, member: Saved) -> bool:
         """Put a member where its newest good checkpoint has it; False where there is none: it begins anew.
 
-        A damaged checkpoint is told in one line, and the one before it is used.
+        A damaged checkpoint is reported in one line, and the one before it is used.
         """
         state, path, wrong = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
         if wrong:
-            then = f"going on from {path.name}" if path is not None else "it starts again from its beginning"
+            then = f"resuming from {path.name}" if path is not None else "it starts again from its beginning"
             warn(f"job {member.name!r}: {'; '.join(wrong)}; {then}")
         if path is None:
             return False
@@ -308,8 +310,8 @@ class RunFolder:
         return True
 
     def finish(self, results: Results) -> None:
-        """Write down what came of the jobs; OutError where that cannot be: the checkpoints stand, and the same run
-        again goes on from them."""
+        """Write the results; OutError where that is impossible: the checkpoints are still there, and the same run
+        again resumes from them."""
         self._checkpoints.wait()
         try:
             for folder in FOLDERS:
@@ -323,7 +325,7 @@ class RunFolder:
         except OSError as error:
             raise OutError(
                 f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
-                "make room, and run the same again: it goes on from the checkpoints"
+                "make room, and run the same again: it resumes from the checkpoints"
             ) from None
 
     def write(self, results: Results) -> None:

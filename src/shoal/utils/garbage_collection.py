@@ -1,7 +1,7 @@
 """Python's garbage collector beside a GPU.
 
 A full collection looks at every object there is, which takes a tenth of a second once torch and a few hundred members
-are loaded, and the device waits meanwhile. What units are built of is there to stay: it is kept out of the collector's
+are loaded, and the device waits meanwhile. What units are built of is there to stay: it stays out of the collector's
 sight. Whoever froze things before us looks after the collector himself, and is left alone.
 """
 
@@ -19,7 +19,7 @@ def freeze() -> None:
     """Keep all objects there are from being looked at again, until `thaw`."""
     global _ours
     if _ours or gc.get_freeze_count() < FEW:
-        gc.collect(1)  # what has just become garbage is not to be kept
+        gc.collect(1)  # what has just become garbage is not to stay
         gc.freeze()
         _ours = True
 

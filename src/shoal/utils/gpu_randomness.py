@@ -17,7 +17,7 @@ class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, operators on a GPU draw what the engine draws there: for networks that run operator by operator.
 
     `begin(count)` says how many batches the member has had; random calls within a batch are then numbered as they come.
-    The number is kept in the GPU's generator: activation checkpointing, which computes a part of the network again in
+    The number is in the GPU's generator: activation checkpointing, which computes a part of the network again in
     the backward pass, puts the generator back to where that part began, and so draws what it drew.
     """
 
@@ -60,8 +60,8 @@ class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         name = str(func)
         if name == "aten.native_dropout.default" and args[2] is not False and 0.0 < args[1] < 1.0:
-            kept = self._value("bernoulli", args[0], (1.0 - args[1],)).bool()
-            return args[0] * (kept.to(args[0].dtype) * (1.0 / (1.0 - args[1]))), kept
+            mask = self._value("bernoulli", args[0], (1.0 - args[1],)).bool()
+            return args[0] * (mask.to(args[0].dtype) * (1.0 / (1.0 - args[1]))), mask
         kind = _IN_PLACE.get(name)
         if kind is not None and kwargs.get("generator") is None:
             numbers = (

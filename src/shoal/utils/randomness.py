@@ -25,7 +25,7 @@ class Draw:
     """One random call of a step: what is drawn and the layout it has in one member's solo run."""
 
     kind: str
-    """bernoulli, dropout (a bernoulli of the kept share, divided by it), uniform, normal, exponential, integer or
+    """bernoulli, dropout (a bernoulli of the share that stays, divided by it), uniform, normal, exponential, integer or
     permutation."""
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -93,12 +93,12 @@ def _draw_masks(draws: Sequence[Draw], generators: Sequence[torch.Generator]) ->
     together = max(1, _TOGETHER // total) if len(runs) == 1 else 1
     uniform = torch.empty(min(together, members), total, dtype=torch.float64)
     for first in range(0, members, together):
-        own, rows = runs[first if len(runs) > 1 else 0], flat[first : first + together]
-        drawn = uniform[: len(rows), : sum(run.count for run in own if run.drawn)]
+        member_runs, rows = runs[first if len(runs) > 1 else 0], flat[first : first + together]
+        drawn = uniform[: len(rows), : sum(run.count for run in member_runs if run.drawn)]
         for row, generator in zip(drawn.unbind(0), generators[first : first + together], strict=True):
             row.uniform_(generator=generator)
         used = 0
-        for run in own:
+        for run in member_runs:
             here = rows[:, run.start : run.start + run.count]
             if run.drawn:
                 torch.lt(drawn[:, used : used + run.count], run.share, out=here)
@@ -134,8 +134,8 @@ class _Run:
 @lru_cache(256)
 def _runs(draws: tuple[Draw, ...], members: int) -> list[list[_Run]]:
     """Each member's masks as runs; those of the first alone where all have the same."""
-    found = [_runs_of(draws, member) for member in range(members)]
-    return found[:1] if all(runs == found[0] for runs in found) else found
+    all_runs = [_runs_of(draws, member) for member in range(members)]
+    return all_runs[:1] if all(runs == all_runs[0] for runs in all_runs) else all_runs
 
 
 def _runs_of(draws: tuple[Draw, ...], member: int) -> list[_Run]:

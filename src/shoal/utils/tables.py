@@ -41,6 +41,11 @@ def _rich(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
     return capture.get().rstrip("\n")
 
 
+def say(line: str) -> None:
+    """Print a line of progress for people: on stderr, so that results can be piped."""
+    print(f"shoal: {line}", file=sys.stderr, flush=True)
+
+
 def size(count: float) -> str:
     """Bytes as people read them.
 

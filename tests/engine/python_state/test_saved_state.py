@@ -29,7 +29,7 @@ assert os.system is run_command, "both names are here for a checkpoint to use"
 
 def prepared(kind: str) -> Member:
     (member,) = prepare([job(kind)], CPU)
-    member.own.wanted = True
+    member.saved_state.wanted = True
     return member
 
 

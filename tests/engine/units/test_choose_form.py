@@ -44,8 +44,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choose_form, "_here", {})
-    monkeypatch.setattr(_choose_form, "_made_here", set())
+    monkeypatch.setattr(_choose_form, "_trials", {})
 
 
 def conv() -> nn.Module:

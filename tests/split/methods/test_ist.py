@@ -20,7 +20,7 @@ from shoal.engine.members.ownership import build_model
 from shoal.errors import SplitError
 from shoal.split.core.method import Worker
 from shoal.split.core.state import State
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.ist import IST
 from shoal.split.methods.renorm import renormalise
 from shoal.split.subnets.deal import neighbours
@@ -68,14 +68,14 @@ class Residual(nn.Module):
 
 def test_a_residual_stream_stays_whole_where_the_rest_is_enough() -> None:
     def groups(inner: int, hidden: int, streams: bool | str) -> set[str]:
-        method = IST(make_job(lambda: Residual(inner, hidden), steps=4), 2, 2, streams=streams)  # type: ignore[arg-type]
+        method = IST(make_job(lambda: Residual(inner, hidden).double(), steps=4), 2, 2, streams=streams)
         return set(method.units.groups)
 
     assert groups(16, 16, "auto") == groups(16, 16, False) == {"up", "hidden"}
     assert groups(16, 16, True) == {"embed", "up", "hidden"}
     assert groups(2, 2, "auto") == {"embed", "up", "hidden"}, "most weights would be whole"
     assert groups(2, 2, False) == {"up", "hidden"}
-    job = make_job(lambda: Residual(16, 16), steps=4)
+    job = make_job(lambda: Residual(16, 16).double(), steps=4)
     method = IST(job, 2, 2)
     assert method.settings["streams"] is False and "streams" not in IST(job, 2, 2, streams=True).settings
     parts = method.parts(0, [Worker(0), Worker(1)])

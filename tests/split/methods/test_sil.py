@@ -14,7 +14,7 @@ from shoal.errors import SplitError
 from shoal.split.core.method import Worker
 from shoal.split.core.parts import Part, Task
 from shoal.split.core.state import State, tensors_of
-from shoal.split.executors.local import carry_out
+from shoal.split.executors.local import train_task
 from shoal.split.methods.labels import Labels, nearest
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.sil import SilReport, costs, sil
@@ -118,7 +118,7 @@ def test_the_right_part_of_variant_a_never_touches_the_inputs() -> None:
         view = (poisoned or way).data
         if inputs is not x:
             view.source.leaves[0] = inputs  # type: ignore[attr-defined]
-        outcomes.append(carry_out(way.source, way, task, torch.device("cpu"), view))
+        outcomes.append(train_task(way.source, way, task, torch.device("cpu"), view))
     first, second = outcomes
     assert set(first.tensors) == {"fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"}
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
@@ -207,7 +207,7 @@ def test_convolutions_and_running_statistics(way: dict[str, Any]) -> None:
     assert int(result.model.norm.num_batches_tracked) == 30  # type: ignore[union-attr, arg-type]
     assert result.split.own[0]["accuracy"] > 0.45
     if way.get("layout") == "channel":
-        table = SILMethod(job, ["conv2"], "labels", labels=Labels(layout="channel")).tables[0]
+        table = SILMethod(job, ["conv2"], "labels", layout="channel").tables[0]
         assert torch.equal(table[:, :, :, :1, :1].expand_as(table), table)
 
 
@@ -238,14 +238,14 @@ def test_labels() -> None:
 
 
 def test_a_lost_part_stops_nobody() -> None:
-    """Without the activations of a window the next part sits it out, and goes on with the one after."""
+    """Without the activations of a window the next part has no step in that round, and continues with the one after."""
     way = SILMethod(job_of(epochs=3), ["fc2"], "heads")
     executor = [Worker(0), Worker(1)]
     (left,) = way.parts(0, executor)
     way.see(0, [left], [None])
     assert [part.role for part in way.parts(1, executor)] == ["0"]
     task = task_of(way, "0")
-    given = carry_out(way.source, way, task, torch.device("cpu"), way.data)
+    given = train_task(way.source, way, task, torch.device("cpu"), way.data)
     way.see(1, way.parts(1, executor), [given])
     assert [part.role for part in way.parts(2, executor)] == ["0", "1"]
     kept = copy.deepcopy(way.stored())
@@ -280,7 +280,7 @@ def test_a_run_folder_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"method": "label"}, "method is 'label'; use one of 'labels', 'heads'"),
+        ({"method": "label"}, "method is 'label'; use 'labels' or 'heads'"),
         ({"method": "labels", "variant": "C"}, "variant is 'C'"),
         ({"variant": "B"}, "variant is 'B', and method='heads' has none"),
         ({"cuts": "fc2"}, "cuts is 'fc2'; use a list"),

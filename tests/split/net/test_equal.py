@@ -1,13 +1,16 @@
 """A distributed run gives the weights of the run in one process, bit for bit; its bytes are those of the formula."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.split.net.jobs import METHODS, a_job, same_weights
 
 from shoal.split import Serial, train_split
+from shoal.split.core.report import Forecast
 from shoal.split.net._codec import CODECS
-from shoal.split.net._forecast import TrafficForecast
-from shoal.split.net.launch import local_crew
+from shoal.split.net._wire import message_bytes
+from shoal.split.net.launch import local_workers
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,7 @@ def test_same_bits_as_in_one_process(name: str, workers: int) -> None:
     job = a_job(steps=10)
     method = METHODS[name](job, workers)
     alone = train_split(job, method, Serial(job, method, workers))
-    with local_crew(job, method, workers) as executor:
+    with local_workers(job, method, workers) as (executor, _):
         together = train_split(job, method, executor)
     assert same_weights(alone, together) and not executor.lost
     assert [row["loss"] for row in alone.history] == [row["loss"] for row in together.history]
@@ -32,8 +35,9 @@ def test_same_bits_as_in_one_process(name: str, workers: int) -> None:
 def test_bytes_at_the_sockets_are_those_of_the_formula(name: str, codec: str) -> None:
     job = a_job(width=100)
     method = METHODS[name](job, 3)
-    with local_crew(job, method, 3, codec=codec) as executor:
-        predicted = TrafficForecast(job, method, CODECS[codec]).all_rounds(executor.roll(0))
+    with local_workers(job, method, 3, codec=codec) as (executor, _):
+        forecast = Forecast(method, partial(message_bytes, codec=CODECS[codec]))
+        predicted = forecast.all_rounds(executor.roll(0))
         result = train_split(job, method, executor)
         measured = executor.traffic
     assert measured.sent == pytest.approx(predicted.sent, rel=0.02)
@@ -48,7 +52,7 @@ def test_fewer_bits_train_as_well(codec: str) -> None:
     method = METHODS["local_sgd"](job, 3)
     found = {}
     for name in ("exact", codec):
-        with local_crew(job, method, 3, codec=name) as executor:
+        with local_workers(job, method, 3, codec=name) as (executor, _):
             found[name] = train_split(job, method, executor)
     exact, rough = (found[name] for name in ("exact", codec))
     assert exact.split is not None and rough.split is not None

@@ -1,4 +1,4 @@
-"""Workers that die, stall, return, come late, or are not what they should be: nobody waits, training goes on."""
+"""Workers that die, stall, return, come late, or have another job: the run continues and waits for none of them."""
 
 import os
 import signal
@@ -17,10 +17,11 @@ from torch import nn
 import shoal
 from shoal.errors import SplitError
 from shoal.split import LocalSGD, train_split
+from shoal.split.core.parts import Outcome
 from shoal.split.net._handshake import describe_job
-from shoal.split.net._wire import END, OUTCOME, TASK, Header, Message, Wire
+from shoal.split.net._wire import END, OUTCOME, TASK, Header, Message, to_message
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.launch import crew_of, fork_workers, local_crew
+from shoal.split.net.launch import fork_workers, local_workers
 from shoal.split.net.links import Address, Link, LinkLost, connect
 from shoal.split.net.worker import serve_worker
 
@@ -64,8 +65,8 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 3, local_steps=4), list[str]()
-    with crew_of(job, method, 3, {"tell": lines.append}) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].pid)) if n == 2 else None)  # type: ignore[arg-type]
+    with local_workers(job, method, 3, tell=lines.append) as (executor, local):
+        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].child.pid)) if n == 2 else None)  # type: ignore[arg-type]
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 3, 2, 2]
     (lost,) = executor.lost
@@ -77,14 +78,14 @@ def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path
 def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", stop, steps=40)
     method = LocalSGD(job, 3, local_steps=4)
-    with crew_of(job, method, 3, {"deadline": 1.5}) as (executor, local):
+    with local_workers(job, method, 3, deadline=1.5) as (executor, local):
 
         def act(number: int) -> None:
             if number == 1:
-                (tmp_path / "who").write_text(str(local[2].pid))
+                (tmp_path / "who").write_text(str(local[2].child.pid))
             if number == 4:
-                os.kill(local[2].pid, signal.SIGCONT)
-                until(lambda: len(executor._hall.waiting) == 1)
+                os.kill(local[2].child.pid, signal.SIGCONT)
+                until(lambda: len(executor._lobby.waiting) == 1)
 
         between = Between(executor, act)
         result = train_split(job, method, between)
@@ -97,12 +98,12 @@ def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: P
 def test_those_who_finish_set_the_time_of_those_who_do_not(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", stop, steps=8)
     method = LocalSGD(job, 3, local_steps=4)
-    with crew_of(job, method, 3, {}) as (executor, local):
-        (tmp_path / "who").write_text(str(local[0].pid))  # in the very first round: nothing has been measured
+    with local_workers(job, method, 3) as (executor, local):
+        (tmp_path / "who").write_text(str(local[0].child.pid))  # in the very first round: nothing has been measured
         executor.deadline.margin = 0.5
         between = Between(executor, lambda number: None)
         result = train_split(job, method, between)
-        os.kill(local[0].pid, signal.SIGKILL)
+        os.kill(local[0].child.pid, signal.SIGKILL)
     (lost,) = executor.lost
     assert result.status == "done" and between.sizes == [3, 2]
     assert lost.waited < 0.5 * executor.deadline.first and lost.allowed < 0.5 * executor.deadline.first
@@ -112,12 +113,12 @@ def test_a_worker_joins_in_the_middle() -> None:
     job = a_job(steps=20)
     method = LocalSGD(job, 3, local_steps=4)
     late = fork_workers(1, job, method)[0]
-    with local_crew(job, method, 2) as executor:
+    with local_workers(job, method, 2) as (executor, _):
 
         def act(number: int) -> None:
             if number == 2:
                 late.go(executor.address)
-                until(lambda: bool(executor._hall.waiting))
+                until(lambda: bool(executor._lobby.waiting))
 
         between = Between(executor, act)
         result = train_split(job, method, between)
@@ -129,11 +130,11 @@ def test_all_are_lost_and_one_comes_back(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
     late = fork_workers(1, job, method)[0]
-    with crew_of(job, method, 1, {"tell": lines.append}) as (executor, local):
+    with local_workers(job, method, 1, tell=lines.append) as (executor, local):
 
         def act(number: int) -> None:
             if number == 1:
-                (tmp_path / "who").write_text(str(local[0].pid))
+                (tmp_path / "who").write_text(str(local[0].child.pid))
             if number == 2:
                 late.go(executor.address)
 
@@ -169,7 +170,7 @@ def test_a_worker_with_another_job_is_told_and_so_is_the_coordinator(
 ) -> None:
     job, wrong = a_job(steps=8), a_job(**{"steps": 8, **other})
     method, lines = LocalSGD(job, 2, local_steps=4), list[str]()
-    with crew_of(job, method, 1, {"tell": lines.append}, others=1) as (executor, _):
+    with local_workers(job, method, 1, others=1, tell=lines.append) as (executor, _):
         stranger = fork_workers(1, wrong, LocalSGD(wrong, 2, local_steps=4))[0]
         stranger.go(executor.address)
         result = train_split(job, method, executor)  # begins without it, at once: 60 s are not waited for
@@ -211,7 +212,7 @@ def test_a_step_that_raises_everywhere_ends_the_run_with_its_words(tmp_path: Pat
     method = LocalSGD(job, 1, local_steps=4)
     (tmp_path / "who").write_text("all")
     with (
-        local_crew(job, method, 1) as executor,
+        local_workers(job, method, 1) as (executor, _),
         pytest.raises(SplitError, match=r"worker 0 .*RuntimeError: the step is broken"),
     ):
         train_split(job, method, executor)
@@ -220,19 +221,19 @@ def test_a_step_that_raises_everywhere_ends_the_run_with_its_words(tmp_path: Pat
 def test_a_step_that_raises_on_one_machine_costs_that_machine(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", fail)
     method = LocalSGD(job, 2, local_steps=4)
-    with crew_of(job, method, 2, {}) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[0].pid)) if n == 1 else None)  # type: ignore[arg-type]
+    with local_workers(job, method, 2) as (executor, local):
+        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[0].child.pid)) if n == 1 else None)  # type: ignore[arg-type]
         assert train_split(job, method, between).status == "done"
     assert [lost.why for lost in executor.lost] == ["RuntimeError: the step is broken"]
 
 
 def junk(link: Link, task: Message) -> None:
-    link._group.send([torch.full((32,), 7, dtype=torch.uint8)], 0, 0).wait()
+    link._socket.sendall(bytes([7] * 32))
 
 
 def shortened(link: Link, task: Message) -> None:
     header = Header(OUTCOME, task.header.round, task.header.number, 10, 10)
-    link._group.send([torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)], 0, 0).wait()
+    link._socket.sendall(header.to_bytes())
 
 
 def corrupt(link: Link, task: Message) -> None:
@@ -241,19 +242,28 @@ def corrupt(link: Link, task: Message) -> None:
 
 
 def another_round(link: Link, task: Message) -> None:
-    from shoal.split.core.parts import Outcome
+    link.send(to_message(Outcome(round=99, number=0, tensors={})), 5)
 
-    link.send(Wire().outcome(Outcome(round=99, number=0, tensors={})), 5)
+
+def another_network(link: Link, task: Message) -> None:
+    outcome = Outcome(round=task.header.round, number=task.header.number, tensors={"0.weight": torch.zeros(2, 2)})
+    link.send(to_message(outcome), 5)
 
 
 @pytest.mark.parametrize(
     ("answer", "line"),
-    [(junk, "not from Shoal"), (shortened, "closed"), (corrupt, "checksum"), (another_round, "something else")],
+    [
+        (junk, "not from Shoal"),
+        (shortened, "closed"),
+        (corrupt, "checksum"),
+        (another_round, "something else"),
+        (another_network, "does not fit this job"),
+    ],
 )
 def test_a_worker_that_answers_nonsense_is_let_go(answer: Callable[[Link, Message], None], line: str) -> None:
     job = a_job(steps=8)
     method = LocalSGD(job, 2, local_steps=4)
-    with crew_of(job, method, 1, {}, others=1) as (executor, _):
+    with local_workers(job, method, 1, others=1) as (executor, _):
 
         def pretend() -> None:
             link = connect(executor.address, {"name": "odd", "job": describe_job(job, method)}, 5)
@@ -285,10 +295,8 @@ def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
 
     def lose() -> None:
         executor.roll(0)
-        executor._members[0].link.cut()
-        executor._door.close()
-        executor._porter.join()
-        executor._door.end()
+        executor._workers[0].link.close()
+        executor._listener.close()
 
     thread = threading.Thread(target=lose)
     thread.start()

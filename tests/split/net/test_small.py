@@ -1,6 +1,7 @@
 """The pieces by themselves: what the kernel counted, how long may be waited, how fast a link is, whether it pays."""
 
 import socket
+import struct
 import threading
 
 import pytest
@@ -9,40 +10,48 @@ from tests.split.net.jobs import a_job
 
 from shoal.errors import SplitError
 from shoal.split import IST, LocalSGD
-from shoal.split.net import _sockets
+from shoal.split.core.report import Traffic
 from shoal.split.net._advice import advise
 from shoal.split.net._deadline import Deadline
 from shoal.split.net._handshake import describe_job, difference
-from shoal.split.net._probe import LinkSpeed
-from shoal.split.net.launch import Torchrun, local_crew
-from shoal.split.net.links import Address
+from shoal.split.net._wire import probe_message
+from shoal.split.net.launch import Torchrun, local_workers
+from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed
 from shoal.split.net.run import Place
 from shoal.split.settings import Settings
 
 
-def test_the_kernel_counts_what_goes_through_a_socket() -> None:
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs Linux")
+def test_a_link_counts_what_the_kernel_counts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        before = set(_sockets.connections())
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-        mine = {k for k, c in _sockets.connections().items() if k not in before and c.local == ours.getsockname()[1]}
-        assert len(mine) == 1
-        ours.sendall(b"x" * 1000)
-        while _sockets.traffic(mine).sent < 1000:
-            theirs.recv(1000)
-        theirs.sendall(b"y" * 77)
-        assert ours.recv(77, socket.MSG_WAITALL) == b"y" * 77
-        found = _sockets.traffic(mine)
-        assert found.received == 77 and found.sent in (1000, 1001)  # opening a connection is confirmed as well
-        waiting = threading.Thread(target=lambda: heard.append(ours.recv(1)))
-        heard: list[bytes] = []
+        ours = Link(socket.create_connection(server.getsockname()))
+        theirs = Link(server.accept()[0])
+        for size in (0, 100_000, 7):
+            sending = threading.Thread(target=ours.send, args=(probe_message(size), 5))
+            sending.start()
+            assert theirs.receive(5).num_bytes == size + 32
+            sending.join()
+        theirs.send(probe_message(45), 5)
+        ours.receive(5)
+        info = ours._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        acknowledged, received = struct.unpack_from("<QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
+        assert ours.traffic == Traffic(3 * 32 + 100_007, 77) and received == 77
+        assert acknowledged in (ours.traffic.sent, ours.traffic.sent + 1)  # opening a connection is confirmed as well
+        assert theirs.traffic == Traffic(77, 3 * 32 + 100_007)
+        lost: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(LinkLost) as error:
+                ours.receive(60)
+            lost.append(str(error.value))
+
+        waiting = threading.Thread(target=wait)
         waiting.start()
-        _sockets.cut(mine)
+        ours.cut()
         waiting.join(10)
-        assert heard == [b""]  # the wait has ended, and so has the connection
+        assert lost == ["the connection was closed"]  # the wait has ended, and so has the connection
         ours.close()
         theirs.close()
-        assert _sockets.traffic(mine) == _sockets.Traffic()
 
 
 def test_a_deadline_follows_what_was_measured() -> None:
@@ -89,7 +98,7 @@ def test_what_is_no_speed_is_told(text: str) -> None:
 def test_a_link_is_measured_through_the_pair() -> None:
     job = a_job(steps=5)
     method = LocalSGD(job, 1)
-    with local_crew(job, method, 1) as executor:
+    with local_workers(job, method, 1) as (executor, _):
         executor.roll(0)
         before = executor.traffic
         speed = executor.probe()
@@ -132,8 +141,8 @@ def test_what_differs_between_two_jobs_is_found() -> None:
 
 def test_places() -> None:
     started = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert Torchrun.found({}) is None
-    assert Torchrun.found(started) == Torchrun(2, 4, Address("10.0.0.1", 29501))
+    assert Torchrun.read({}) is None
+    assert Torchrun.read(started) == Torchrun(2, 4, Address("10.0.0.1", 29501))
     assert Place(environment=started).worker_of == Address("10.0.0.1", 29501)
     lead = Place(environment={**started, "RANK": "0"})
     assert lead.worker_of is None and lead.address == Address("10.0.0.1", 29501) and lead.local_of(4) == 1
@@ -141,14 +150,15 @@ def test_places() -> None:
     assert Place(environment=started, coordinator="0.0.0.0:80").local_of(4) == 0
     assert Place(environment=started, join="a:80").worker_of == Address("a", 80)
     with pytest.raises(SplitError, match="start this with torchrun"):
-        Torchrun.found({**started, "RANK": "x"})
+        Torchrun.read({**started, "RANK": "x"})
 
 
 def test_settings_are_offered_and_read() -> None:
-    asked = Settings(method="ist", workers=3, overlap=0.2, codec="bf16", seed=5)
+    asked = Settings.read({}, {"method": "ist", "workers": 3, "overlap": 0.2, "codec": "bf16", "seed": 5})
     assert Settings.read(asked.given(), {}) == asked
-    assert Settings.read(asked.given(), {"overlap": 0.5}).overlap == 0.5
+    assert Settings.read(asked.given(), {"overlap": 0.5}).options["overlap"] == 0.5
     job = asked.job(a_job())
     assert job.seed == 5 and asked.build(job).settings["overlap"] == 0.2
-    assert Settings(method="ist", shares="1,2", workers=2)._shares() == [1.0, 2.0]
-    assert Settings(method="sil", cuts="2").build(a_job()).name == "sil"
+    shares = Settings.read({}, {"method": "ist", "shares": "1,2", "workers": 2}).build(a_job()).settings["shares"]
+    assert shares == [1.0, 2.0]
+    assert Settings.read({}, {"method": "sil", "cuts": "2"}).build(a_job()).name == "sil"

@@ -1,4 +1,4 @@
-"""A member's batches as an iterator that is kept while the member goes on where it left off."""
+"""A member's batches as an iterator that stays open while the member continues where it stopped."""
 
 from __future__ import annotations
 

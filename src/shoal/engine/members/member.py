@@ -35,7 +35,7 @@ from shoal.utils.randomness import generator_at
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A job riding in a pack, with all that is its own."""
+    """A job in a pack, with its network, its optimizer state, and how far its training is."""
 
     job: Job
     index: int
@@ -83,13 +83,13 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
-    own: SavedState = field(init=False)
+    saved_state: SavedState = field(init=False)
     """Python state that no state_dict() has."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
     def __post_init__(self) -> None:
-        self.monitor, self.own = Monitor.of(self.job), SavedState()
+        self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
         large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
         self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
 
@@ -152,15 +152,16 @@ class Member:
             self.optimizer_state = _stored(self.optimizer_state)
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on from here, as tensors and plain values; for a member that was written back."""
+        """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
         drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
+        whole = self.saved_state.driver is None or storable(self.schedule_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
-            "schedule_state": self.schedule_state if self.own.driver is None or storable(self.schedule_state) else None,
+            "schedule_state": self.schedule_state if whole else None,
             "history": [dict(row) for row in self.history],
             "model": _stored(dict(self.model.state_dict())),
             "buffers": _stored(self._moved_buffers()),
-            "python": _stored(self.own.capture()),
+            "python": _stored(self.saved_state.capture()),
             "optimizer": _stored(self.optimizer_state),
             "best": self.best,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
@@ -175,13 +176,13 @@ class Member:
         return {n: b for n, b in buffers.items() if n not in self.constants or self.constants[n] != content_hash(b)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Be where `state()` was taken: the same training goes on, here or in another process."""
+        """Put the member where `state()` was taken: the same training resumes, here or in another process."""
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
         self.model.load_state_dict(state["model"])
         load_other_buffers(self.model, state.get("buffers", {}))
-        self.own.load(state.get("python"))
+        self.saved_state.load(state.get("python"))
         self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
@@ -190,7 +191,7 @@ class Member:
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
         if self.status != "running":
-            self.own.finish(self.job, self.model, self.device)
+            self.saved_state.finish(self.job, self.model, self.device)
 
 
 def scratch_copy(member: Member) -> Member:

@@ -1,4 +1,4 @@
-"""Networks whose memory is their own, whatever their factories hand out.
+"""Networks that share no memory, whatever their factories return.
 
 A factory may give out weights that it does not build anew: a pretrained backbone that all networks share, statistics as
 buffers, a state dict loaded with `assign=True`, one module again and again. Each job trains a copy then, so that its
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from shoal.data.source import parts
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
+from shoal.utils.random_state import restored
 
 Span = tuple[int, int]
 """The first byte of a storage, and the one past its last."""
@@ -44,7 +43,7 @@ def call_factory(job: Job) -> nn.Module:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it stands: a copy of its module, or what its factory builds,
+    """The job's network, from the default generator as it is: a copy of its module, or what its factory builds,
     copied where the factory would give the same memory out again.
 
     Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
@@ -100,21 +99,19 @@ def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
     >>> sorted(overlapping([[(0, 4), (10, 12)], [(4, 8)], [(11, 20)]]))
     [0, 2]
     """
-    found: set[int] = set()
+    sharing: set[int] = set()
     reach, whose = 0, -1
-    for start, end, place in sorted((*span, place) for place, own in enumerate(networks) for span in own):
-        if (
-            start < reach and place != whose
-        ):  # the one that reaches farthest tells: who overlaps another overlaps it too
-            found |= {whose, place}
+    for start, end, place in sorted((*span, place) for place, network in enumerate(networks) for span in network):
+        if start < reach and place != whose:  # enough to compare with the one that reaches farthest
+            sharing |= {whose, place}
         if end > reach:
             reach, whose = end, place
-    return found
+    return sharing
 
 
 def spans(model: nn.Module) -> list[Span]:
     """The memory of a network's parameters and buffers, each storage once."""
-    found: set[Span] = set()
+    storages: set[Span] = set()
     for tensor in (*model.parameters(), *model.buffers()):
         if is_lazy(tensor) or tensor.is_nested:
             continue
@@ -122,21 +119,16 @@ def spans(model: nn.Module) -> list[Span]:
             if part.layout == torch.strided and part.device.type != "meta":
                 storage = part.untyped_storage()
                 if storage.nbytes():
-                    found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    return sorted(found)
+                    storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return sorted(storages)
 
 
 @contextmanager
 def _as_it_was(seed: int) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: all random numbers as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with restored(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield
 
 
 def _code(factory: Any) -> Any | None:

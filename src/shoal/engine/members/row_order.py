@@ -11,7 +11,7 @@ from shoal.engine.members.member import Member
 
 
 def deal(members: Sequence[Member]) -> None:
-    """Give those who have none their rows for the epoch they are in or about to begin."""
+    """Give members that have no rows those of the epoch they are in or about to begin."""
     wanting = [member for member in members if member.order is None]
     known = [member for member in wanting if member.ahead is not None]
     for member in known:
@@ -31,7 +31,7 @@ def look_ahead(members: Sequence[Member]) -> None:
 
 def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
     """Each member's rows for its next epoch, cut already for drop_last, and its generator's state before them."""
-    found: list[tuple[Tensor, Tensor]] = []
+    orders: list[tuple[Tensor, Tensor]] = []
     seen: dict[bytes, list[tuple[Member, Tensor, Tensor, Tensor]]] = {}
     for member in members:
         before = member.orders.get_state()
@@ -49,5 +49,5 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
         if rows is None:
             rows = member.data.rows(order[: member.num_rows])
             alike.append((member, order, rows, member.orders.get_state()))
-        found.append((rows, before))
-    return found
+        orders.append((rows, before))
+    return orders

@@ -1,15 +1,13 @@
-"""What a proof is about: which members stand for which others, and the world in which their code runs; for `prove`."""
+"""What a proof is about: which members represent which others, and the world in which their code runs; for `prove`."""
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,6 +18,7 @@ from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, lift, numbers
 from shoal.engine.tracing.trace import Trace
 from shoal.errors import describe
+from shoal.utils.random_state import Snapshot
 
 if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Proofs
@@ -57,7 +56,7 @@ class Case:
 def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
     """The few members to prove: one of each kind, and enough of them that every number differs which will differ.
 
-    The most distant members are among them, and somebody stands beside one alone: a row must not see another's.
+    The most distant members are among them, and a lone member gets another beside it: a row must not see another's.
     """
     distinct = list({tuple(map(id, case.steps.values())): case for case in reversed(cases)}.values())[::-1]
     rows: list[Case] = []
@@ -115,12 +114,11 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
 
     `caches`: it is known to fill caches at a first call.
     """
-    world, python, arrays = World(), random.getstate(), np.random.get_state()
+    world, before = World(), Snapshot()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
         warnings.simplefilter("ignore")
         yield world
-        same = zip(np.random.get_state(), arrays, strict=True)
-        if random.getstate() != python or not all(np.array_equal(a, b) for a, b in same):
+        if before.moved():
             world.reason = "it draws from python's or numpy's random numbers inside the step"
         elif state.changed and not caches:
             world.reason = "it changes python state (a counter, an iterator, random numbers of its own)"
@@ -181,4 +179,4 @@ def in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
 
 def stacked_state(models: Sequence[nn.Module], trace: Trace) -> list[Tensor]:
     named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
-    return [torch.stack([own[name].detach() for own in named]) for name in (*trace.params, *trace.buffers)]
+    return [torch.stack([tensors[name].detach() for tensors in named]) for name in (*trace.params, *trace.buffers)]

@@ -42,40 +42,40 @@ def group(members: list[Member], trace_cache: TraceCache) -> list[Group]:
             groups.append(by_key[recipe.key])
         by_key[recipe.key].members.append(member)
         by_key[recipe.key].recipes.append(recipe)
-    for found in groups:
-        if found.stackable:
-            found.reason = _refusal(found, trace_cache)
-    return [proven for found in groups for proven in _proven(found, trace_cache)]
+    for same_key in groups:
+        if same_key.stackable:
+            same_key.reason = _refusal(same_key, trace_cache)
+    return [proven for same_key in groups for proven in _split_unproven(same_key, trace_cache)]
 
 
-def _proven(found: Group, trace_cache: TraceCache) -> list[Group]:
-    """The group without those whose own step does something else than its graph: each of them is by itself."""
-    if not found.recipes:
-        return [found]
+def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:
+    """Leave out those whose own step does something else than its graph: each of them is a group by itself."""
+    if not candidates.recipes:
+        return [candidates]
     reasons: dict[int, str] = {}
-    if found.stackable:
-        reasons = prove_training(found.recipes, trace_cache)
-    if found.members[0].device.type == "cuda" and (reasons or not found.stackable):
-        found.reason = found.reason or next(iter(reasons.values()))
-        reasons = prove_training(found.recipes, trace_cache, solo=True)  # side by side on streams, then
-    kept = Group(
-        [member for member in found.members if member.index not in reasons],
-        [recipe for recipe in found.recipes if recipe.member.index not in reasons],
-        found.reason,
+    if candidates.stackable:
+        reasons = prove_training(candidates.recipes, trace_cache)
+    if candidates.members[0].device.type == "cuda" and (reasons or not candidates.stackable):
+        candidates.reason = candidates.reason or next(iter(reasons.values()))
+        reasons = prove_training(candidates.recipes, trace_cache, solo=True)  # side by side on streams, then
+    proven = Group(
+        [member for member in candidates.members if member.index not in reasons],
+        [recipe for recipe in candidates.recipes if recipe.member.index not in reasons],
+        candidates.reason,
     )
-    apart = [Group([m], reason=reasons[m.index]) for m in found.members if m.index in reasons]
-    return [*([kept] if kept.members else []), *apart]
+    apart = [Group([m], reason=reasons[m.index]) for m in candidates.members if m.index in reasons]
+    return [*([proven] if proven.members else []), *apart]
 
 
-def _refusal(found: Group, trace_cache: TraceCache) -> str:
+def _refusal(candidates: Group, trace_cache: TraceCache) -> str:
     """Try every step of the group with a member axis, on two members, before any training."""
-    recipes = (found.recipes * 2)[: max(2, len(found.recipes))]
+    recipes = (candidates.recipes * 2)[: max(2, len(candidates.recipes))]
     for rows, graph in recipes[0].steps.items():
         leaves = graph.batch_spec.num_leaves
         try:
             Program(
                 [recipe.steps[rows] for recipe in recipes],
-                device=found.members[0].device,
+                device=candidates.members[0].device,
                 stacked_batch=[True] * leaves,
                 deterministic=trace_cache.deterministic,
             )
@@ -99,13 +99,13 @@ def why_apart(a: Group, b: Group) -> str:
         if skeleton(graph) != skeleton(y.steps[rows]):
             return difference(graph, y.steps[rows])
     if x.member.data.source.streamed != y.member.data.source.streamed:
-        return "data read as it is needed against data kept on the device"
+        return "data read as it is needed against data held on the device"
     return "a step of its own against a loss" if (job.step is None) != (other.step is None) else "other frozen weights"
 
 
-def explain_reason(found: Group, groups: list[Group]) -> str:
-    """Why a group is run as it is, in one line."""
-    others = [other for other in groups if other is not found and other.stackable]
-    if not found.stackable:
-        return found.reason
-    return "one computation" if not others else f"one computation; apart from others: {why_apart(found, others[0])}"
+def explain_reason(group: Group, groups: list[Group]) -> str:
+    """Say in one line why a group is run as it is."""
+    others = [other for other in groups if other is not group and other.stackable]
+    if not group.stackable:
+        return group.reason
+    return "one computation" if not others else f"one computation; apart from others: {why_apart(group, others[0])}"

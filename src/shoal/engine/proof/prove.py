@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
-    """Why members of one recipe key may not train by their common program, by index; those who may are left out.
+    """Say why members of one recipe key may not train by their common program, by index; those that may are left out.
 
     `solo`: by a program of one member, without a member axis.
     """

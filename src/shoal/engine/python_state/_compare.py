@@ -51,14 +51,3 @@ def version(tensor: Tensor) -> int:
 def _bits(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return tensor if tensor.dtype == torch.bool else tensor.view(torch.uint8)
-
-
-def same_numbers(a: Any, b: Any) -> bool:
-    """Whether two states of a generator of random numbers are the same."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_numbers(a[key], b[key]) for key in a)
-    return bool(a == b)

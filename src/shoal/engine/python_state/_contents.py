@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import types
 import warnings
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.python_state._compare import same_bits, same_numbers, version
+from shoal.engine.python_state._compare import same_bits, version
 from shoal.engine.python_state.places import Place
+from shoal.utils.random_state import get_state, same_state, set_state
 
 MAX_ELEMENTS = 1_000_000
 """Larger tensors are compared by version alone, larger arrays by a sample; neither is put back."""
@@ -22,7 +22,7 @@ _SAMPLED = 4096
 _COPYABLE: tuple[type, ...] = (
     itertools.count, type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")),
 )  # fmt: skip
-"""Iterators whose copy goes on from the same place and shares nothing with them."""
+"""Iterators whose copy continues from the same place and shares nothing with them."""
 
 
 class TensorContent(Place):
@@ -92,25 +92,14 @@ class RandomNumbers(Place):
     """A generator of random numbers: Python's, numpy's or torch's."""
 
     def get(self) -> Any:
-        value = self.owner
-        if isinstance(value, random.Random):
-            return value.getstate()
-        if isinstance(value, np.random.RandomState):
-            return value.get_state(legacy=False)
-        return value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
+        return get_state(self.owner)
 
     def put(self, value: Any) -> None:
-        if not self.changed(value):
-            return
-        if isinstance(self.owner, random.Random):
-            self.owner.setstate(value)
-        elif isinstance(self.owner, np.random.Generator):
-            self.owner.bit_generator.state = value
-        else:
-            self.owner.set_state(value)
+        if self.changed(value):
+            set_state(self.owner, value)
 
     def changed(self, note: Any) -> bool:
-        return not same_numbers(self.get(), note)
+        return not same_state(self.get(), note)
 
 
 class Position(Place):
@@ -134,9 +123,6 @@ class Position(Place):
         except Exception:
             return None  # it cannot tell
 
-    def put(self, value: Any) -> None:
-        return
-
 
 class CachedCalls(Place):
     """How many results a `functools.cache` has had to work out. They stay: `forget` is for those that must not."""
@@ -145,9 +131,6 @@ class CachedCalls(Place):
 
     def get(self) -> int:
         return int(self.owner.cache_info().misses)
-
-    def put(self, value: Any) -> None:
-        return
 
     def forget(self) -> None:
         """Empty the cache: what it held will be worked out again."""

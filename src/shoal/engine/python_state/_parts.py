@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.engine.python_state._contents import RandomNumbers
+from shoal.utils.random_state import get_state, set_state
 
 CONTAINERS: tuple[Any, ...] = (
     list, set, bytearray, deque, OrderedDict, defaultdict, dict, types.SimpleNamespace,
@@ -75,7 +75,7 @@ def take_apart(value: Any) -> Parts:
         return Parts(kind.__name__, (str(value).removeprefix("torch."),))
     source = next((name for name, known in _SOURCES.items() if known is kind), None)
     if source is not None:
-        return Parts("random numbers", (source, getattr(value, "device", None), RandomNumbers((), value).get()))
+        return Parts("random numbers", (source, getattr(value, "device", None), get_state(value)))
     return _take_apart_object(value)
 
 
@@ -180,7 +180,7 @@ def _make_random_numbers(source: str, device: torch.device | None, state: Any) -
         made: Any = np.random.Generator(bits())
     else:
         made = torch.Generator(device) if source == "torch" else _SOURCES[source]()
-    RandomNumbers((), made).put(state)
+    set_state(made, state)
     return made
 
 

@@ -56,8 +56,7 @@ class Place:
         raise NotImplementedError
 
     def put(self, value: Any) -> None:
-        """Hold this again; whatever is the same already is not written to."""
-        raise NotImplementedError
+        """Hold this again; whatever is the same already is not written to. Of a place that cannot: do nothing."""
 
     def note(self) -> Any:
         """What `changed` and `restore` need to know later."""
@@ -83,14 +82,14 @@ class Place:
 class Names(Place):
     """Named values: attributes of an object or a class, a module's globals. `get` gives a dict."""
 
-    def get(self) -> dict[str, Any]:
-        raise NotImplementedError
+    space: dict[str, Any]
+    """Where the values are; a class and an object with slots have none."""
 
     def _set(self, name: str, value: Any) -> None:
-        raise NotImplementedError
+        self.space[name] = value
 
     def _delete(self, name: str) -> None:
-        raise NotImplementedError
+        self.space.pop(name, None)
 
     def element(self, name: str) -> str:
         """The name as a part of a path."""
@@ -122,7 +121,7 @@ class Attributes(Names):
 
     def __init__(self, path: Path, owner: Any, without: frozenset[str] = frozenset()) -> None:
         super().__init__(path, owner)
-        self.space: dict[str, Any] = owner.__dict__
+        self.space = owner.__dict__
         self.without = without
 
     def get(self) -> dict[str, Any]:
@@ -131,15 +130,9 @@ class Attributes(Names):
             space.pop(name, None)
         return space
 
-    def _set(self, name: str, value: Any) -> None:
-        self.space[name] = value
-
-    def _delete(self, name: str) -> None:
-        self.space.pop(name, None)
-
 
 class Slots(Names):
-    """Attributes of an object that are kept in `__slots__`."""
+    """Attributes of an object in `__slots__`."""
 
     def __init__(self, path: Path, owner: Any, names: Iterable[str]) -> None:
         super().__init__(path, owner)
@@ -173,19 +166,13 @@ class Globals(Names):
 
     def __init__(self, path: Path, owner: dict[str, Any], names: Iterable[str]) -> None:
         super().__init__(path, owner)
-        self.names = tuple(names)
+        self.space, self.names = owner, tuple(names)
 
     def element(self, name: str) -> str:
         return name
 
     def get(self) -> dict[str, Any]:
         return {name: value for name in self.names if (value := self.owner.get(name, MISSING)) is not MISSING}
-
-    def _set(self, name: str, value: Any) -> None:
-        self.owner[name] = value
-
-    def _delete(self, name: str) -> None:
-        self.owner.pop(name, None)
 
 
 class Cell(Place):
@@ -262,9 +249,7 @@ class ReadOnlyItems(Items):
     """A mapping that cannot be written to, but whose owner can."""
 
     restorable = False
-
-    def put(self, value: Any) -> None:
-        return
+    put = Place.put
 
 
 class Elements(Place):
@@ -292,9 +277,6 @@ class SetMembers(Place):
 
     def get(self) -> set[Any]:
         return set(self.owner)
-
-    def changed(self, note: set[Any]) -> bool:
-        return self.get() != note
 
     def put(self, value: set[Any]) -> None:
         self.owner.difference_update(self.get() - value)

@@ -8,13 +8,11 @@ noted here before, compared after, and put back as it was, so that the training 
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from shoal.engine.python_state._contents import CachedCalls, Position
@@ -22,6 +20,7 @@ from shoal.engine.python_state.places import Elements, Items, Path, Place, SetMe
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import in_library_tables
 from shoal.utils.locks import one_at_a_time
+from shoal.utils.random_state import restored
 
 _ONE_HOLDER = 3
 """References to a container that one object holds: that one, the place's and the call's own."""
@@ -44,11 +43,6 @@ class PythonState:
     def changes(self) -> list[Path]:
         """Paths of what is another thing than it was, contents of tensors included."""
         return [path for place, note in self._pairs() if place.changed(note) for path in place.differences(note)]
-
-    def changed_values(self) -> dict[Path, Any]:
-        """What is another thing than it was, and what it holds now; `MISSING` for what is gone."""
-        changed = [(place, note) for place, note in self._pairs() if place.changed(note)]
-        return {path: value for place, note in changed for path, value in place.differences(note).items()}
 
     def place_at(self, path: Path) -> Place:
         """The place that a path of `changes` belongs to."""
@@ -101,12 +95,9 @@ def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Ite
     `skip`: a model whose parameters and buffers are not looked at. One thread at a time: two that put back the same
     object would otherwise put back what the other has changed.
     """
-    with one_at_a_time:
+    with one_at_a_time, restored():
         state = PythonState(roots, skip=skip)
-        python, numpy = random.getstate(), np.random.get_state()
         try:
             yield state
         finally:
             state.restore()
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -6,13 +6,11 @@ others nothing is looked for and nothing saved.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
@@ -22,6 +20,7 @@ from shoal.engine.python_state._state_codec import Plain
 from shoal.engine.python_state.state_keeper import Keeper
 from shoal.errors import OutError
 from shoal.jobs.job import Job
+from shoal.utils.random_state import NUMPY, PYTHON, Snapshot
 
 Saved = Mapping[str, Plain]
 MODULES = "the random numbers of the modules `random` and `numpy`"
@@ -50,13 +49,12 @@ class SavedState:
         if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
             yield
             return
-        python, numpy = random.getstate(), np.random.get_state()
+        python, numpy = Snapshot([PYTHON]), Snapshot([NUMPY])
         try:
             yield
         finally:
-            drew = random.getstate() != python, not all(map(np.array_equal, numpy, np.random.get_state()))
             if self.job.draws is not None:
-                self.job.draws = self.job.draws[0] or drew[0], self.job.draws[1] or drew[1]
+                self.job.draws = self.job.draws[0] or python.moved(), self.job.draws[1] or numpy.moved()
 
     @property
     def problems(self) -> dict[str, str]:
@@ -159,7 +157,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 
 def share(states: Sequence[SavedState]) -> None:
-    """Note what several of these can change: which of them did cannot be told, so it is not saved."""
+    """Note what several of these can change: which of them did cannot be said, so it is not saved."""
     keepers = [state.job for state in states if state.job is not None]
     holders = Counter(handle for keeper in keepers for handle in keeper.handles())
     several = {handle for handle, count in holders.items() if count > 1}

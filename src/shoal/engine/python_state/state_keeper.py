@@ -1,9 +1,9 @@
 """Python state that training changes besides weights and optimizer state: found once, then saved with each checkpoint.
 
 A counter in a module, a list in a closure, a hidden state, a target network, a generator of random numbers: none of
-them is in a `state_dict()`. The places where such state can be are found before the first step, by the walk that also
-watches a step (`state_walk`), and noted as they are. A checkpoint holds those that have changed since; another process,
-which builds the same jobs and so finds the same places, puts them back.
+them is in a `state_dict()`. The walk that also watches a step (`state_walk`) looks for the places where such state can
+be, before the first step, and what they hold is noted. A checkpoint holds those that have changed since; another
+process, which builds the same jobs and so finds the same places, puts them back.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Keeper:
         return self._objects.get(path)
 
     def swap(self, objects: Mapping[int, Any]) -> None:
-        """Take these objects, by the ids of those that they stand for, for what was there at the beginning."""
+        """Take these objects, by the ids of those that they replace, for what was there at the beginning."""
         self._notes = {
             key: note if _is_content(place) else place.swap(note, objects)
             for (key, note), place in zip(self._notes.items(), self._places.values(), strict=True)

@@ -1,6 +1,6 @@
 """Finds the Python state that some functions and objects can reach: closures, globals, attributes, containers.
 
-What belongs to the user is looked into: functions, objects that were handed over, modules and classes of the user's own
+What belongs to the user is looked into: functions, objects that were passed in, modules and classes of the user's own
 code. Of a library's code only the objects that the user holds are looked into, never its globals and classes.
 """
 
@@ -160,10 +160,6 @@ class Walk:
                 if not is_library_module(value.__name__, getattr(value, "__file__", None)):
                     self._names(vars(value), read, frozenset())
 
-    @functools.cached_property
-    def _modules(self) -> set[tuple[int, frozenset[str]]]:
-        return set()
-
     def _method(self, path: Path, method: types.MethodType) -> None:
         self._push(path, ".__func__", method.__func__)
         self._push(path, ".__self__", method.__self__)
@@ -206,9 +202,9 @@ class Walk:
         groups = {"_modules": module._modules}
         if id(module) not in self._skipped:
             groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
-        for own, group in groups.items():
+        for attribute, group in groups.items():
             if isinstance(group, dict) and group:  # those of a ScriptModule are not
-                self._note(places.Items((*path, f".{own}"), group))
+                self._note(places.Items((*path, f".{attribute}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
         empty = [value for name in _HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
@@ -233,8 +229,8 @@ class Walk:
         held = place.get()
         if held or not isinstance(value, types.FunctionType):
             self._note(place)
-        for name, own in held.items():
-            self._push(path, f".{name}", own)
+        for name, attribute in held.items():
+            self._push(path, f".{name}", attribute)
 
     def _slots(self, path: Path, value: Any) -> None:
         names = [

@@ -1,7 +1,7 @@
 """Python values that steps read and something else can change: a callback, a schedule, the user's own loop.
 
 A graph holds the values that its step read when it was recorded. What they were is noted here, once, for each member,
-and compared when somebody asks: at the end of an epoch, or before a step of the user's own loop. Asking is cheap, since
+and compared when asked: at the end of an epoch, or before a step of the user's own loop. Asking is cheap, since
 objects are compared by identity first, and what several members read is looked at once.
 """
 
@@ -31,9 +31,6 @@ class RequiresGrad(Place):
 
     def get(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.owner]
-
-    def changed(self, note: list[bool]) -> bool:
-        return self.get() != note
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +71,8 @@ class Watch:
 
         `private`: the model is a copy that nobody else holds.
         """
-        own = {"model": model}
-        walk = Walk(code if private else {**code, **own}, skip=model, private=own if private else None)
+        roots = {"model": model}
+        walk = Walk(code if private else {**code, **roots}, skip=model, private=roots if private else None)
         noted = [place for place in walk.places if not isinstance(place, _NOT_READ)]
         if not private:
             noted.append(RequiresGrad(("model", ".requires_grad"), list(model.parameters())))
@@ -129,12 +126,12 @@ class Watch:
         """Members whose steps read something that has changed since they were added, and what."""
         checks = [*self._checks, *self._empties] if any(self._empty) else self._checks
         changed = [check for check in checks if check.changed()]
-        found: dict[int, Path] = {}
+        changes: dict[int, Path] = {}
         for check in changed:
             path = next(iter(check.place.differences(check.note)))
             for member in check.members:
-                found.setdefault(member, path)
-        return found
+                changes.setdefault(member, path)
+        return changes
 
 
 def _key(place: Place) -> tuple[Any, ...]:
@@ -144,9 +141,7 @@ def _key(place: Place) -> tuple[Any, ...]:
 def _identity(place: Place) -> Callable[[], bool] | None:
     """A quick test whether a place holds the very objects that it holds now; None: there is none."""
     owner = place.owner
-    if isinstance(place, places.Attributes):
-        return _same_values(place.space)
-    if isinstance(place, places.ClassAttributes):
+    if isinstance(place, places.Attributes | places.ClassAttributes):
         return _same_values(vars(owner))
     if isinstance(place, places.Items) and isinstance(owner, dict):
         return _same_values(owner)

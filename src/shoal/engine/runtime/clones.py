@@ -66,9 +66,9 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
         member = new_member(run, job)
     state = copy.deepcopy(run.written(source).state())
-    if source.own.job is not None:
+    if source.saved_state.job is not None:
         state["python"] = _apart(member, source, state["python"], given)
-        share([other.own for other in (*run.all_members, member) if other.status == "running"])
+        share([other.saved_state for other in (*run.all_members, member) if other.status == "running"])
         _warn_of_shared(source, member)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
     if changes.keys() & WATCHED:
@@ -92,19 +92,19 @@ def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any])
     copies = PrivateCopies()
     fields = {name: copies.of(getattr(source.job, name)) for name in COPIED if name not in given}
     member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
-    member.own.wanted, member.own.watched = True, source.own.watched
-    member.own.begin(member.job, member.model)
-    assert source.own.job is not None and member.own.job is not None
-    held = {name: copies.known(source.own.job.at((name,))) for name in ("optimizer", "scheduler")}
-    member.own.stand_ins = {name: value for name, value in held.items() if value is not None}
+    member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
+    member.saved_state.begin(member.job, member.model)
+    assert source.saved_state.job is not None and member.saved_state.job is not None
+    held = {name: copies.known(source.saved_state.job.at((name,))) for name in ("optimizer", "scheduler")}
+    member.saved_state.stand_ins = {name: value for name, value in held.items() if value is not None}
     for value in copies.shared:
-        member.own.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
+        member.saved_state.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
     return {"driver": saved["driver"]} if saved and "driver" in saved else None
 
 
 def _warn_of_shared(source: Member, member: Member) -> None:
     """Say what a clone and the job that it was taken from both change, since there is only one of it."""
-    theirs, mine = source.own.job, member.own.job
+    theirs, mine = source.saved_state.job, member.saved_state.job
     assert theirs is not None and mine is not None
     changed = theirs.changed_in(mine.handles())
     if any(theirs.draws or ()):

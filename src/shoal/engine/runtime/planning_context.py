@@ -115,7 +115,7 @@ class PlanningContext:
             asked = requests(groups, tried, self.tiers, exact=self.thorough or self._matters(groups))
         self._take(groups, asked)
         for member in members:
-            member.own.watched = member.index not in self.recipes
+            member.saved_state.watched = member.index not in self.recipes
         known = [member for alike in self.groups for member in alike.members]
         self._taken = memory.data_bytes(known) + memory.workspace_bytes(self.device)
 

@@ -27,7 +27,7 @@ class PerMemberOptimizers:
         self.twins = [copy.deepcopy(member.model) for member in members]
         self._point()
         for member in members:
-            member.own.begin(member.job, member.model)
+            member.saved_state.begin(member.job, member.model)
         self.optimizers: list[Any] = []
         self.schedules: list[Any] = []
         for member, twin in zip(members, self.twins, strict=True):
@@ -42,7 +42,7 @@ class PerMemberOptimizers:
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
-            member.own.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
+            member.saved_state.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
         self._begin(self._current_rates())
 
     def _begin(self, last_rates: list[float]) -> None:

@@ -42,7 +42,7 @@ class SerialUnit(Unit):
         self.member = member
         self.job = member.job
         self.model = member.model.to(member.device)
-        member.own.begin(self.job, self.model)
+        member.saved_state.begin(self.job, self.model)
         # of a member that has begun, asking the schedule for its beginning must not change what its step reads
         with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
@@ -72,13 +72,13 @@ class SerialUnit(Unit):
         if self.scaler is not None and member.scaler_state is not None:
             self.scaler.load_state_dict(member.scaler_state)
         started = member.batches > 0
-        member.own.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
+        member.saved_state.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
 
     def run(self, batches: int) -> None:
         """Batches in the member's own random stream, which is swapped in once for all of them."""
         member = self.member
         feed = self._stream.at(member)
-        with draws(member) as begin, member.own.noticing():
+        with draws(member) as begin, member.saved_state.noticing():
             for _ in range(batches):
                 begin()
                 self._batch(feed)

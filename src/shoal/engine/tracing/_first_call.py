@@ -1,4 +1,4 @@
-"""Records a step in a state that its calls do not change: caches are filled first, and state that goes on is refused.
+"""Records a step in a state that its calls do not change: caches are filled first, and other changes are refused.
 
 A first call may leave something behind that the next ones only read: a mask that is made once, a flag that a warning
 was given, `config.problem_type` of a Hugging Face model. Such caches are filled by a real call before the step is
@@ -8,12 +8,10 @@ call changes (a counter, a hidden state) is state, and a graph cannot carry it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.fx import Node
@@ -23,6 +21,7 @@ from shoal.engine.python_state.places import Attributes, Path, say
 from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import describe
+from shoal.utils.random_state import restored
 
 if TYPE_CHECKING:
     from shoal.engine.tracing.trace import Trace
@@ -127,10 +126,5 @@ def _without_constants(trace: Trace) -> list[Hashable]:
 def _run(run: Callable[[nn.Module], Any], model: nn.Module) -> None:
     """A real call that leaves torch's, Python's and numpy's random numbers as they were."""
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            run(model)
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with restored(), torch.random.fork_rng(devices):
+        run(model)

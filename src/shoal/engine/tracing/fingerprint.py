@@ -26,7 +26,7 @@ _MAX_DEPTH = 12
 
 
 def fingerprint(value: Any, *, tensors: bool = True, hold: list[Any] | None = None) -> Hashable:
-    """A hashable stand-in for `value`; with `tensors=False` tensors count by shape only, not by content.
+    """Return a hashable description of `value`; with `tensors=False` tensors count by shape only, not by content.
 
     A module's own parameters and buffers never count by content: they are what is trained.
     `hold`: takes the objects that count by their ids, which are theirs only while they live.

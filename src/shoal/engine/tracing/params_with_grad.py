@@ -35,8 +35,8 @@ def _used_params(recorded: Trace) -> list[bool]:
             return [id(leaf) in reached for leaf in leaves]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad and wanted else ()
-    found = dict(zip(map(id, wanted), grads, strict=False))
-    return [found.get(id(leaf)) is not None for leaf in leaves]
+    gradients = dict(zip(map(id, wanted), grads, strict=False))
+    return [gradients.get(id(leaf)) is not None for leaf in leaves]
 
 
 _RECURRENT = {
@@ -46,7 +46,7 @@ _RECURRENT = {
 
 def _reached(loss: Tensor) -> set[int]:
     """The leaves that a backward pass would come to, by their ids."""
-    found: set[int] = set()
+    reached: set[int] = set()
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         function = waiting.pop()
@@ -54,6 +54,6 @@ def _reached(loss: Tensor) -> set[int]:
             continue
         seen.add(function)
         if hasattr(function, "variable"):
-            found.add(id(function.variable))
+            reached.add(id(function.variable))
         waiting += [other for other, _ in function.next_functions]
-    return found
+    return reached

@@ -42,7 +42,7 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
     (torch, "manual_seed", "torch.manual_seed inside the step"),
 )
-"""The second stands in `Function.apply` itself: `apply` is often kept under another name, long before it is patched."""
+"""The second is in `Function.apply` itself: `apply` often has another name, long before it is patched."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
     """Inside, this thread's torch is one that can be traced.
 
     `params`: those of the model, whose gradients may not be switched; they may be filled in later. `checks`: where to
-    note what torch.distributions would have looked at before going on; None: it may not look.
+    note what torch.distributions would have looked at before it continues; None: it may not look.
     """
     with one_at_a_time, ExitStack() as stack:
         thread = threading.get_ident()

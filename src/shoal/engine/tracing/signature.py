@@ -1,7 +1,7 @@
 """Which steps are the same computation, and where the members' own numbers go.
 
 Two traces can be stacked when their graphs agree in everything but (a) numbers in places that every operator takes as a
-plain factor (floats, and scalars standing where a tensor may stand) and (b) the contents of constant tensors. Both
+plain factor (floats, and scalars where a tensor is allowed too) and (b) the contents of constant tensors. Both
 become one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
 """
 
@@ -27,7 +27,7 @@ class PerMember:
 
 
 Path = tuple[int, str | int, tuple[Any, ...]]
-"""Where a number stands: the node's position, its argument, and the way down into that argument."""
+"""Where a number is: the node's position, its argument, and the way down into that argument."""
 
 
 def skeleton(trace: Trace) -> Hashable:
@@ -49,13 +49,13 @@ def _skeleton(trace: Trace) -> Hashable:
 
 def numbers(trace: Trace) -> dict[Path, float | int | bool]:
     """Every liftable number of the graph, by place."""
-    found: dict[Path, float | int | bool] = {}
+    table: dict[Path, float | int | bool] = {}
     for index, node in enumerate(trace.nodes):
         for slot, value in arguments_of(node):
             for path, leaf in _leaves(value):
                 if liftable(leaf, slot.type):
-                    found[(index, slot.key, path)] = leaf
-    return found
+                    table[(index, slot.key, path)] = leaf
+    return table
 
 
 def lift(traces: Sequence[Trace]) -> tuple[dict[Path, PerMember], dict[int, list[Tensor]]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
+from shoal.utils.random_state import Snapshot
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +72,7 @@ class Trace:
 
     def like(self, other: Trace) -> bool:
         """Whether the same operators are called in the same order, on whatever shapes."""
-        mine, theirs = ([(node.op, node.target) for node in own.nodes] for own in (self, other))
+        mine, theirs = ([(node.op, node.target) for node in trace.nodes] for trace in (self, other))
         return mine == theirs and self.trainable == other.trainable
 
     def constant(self, node: Node) -> Tensor:
@@ -178,7 +178,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
 
     inputs = [*params.values(), *buffers.values(), *leaves]
     device = inputs[0].device
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before, torch_state = Snapshot(), torch.get_rng_state()
     try:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
         with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
@@ -193,10 +193,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
         torch.set_rng_state(torch_state)
     if seeded:
         raise Untraceable("it seeds torch's random numbers inside the step")
-    numpy_after = np.random.get_state()
-    if random.getstate() != python_state or any(
-        not np.array_equal(a, b) for a, b in zip(numpy_state, numpy_after, strict=True)
-    ):
+    if before.moved():
         raise Untraceable("it draws from python's or numpy's random numbers inside the step")
     trainable = [param.requires_grad for param in params.values()]
     recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
@@ -206,7 +203,7 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch logs of an operator that fails on fake tensors is told by us, as a reason."""
+    """Silence what torch logs of an operator that fails on fake tensors: the reason says it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -117,11 +117,22 @@ def _recorded(name: str, count: int, compile: bool | Literal["auto"], stackable:
 
 _Place = tuple[str, int, str]
 """A trial: of which recipes, how many members, which form."""
-_here: dict[_Place, tuple[Form, float] | None] = {}
-"""What is known in this process, and what the trial took: should the disk not hold it, none is made twice. None: it
-failed here."""
-_made_here: set[_Place] = set()
-"""Trials that were made by this process, and not by an earlier one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What a trial came to."""
+
+    form: Form | None
+    """With what it measured; None: it failed."""
+    spent: float = 0.0
+    """Seconds that it took, compiling aside."""
+    here: bool = True
+    """Whether this process made it, and not an earlier one."""
+
+
+_trials: dict[_Place, _Trial] = {}
+"""Should the disk not hold them, none is made twice in a process."""
 
 
 class Trials:
@@ -143,18 +154,20 @@ class Trials:
 
     def made_here(self, form: Form) -> bool:
         """Whether this process has tried a form."""
-        return form.name in self._failed or self._place(form) in _made_here
+        trial = _trials.get(self._place(form))
+        return form.name in self._failed or (trial is not None and trial.here)
 
-    def known(self, form: Form) -> tuple[Form, float] | None:
-        """A form with what an earlier trial of as many members measured, and what that trial took."""
+    def known(self, form: Form) -> _Trial | None:
+        """An earlier trial of as many members; None where there was none, or it failed."""
         if form.name in self._failed:
             return None
         place, entry = self._place(form), self._known
         seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
-        if place not in _here and seconds is not None:
+        if place not in _trials and seconds is not None:
             measured = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
-            _here[place] = (measured, entry.trial_seconds.get(form.name, 0.0))
-        return _here.get(place)
+            _trials[place] = _Trial(measured, entry.trial_seconds.get(form.name, 0.0), here=False)
+        trial = _trials.get(place)
+        return trial if trial is not None and trial.form is not None else None
 
     def unit(self, form: Form) -> CapturedUnit:
         """A unit of this form: the one that was tried last, where it is that one."""
@@ -174,8 +187,8 @@ class Trials:
         """Build, capture and time one form, unless that was done before; None where it fails."""
         known = self.known(form)
         if known is not None:
-            measured, self.spent = known
-            return measured
+            self.spent = known.spent
+            return known.form
         return None if self.made_here(form) else self.confirm(form)
 
     def confirm(self, form: Form) -> Form | None:
@@ -191,8 +204,7 @@ class Trials:
                 raise
             self._failed.add(form.name)
             if not out_of_memory(error):
-                _here[self._place(form)] = None
-                _made_here.add(self._place(form))
+                _trials[self._place(form)] = _Trial(None)
         if self._last is None:
             clear()
             return None
@@ -210,8 +222,7 @@ class Trials:
         return measured, unit
 
     def _remember(self, form: Form) -> None:
-        _here[self._place(form)] = (form, self.spent)
-        _made_here.add(self._place(form))
+        _trials[self._place(form)] = _Trial(form, self.spent)
         perf_cache.note(
             self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
             compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,

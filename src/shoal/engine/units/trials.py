@@ -56,7 +56,7 @@ def _undone(measure: Callable[..., T]) -> Callable[..., T]:
     @wraps(measure)
     def inner(what: Recipe | Member, *args: Any, **kwargs: Any) -> T:
         member = what.member if isinstance(what, Recipe) else what
-        with trying(member.job, step=member.own.watched):
+        with trying(member.job, step=member.saved_state.watched):
             return measure(what, *args, **kwargs)
 
     return inner

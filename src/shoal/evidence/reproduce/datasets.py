@@ -39,16 +39,16 @@ class Data:
 
 def load(folder: Path | None = None, rows: int | None = None) -> Data:
     """MNIST from `mnist.npz` in this folder, or digits; `rows` of the training rows, the first of one fixed order."""
-    found = _digits() if folder is None else _mnist(folder)
-    mixed = torch.randperm(len(found.x), generator=torch.Generator().manual_seed(0))
-    kept = mixed if rows is None else mixed[:rows]
-    mean, deviation = found.x[kept].mean(), found.x[kept].std()
+    data = _digits() if folder is None else _mnist(folder)
+    mixed = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))
+    chosen = mixed if rows is None else mixed[:rows]
+    mean, deviation = data.x[chosen].mean(), data.x[chosen].std()
     return Data(
-        found.name,
-        (found.x[kept] - mean) / deviation,
-        found.y[kept],
-        (found.x_test - mean) / deviation,
-        found.y_test,
+        data.name,
+        (data.x[chosen] - mean) / deviation,
+        data.y[chosen],
+        (data.x_test - mean) / deviation,
+        data.y_test,
     )
 
 

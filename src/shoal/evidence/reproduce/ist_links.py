@@ -66,12 +66,12 @@ def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
     children = [Child(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
     try:
-        found: list[float] = []
+        times: list[float] = []
         for child in children:
             if not child.pipe.poll(WAIT):
                 raise OSError(f"no answer from a worker in {WAIT:g} s")
-            found.append(child.pipe.recv())
-        return max(found)
+            times.append(child.pipe.recv())
+        return max(times)
     except EOFError:
         raise OSError("a worker of DistributedDataParallel ended early") from None
     finally:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.evidence.bench.memory import Driver
-from shoal.evidence.bench.report import heading, milliseconds, peak
+from shoal.evidence.bench.report import heading, milliseconds, peak, percent
 from shoal.evidence.bench.run import Outcome, Settings, Tell, compare
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.bench.workloads import Spec
@@ -33,9 +33,9 @@ def scale(device: str, *, quick: bool) -> dict[str, int]:
     return {"side": 224, "batch_size": 32} if device.startswith("cuda") else {"side": 64, "batch_size": 4}
 
 
-def line(k: int, network: str, found: list[Outcome]) -> dict[str, Any]:
+def line(k: int, network: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """One cell of the table with all that belongs to it."""
-    eager, packed = (next(o for o in found if o.way == way) for way in ("eager", "shoal"))
+    eager, packed = (next(o for o in outcomes if o.way == way) for way in ("eager", "shoal"))
     alone = peak(asdict(eager.memory)) if eager.memory else None
     together = peak(asdict(packed.memory)) if packed.memory else None
     return {
@@ -49,7 +49,7 @@ def line(k: int, network: str, found: list[Outcome]) -> dict[str, Any]:
         "memory_ratio": None if not alone or together is None else together / alone,
         "error": eager.error or packed.error,
         "note": packed.note,
-        "outcomes": [outcome.to_dict() for outcome in found],
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
     }
 
 
@@ -74,14 +74,14 @@ def pack(
         for i, (name, k) in enumerate(plan):
             share = (end - time.monotonic()) / (len(plan) - i)
             spec = Spec(network=name, members=k, precision=precision, batches=8, **at)
-            found = compare(
+            outcomes = compare(
                 spec,
                 settings,
                 time.monotonic() + share,
                 driver,
                 lambda text, k=k: tell(f"{k} packed, {text}"),  # type: ignore[misc]
             )
-            lines.append(line(k, name, found))
+            lines.append(line(k, name, outcomes))
     return {
         "stamp": stamp(settings.device, settings.threads),
         "settings": asdict(settings),
@@ -89,10 +89,6 @@ def pack(
         "scale": at,
         "lines": lines,
     }
-
-
-def _percent(value: float | None, missing: str = "") -> str:
-    return missing if value is None else f"{100 * value:.1f} %"
 
 
 def table(result: dict[str, Any], console: Any) -> None:
@@ -109,9 +105,9 @@ def table(result: dict[str, Any], console: Any) -> None:
             str(row["packed"]),
             milliseconds(row["sequential_ms"]),
             milliseconds(row["packed_ms"]),
-            _percent(row["gain"]),
-            _percent(row["published"], "no room"),
-            _percent(row["ceiling"]),
+            percent(row["gain"]),
+            percent(row["published"], "no room"),
+            percent(row["ceiling"]),
             "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}x one",
             str(row["error"] or row["note"])[:90].replace("[", "("),
         )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from shoal.engine.members.member import Member, draws, make_optimizer, names, needs_closure
 from shoal.engine.python_state.preserve import preserved
-from shoal.errors import JobError
+from shoal.errors import JobError, SplitError
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.preparation.dry_run import step_problems
 
 
-def checked(job: Job) -> Member:
-    """The job, built on the CPU. JobError unless it can be trained, and trained in parts."""
+def prepare_job(job: Job | Member) -> Member:
+    """The prepared job: its network built, its data opened, on the CPU. One that is prepared already stays as it is.
+    JobError unless it can be trained, and trained in parts."""
+    if isinstance(job, Member):
+        return job
     (member,) = prepare([job], torch.device("cpu"))
     lines = split_problems(job, member)
     if lines:
@@ -60,3 +66,15 @@ def _is_factor(job: Job) -> bool:
     except Exception:  # a maker of schedulers fails on a number in any way it likes
         return False
     return True
+
+
+def check_count(name: str, value: Any, least: int = 1, hint: str = "") -> None:
+    """SplitError unless this is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SplitError(f"{name} is {value!r}; use a whole number, {least} or more{hint}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """SplitError unless this is one of these."""
+    if value not in allowed:
+        raise SplitError(f"{name} is {value!r}; use {' or '.join(repr(a) for a in allowed)}")

@@ -1,7 +1,8 @@
 """The most memory that a part's training holds: weights, gradients, optimizer state, activations, temporaries.
 
-On a GPU the allocator knows. On a CPU a ledger notes, in one step of each shape of part, every tensor that an operator
-makes and when it is gone.
+Predicted: the step is run on fake tensors, shapes with no memory behind them; a ledger notes every tensor that is made
+and when it is gone, and torch's FlopCounterMode counts operations. Measured: on a GPU by the allocator, on a CPU by the
+same ledger, in one step of each shape of part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,31 +20,98 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.data import View
-from shoal.engine.members.member import autocast, run_step, seeded
+from shoal.engine.members.member import autocast, make_optimizer, run_step, seeded
 from shoal.engine.planning.liveness import Ledger
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Part, Task
-from shoal.split.core.report import moments_per_weight
 
 StepOf = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Any]]]
 """(network, batch) -> loss and logs."""
 _CPU = torch.device("cpu")
 
 _KNOWN: WeakKeyDictionary[Method, dict[Any, int]] = WeakKeyDictionary()
-"""What parts of a shape hold, for each method that is at work."""
+"""What parts of a shape hold, for each method that is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one optimizer step, batch included."""
+
+    peak_bytes: int
+    """The most that is held at one time: weights, gradients, optimizer state, batch, activations, temporaries."""
+    operations: int
+    """Multiplications and additions of forward and backward."""
+    weight_bytes: int
+    """Parameters and buffers alone."""
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def measure(
+    job: Job, network: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, *, update: bool = True
+) -> Cost:
+    """The cost of one step of `network`, its second: by then the optimizer has its state. Without `update` the step
+    ends with its gradients."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = make_fake(network, fake)
+    counter, ledger = FlopCounterMode(display=False), Ledger()
+    with warnings.catch_warnings(), fake, seeded(0, _CPU):
+        warnings.simplefilter("ignore")
+        given = pytree.tree_map_only(Tensor, fake.from_tensor, batch)
+        optimizer = make_optimizer(job, twin)
+
+        def run() -> None:
+            with autocast(job, _CPU):
+                out = step(twin, given)
+            loss = out[0] if isinstance(out, tuple) else out
+            del out
+            loss.backward()
+            del loss
+            if update:
+                optimizer.step()
+
+        with counter:
+            run()
+        optimizer.zero_grad()
+        tensors = held_tensors(twin, optimizer)
+        start = ledger.know((*tensors, *pytree.tree_leaves(given)))
+        with ledger:
+            run()
+    held = count_bytes([tensors, given]) + ledger.held(start).working
+    return Cost(held, int(counter.get_total_flops()), count_bytes([*twin.parameters(), *twin.buffers()]))
+
+
+def make_fake(network: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy of the network with fake weights, tied ones still tied."""
+    swapped: dict[int, Any] = {id(b): fake.from_tensor(b.detach()) for b in network.buffers()}
+    for p in network.parameters():
+        swapped[id(p)] = nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad)
+    return copy.deepcopy(network, swapped)
+
+
+def count_bytes(value: Any) -> int:
+    """Bytes of all tensors in a pytree."""
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def held_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Weights, buffers and optimizer state."""
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return [*network.parameters(), *network.buffers(), *state]
 
 
 def step_of(job: Job, method: Method, part: Part) -> StepOf:
-    """The part's step: the method's own, or else the job's."""
+    """The part's step: that of the method, or else the job's."""
     if type(method).step is Method.step:
         return lambda network, batch: run_step(job, network, batch)
-    own = method.step(part)
+    method_step = method.step(part)
 
     def step(network: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        out = own(network, batch)
+        out = method_step(network, batch)
         return (out[0], out[1]) if isinstance(out, tuple) else (out, {})
 
     return step
@@ -73,7 +142,7 @@ class Meter:
         start = ledger.know(held)
         with ledger:
             yield
-        self._known[self._key] = sum(tensor.nbytes for tensor in held) + ledger.held(start).working
+        self._known[self._key] = count_bytes(held) + ledger.held(start).working
 
     def peak(self, network: nn.Module) -> int:
         """The most bytes that were held, weights included."""
@@ -82,59 +151,30 @@ class Meter:
         return self._known.get(self._key, 0)
 
 
-def held_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Weights, buffers and optimizer state."""
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [*network.parameters(), *network.buffers(), *kept]
-
-
-def predicted_peaks(job: Job, method: Method, parts: Sequence[Part], whole: nn.Module, data: View) -> dict[str, int]:
+def predicted_peaks(method: Method, parts: Sequence[Part]) -> dict[str, int]:
     """What training holds at most, found without memory: the whole network, and each part by its number.
 
     A step that cannot be run on shapes alone is left out.
     """
+    job, data = method.member.job, method.data
     batch = data.take(0, min(job.batch_size, len(data)))
-    found: dict[str, int] = {}
-    known: dict[Any, int | None] = {}
     networks: list[tuple[str, Job, nn.Module, StepOf, bool]] = [
-        ("whole", job, whole, lambda network, given: run_step(job, network, given), True)
+        ("whole", job, method.model, lambda network, given: run_step(job, network, given), True)
     ]
     for part in parts:
-        own = method.job(job, part)
-        step = step_of(own, method, part)
-        networks.append((str(part.number), own, method.network(part), step, method.merge == "weights"))
-    for name, own, network, step, update in networks:
+        part_job = method.job(job, part)
+        step = step_of(part_job, method, part)
+        networks.append((str(part.number), part_job, method.network(part), step, method.merge == "weights"))
+    peaks: dict[str, int] = {}
+    known: dict[Any, int | None] = {}
+    for name, part_job, network, step, update in networks:
         key = (*((n, tuple(t.shape)) for n, t in network.named_parameters()), update, name == "whole")
         if key not in known:
-            known[key] = _fake_peak(own, network, step, batch, update)
+            try:
+                known[key] = measure(part_job, network, step, batch, update=update).peak_bytes
+            except Exception:
+                known[key] = None
         peak = known[key]
         if peak is not None:
-            found[name] = peak
-    return found
-
-
-def _fake_peak(job: Job, network: nn.Module, step: StepOf, batch: Any, update: bool) -> int | None:
-    """The peak of a step on tensors that have shapes and no data: of forward and backward, or of the update."""
-    try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode, seeded(0, _CPU):
-            warnings.simplefilter("ignore")
-            swapped: dict[int, Any] = {id(b): mode.from_tensor(b.detach()) for b in network.buffers()}
-            for p in network.parameters():
-                swapped[id(p)] = nn.Parameter(mode.from_tensor(p.detach()), requires_grad=p.requires_grad)
-            twin = copy.deepcopy(network, swapped)
-            given = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
-            ledger = Ledger()
-            start = ledger.know((*twin.parameters(), *twin.buffers(), *pytree.tree_leaves(given)))
-            with ledger:
-                with autocast(job, _CPU):
-                    loss = step(twin, given)[0]
-                loss.backward()  # type: ignore[no-untyped-call]
-                del loss
-    except Exception:
-        return None
-    grads = [p.nbytes for p in network.parameters() if p.requires_grad]
-    kept = int(moments_per_weight(job)[0] * sum(grads)) if update else 0
-    weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-    read = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    updating = sum(grads) + 2 * max(grads, default=0)  # a plain optimizer makes a temporary or two for each weight
-    return weights + kept + max(int(ledger.held(start).working) + read, updating if update else 0)
+            peaks[name] = peak
+    return peaks

@@ -1,25 +1,29 @@
-"""The two seams of a split: a method says what the parts are, a crew carries them out."""
+"""The two interfaces of a split: a method says what the parts are, an executor trains them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 
+from shoal.data import Pool, View
+from shoal.engine.members.member import Member, open_data
 from shoal.jobs.job import Job
 from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Somebody who can take a part in the coming round."""
+    """One that can train a part in the coming round."""
 
     number: int
-    """Its own, for as long as it is there."""
+    """The same for as long as it stays."""
     speed: float = 1.0
     """Steps of one and the same part in a second, relative to the others; 1.0 until it has been measured."""
     shard: int | None = None
@@ -29,10 +33,16 @@ class Worker:
 class Method(ABC):
     """One way to split a job: pure decisions, from the seed and the round's number.
 
-    Every process of a run makes its own from the same job and the same settings, so only numbers and tensors travel.
+    Every process of a run makes one from the same job and the same settings, so only numbers and tensors travel.
     """
 
     name: str
+    member: Member
+    """The prepared job: checked, its network built and its data opened, once for all that a split does."""
+    options: type
+    """The dataclass of its settings."""
+    num_workers: int
+    """How many workers it is made for."""
     rounds: int
     """How many rounds the job takes."""
     local_steps: int = 1
@@ -47,9 +57,31 @@ class Method(ABC):
     settings: Mapping[str, Any] = MappingProxyType({})
     """What makes two splits of one job the same, as plain data: a run folder remembers it."""
 
+    @property
+    def model(self) -> nn.Module:
+        """The whole network as the job builds it, on the CPU. It must not be trained: copy it."""
+        return self.member.model
+
+    @property
+    def data(self) -> View:
+        """The job's rows, on the CPU."""
+        return self.member.data
+
+    def data_on(self, device: torch.device) -> View:
+        """The job's rows on a device."""
+        if device.type == "cpu":
+            return self.data
+        if device not in self._data:
+            self._data[device] = open_data(Pool(device), self.member.job, "data")
+        return self._data[device]
+
+    @cached_property
+    def _data(self) -> dict[torch.device, View]:
+        return {}
+
     @abstractmethod
-    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
-        """The parts of a round, the i-th for the i-th of the crew (SIL may need fewer)."""
+    def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
+        """The parts of a round, the i-th for the i-th worker (SIL may need fewer)."""
 
     @abstractmethod
     def network(self, part: Part) -> nn.Module:
@@ -67,13 +99,13 @@ class Method(ABC):
         """The part's own step, (network, batch) -> loss; as in a job."""
         raise NotImplementedError
 
-    def settled(self, number: int, model: nn.Module) -> None:  # noqa: B027  # most have nothing to do
+    def finish_merge(self, number: int, model: nn.Module) -> None:  # noqa: B027  # most have nothing to do
         """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again."""
 
-    # --- what only some ways need -----------------------------------------------------------------------------------
+    # --- what only some methods need --------------------------------------------------------------------------------
 
     def companions(self) -> Tensors:
-        """Tensors that train beside the network's own and are kept in the same state, such as local heads: by names
+        """Tensors that train beside the network's own and are part of the same state, such as local heads: by names
         that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
         return {}
 
@@ -82,11 +114,15 @@ class Method(ABC):
         return job
 
     def extras(self, number: int, part: Part) -> Tensors:
-        """What goes along with the part's task, such as another part's activations. Asked where the state is."""
+        """What is sent with the part's task, such as another part's activations. Called where the state is."""
         return {}
 
+    def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
+        """The extras of the part's task and of its outcome, on the meta device: for the forecast of bytes."""
+        return {}, {}
+
     def batches(self, task: Task, read: Iterator[Any]) -> Iterator[Any]:
-        """A task's batches, as its step takes them, from those that were read. Asked where the part is trained."""
+        """A task's batches, as its step takes them, from those that were read. Called where the part is trained."""
         return read
 
     def yields(self, task: Task, network: nn.Module, read: Callable[[], Iterator[Any]]) -> Tensors:
@@ -97,20 +133,20 @@ class Method(ABC):
         """Called where the state is with what came of a round, before it is evaluated."""
 
     def stored(self) -> Tensors:
-        """What `see` has kept that later rounds need: written into every checkpoint."""
+        """What `see` has stored that later rounds need: written into every checkpoint."""
         return {}
 
     def restore(self, tensors: Tensors) -> None:  # noqa: B027
-        """Be as when `stored` gave these."""
+        """Restore what `stored` returned."""
 
 
 class TaskExecutor(Protocol):
-    """Those who carry tasks out: this process, a pack, or workers elsewhere."""
+    """Trains tasks: in this process, as a pack, or by workers elsewhere."""
 
     def roll(self, number: int) -> Sequence[Worker]:
-        """Who is there for this round. May wait until there is somebody."""
+        """The workers of this round. May wait until there is one."""
         ...
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        """Carry the tasks out, the i-th by the i-th of the last roll; None for one that was lost."""
+        """Train the tasks, the i-th by the i-th worker of the last roll; None for one that was lost."""
         ...

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from shoal.engine.members.member import make_optimizer
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method, Worker
-from shoal.split.core.parts import Outcome, Part, Slice, Task
-from shoal.split.core.state import tensors_of
+from shoal.split.core.moments import moments_of
+from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.core.state import State
 from shoal.utils.tables import duration, size
 
 MANY = 64
-"""Rounds from which a prediction goes by some of them."""
+"""Rounds from which a forecast goes by some of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,7 +29,7 @@ class SplitReport:
     method: str
     workers: int
     tier: str
-    """How the parts were carried out: serial, packed, or by workers elsewhere."""
+    """How the parts were trained: serial, packed, or distributed."""
     rounds: int
     rounds_done: int = 0
     bytes_predicted: int = 0
@@ -70,69 +72,90 @@ class SplitReport:
         return "\n".join([*lines, *self.notes])
 
 
-def moved(tasks: Sequence[Task], outcomes: Sequence[Outcome | None]) -> int:
-    """Bytes of the tensors that go out and come back."""
-    groups: list[Mapping[str, Tensor]] = []
-    for given in tasks:
-        groups += [given.tensors, given.moments, given.extras]
-    for outcome in outcomes:
-        groups += [outcome.tensors, outcome.moments, outcome.extras] if outcome is not None else []
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that were sent to workers and received from them; no TCP or IP headers."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    @property
+    def both(self) -> int:
+        return self.sent + self.received
+
+
+def tensor_bytes(content: Task | Outcome) -> int:
+    """Bytes of the tensors of a task or an outcome."""
+    groups = (content.tensors, content.moments, content.extras)
     return sum(tensor.nbytes for group in groups for tensor in group.values())
 
 
 class Forecast:
-    """Bytes of rounds before they happen, from the shapes of what parts hold and give back."""
+    """Bytes of rounds before they happen: the tasks and outcomes of a method, made of tensors without data.
 
-    def __init__(self, job: Job, method: Method, whole: nn.Module) -> None:
-        self.method = method
-        held: dict[str, Tensor] = {**tensors_of(whole), **method.companions()}
-        self.sizes = {name: (tuple(t.shape), t.element_size()) for name, t in held.items()}
-        still = {name for name, _ in whole.named_buffers()}
-        still |= {name for name, p in whole.named_parameters() if not p.requires_grad}
-        self.trained = held.keys() - still
-        travels = method.moments == "travel" and method.merge == "weights"
-        self.kept, self.counts = moments_per_weight(job) if travels else (0.0, 0)
+    `size` says how long one of them is: its tensors alone, or its message.
+    """
 
-    def round(self, number: int, parts: Sequence[Part]) -> int:
-        """Of one round, both ways."""
-        total = 0.0
-        for part in parts:
-            total += sum(self._bytes(piece, with_moments=number > 0) for piece in self.method.slices(part).values())
-            if part.steps:
-                total += sum(self._bytes(piece, with_moments=True) for piece in self.method.returns(part).values())
-        return int(total)
+    def __init__(self, method: Method, size: Callable[[Task | Outcome], int] = tensor_bytes) -> None:
+        self.method, self.size = method, size
+        self.state = State.of(method.model, method.companions(), device="meta")
+        self.travels = method.moments == "travel" and method.merge == "weights"
+        self.moments = _all_moments(method) if self.travels else {}
+        self.owners = self.state.tensors.keys()
 
-    def all_rounds(self, executor: Sequence[Worker]) -> int:
-        """Of the whole run, should this crew stay; where there are many rounds, some stand for those in between."""
-        rounds, method = self.method.rounds, self.method
+    def part(self, number: int, part: Part, owners: Collection[str] | None = None) -> Traffic:
+        """One part of a round, there and back. `owners`: tensors whose optimizer state exists already; None: all."""
+        method, state = self.method, self.state
+        known = self.owners if owners is None else owners
+        state.moments = {key: moment for key, moment in self.moments.items() if key.rpartition("/")[0] in known}
+        given, back = method.predicted_extras(part)
+        sent = self.size(state.task(number, part, method.slices(part), moments=self.travels, extras=given))
+        state.moments = self.moments
+        result = state.task(number, part, method.returns(part) if part.steps else {}, moments=self.travels)
+        outcome = Outcome(
+            round=number, number=part.number, tensors=result.tensors, moments=result.moments, extras=back,
+            losses=(0.0,) * part.steps,
+        )  # fmt: skip
+        return Traffic(sent, self.size(outcome))
 
-        def one(number: int) -> int:
-            return self.round(number, method.parts(number, executor))
-
-        if rounds <= MANY:
-            return sum(one(number) for number in range(rounds))
-        first = [one(number) for number in range(MANY // 2)]
-        last = [one(number) for number in range(rounds - MANY // 2, rounds)]
-        return sum(first) + sum(last) + first[-1] * (rounds - MANY)
-
-    def _bytes(self, piece: Slice, *, with_moments: bool) -> float:
-        shape, element = self.sizes[piece.name]
-        weight = math.prod(piece.shape(shape)) * element
-        if not with_moments or piece.name not in self.trained:
-            return weight
-        return weight * (1 + self.kept) + self.counts
+    def all_rounds(self, workers: Sequence[Worker]) -> Traffic:
+        """The whole run, should these workers stay; where there are many rounds, some stand for those in between."""
+        rounds, total, usual, owners = self.method.rounds, Traffic(), Traffic(), set[str]()
+        for number in range(rounds) if rounds <= MANY else [*range(MANY // 2), *range(rounds - MANY // 2, rounds)]:
+            parts = self.method.parts(number, workers)
+            one = sum((self.part(number, part, owners) for part in parts), Traffic())
+            owners |= {piece.name for part in parts if part.steps for piece in self.method.returns(part).values()}
+            total += one
+            usual = one if number < MANY // 2 else usual
+        missing = max(0, rounds - MANY)
+        return total + Traffic(usual.sent * missing, usual.received * missing)
 
 
-def moments_per_weight(job: Job) -> tuple[float, int]:
-    """What one step on a small tensor leaves in the optimizer: bytes for each byte of weights, and bytes of numbers
-    that are one for each tensor."""
-    parameter = nn.Parameter(torch.zeros(8, 8))
-    try:
-        optimizer = job.optimizer([parameter], **job.hparams)
-        parameter.grad = torch.zeros(8, 8)
-        optimizer.step()
-    except Exception:  # an optimizer that wants more than a tensor: nothing is foreseen
-        return 0.0, 0
-    kept = [torch.as_tensor(v) for v in optimizer.state[parameter].values() if isinstance(v, (Tensor, float, int))]
-    ratio = sum(value.nbytes for value in kept if value.dim()) / parameter.nbytes
-    return ratio, sum(value.nbytes for value in kept if not value.dim())
+def _all_moments(method: Method) -> Tensors:
+    """What the optimizer keeps for the network's parameters, and for those that train beside them."""
+    job, beside = method.member.job, method.companions()
+    moments = optimizer_state(job, method.model)
+    if beside:
+        extra = optimizer_state(replace(job, params=None), nn.ParameterList(beside.values()))
+        names = list(beside)
+        moments |= {f"{names[int(key.partition('/')[0])]}/{key.partition('/')[2]}": t for key, t in extra.items()}
+    return moments
+
+
+def optimizer_state(job: Job, network: nn.Module) -> Tensors:
+    """What the job's optimizer keeps after a step, "<parameter>/<name>" -> tensor on the meta device; empty where it
+    needs more than gradients."""
+    for device in ("meta", "cpu"):  # few optimizers read numbers, and need real ones
+        twin = copy.deepcopy(network).to(device)
+        for parameter in twin.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        try:
+            optimizer = make_optimizer(job, twin)
+            optimizer.step()
+        except Exception:
+            continue
+        return {name: value.to("meta") for name, value in moments_of(optimizer, twin).items()}
+    return {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
+from shoal.split.core.memory import count_bytes, make_fake
+from shoal.split.core.report import optimizer_state
 from shoal.split.methods._cuts import candidates, weights_before
 from shoal.split.methods._tracing import Recorded
-from shoal.split.methods.costs import faked, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class _Costing(fx.Interpreter):
             out = super().run_node(n)
         weights = 0
         if n.op in ("call_module", "get_attr"):
-            found = self.fetch_attr(str(n.target))
-            own = list(found.parameters()) if isinstance(found, nn.Module) else [found]
-            fresh = [p for p in own if isinstance(p, Tensor) and id(p) not in self._weighed]
+            target = self.fetch_attr(str(n.target))
+            params = list(target.parameters()) if isinstance(target, nn.Module) else [target]
+            fresh = [p for p in params if isinstance(p, Tensor) and id(p) not in self._weighed]
             self._weighed |= {id(p) for p in fresh}
-            weights = nbytes(fresh)
-        made = 0 if n.op in ("get_attr", "output") else nbytes([x for x in pytree.tree_leaves(out) if not _view(x)])
-        self.bytes.append(weights * self.state_factor + made)
+            weights = count_bytes(fresh)
+        fresh = [] if n.op in ("get_attr", "output") else [x for x in pytree.tree_leaves(out) if not _view(x)]
+        self.bytes.append(weights * self.state_factor + count_bytes(fresh))
         self.operations.append(float(counter.get_total_flops()))
         return out
 
@@ -69,7 +69,7 @@ def _view(value: Any) -> bool:
 def profile(recorded: Recorded, job: Job, inputs: Sequence[Any]) -> Profile:
     """Measure the recorded network on a batch like this one."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = faked(copy.deepcopy(recorded.model), fake)
+    model = make_fake(recorded.model, fake)
     runner = _Costing(fx.GraphModule(model, recorded.nodes[0].graph), _state_factor(job))
     try:
         with warnings.catch_warnings(), fake, torch.no_grad():
@@ -85,14 +85,8 @@ def profile(recorded: Recorded, job: Job, inputs: Sequence[Any]) -> Profile:
 def _state_factor(job: Job) -> float:
     """Bytes that training holds for each byte of a weight: itself, its gradient, and what the optimizer keeps."""
     probe = nn.Linear(16, 16, bias=False)
-    try:
-        optimizer = job.optimizer(probe.parameters(), **dict(job.hparams))
-        probe.weight.grad = torch.ones_like(probe.weight)
-        optimizer.step()
-        state = nbytes(list(optimizer.state[probe.weight].values()))
-    except Exception:
-        return 4.0
-    return 2.0 + state // probe.weight.nbytes
+    state = optimizer_state(replace(job, params=None), probe)
+    return 2.0 + count_bytes(state) // probe.weight.nbytes
 
 
 def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> tuple[list[str], list[float]]:
@@ -104,8 +98,8 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
     places = candidates(recorded)
     weights = weights_before(recorded)
     if len({weights[border] for _, border in places}) < parts - 1:
-        found = ", ".join(repr(name) for name, _ in places) or "none"
-        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {found}")
+        cut_names = ", ".join(repr(name) for name, _ in places) or "none"
+        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {cut_names}")
     measured = profile(recorded, job, inputs)
     ends = [0, *(border for _, border in places), len(recorded.nodes)]
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]

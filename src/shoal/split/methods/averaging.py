@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from shoal.data import Pool
-from shoal.engine.members.member import open_data, seeded
-from shoal.engine.members.ownership import build_model
+from shoal.engine.members.member import Member
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
+from shoal.split.core.checks import check_choice, check_count, prepare_job
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Part, Slice
 from shoal.split.core.reading import Reading, mixed
@@ -22,7 +21,7 @@ from shoal.split.core.state import tensors_of
 
 
 class Plan:
-    """How long a job is under a split, and who reads what when: pure numbers.
+    """How long a job is under a split, and which worker reads which rows when: pure numbers.
 
     Every worker goes `job.epochs` times through its shard, or takes `job.steps` steps, `local_steps` in each round.
     """
@@ -50,24 +49,25 @@ class Plan:
         assert self.job.epochs is not None
         return self.job.epochs * Reading(self.job, self.rows, shard).steps
 
-    def shards(self, executor: Sequence[Worker]) -> list[tuple[int, int]]:
-        """Who reads which shard: those who hold one read that; others the one of their number, or else a free one."""
-        count = max(self.workers, len(executor))
-        taken = {worker.shard for worker in executor if worker.shard is not None}
-        found: list[int] = []
-        for worker in executor:
+    def shards(self, workers: Sequence[Worker]) -> list[tuple[int, int]]:
+        """Which shard each worker reads: one that holds a shard reads that; others the one of their number, or else a
+        free one."""
+        count = max(self.workers, len(workers))
+        taken = {worker.shard for worker in workers if worker.shard is not None}
+        shards: list[int] = []
+        for worker in workers:
             wanted = worker.shard if worker.shard is not None else worker.number % count
             if worker.shard is None and wanted in taken:
                 wanted = next(shard for shard in range(count) if shard not in taken)
             taken.add(wanted)
-            found.append(wanted)
-        return [(shard, count) for shard in found]
+            shards.append(wanted)
+        return [(shard, count) for shard in shards]
 
-    def parts(self, number: int, executor: Sequence[Worker], seed: int) -> list[Part]:
+    def parts(self, number: int, workers: Sequence[Worker], seed: int) -> list[Part]:
         """The round's parts, of the whole network each."""
         first = number * self.local_steps
         parts = []
-        for place, (worker, shard) in enumerate(zip(executor, self.shards(executor), strict=True)):
+        for place, (worker, shard) in enumerate(zip(workers, self.shards(workers), strict=True)):
             parts.append(
                 Part(
                     number=place,
@@ -80,22 +80,38 @@ class Plan:
         return parts
 
 
+@dataclass(slots=True)
+class LocalSGDSettings:
+    """The settings of `shoal.split.local_sgd`."""
+
+    workers: int = 4
+    local_steps: int = 20
+    _: KW_ONLY
+    moments: Literal["travel", "fresh"] = "travel"
+
+    def __post_init__(self) -> None:
+        check_choice("moments", self.moments, ("travel", "fresh"))
+
+
+@dataclass(slots=True)
+class DataParallelSettings:
+    """The settings of `shoal.split.data_parallel`."""
+
+    workers: int = 4
+
+
 class WholeNetwork(Method):
     """Every part is the whole network, on rows of its own."""
 
-    def __init__(
-        self, job: Job, workers: int, local_steps: int, settings: Mapping[str, Any], rows: int | None = None
-    ) -> None:
-        self._job = job
-        self.plan = Plan(job, num_rows(job) if rows is None else rows, workers, local_steps)
-        self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
-        with seeded(job.seed, torch.device("cpu")):
-            self.model = build_model(job)
+    def __init__(self, job: Job | Member, workers: int, local_steps: int) -> None:
+        self.member = prepare_job(job)
+        self.plan = Plan(self.member.job, len(self.data), workers, local_steps)
+        self.rounds, self.local_steps = self.plan.rounds, local_steps
+        self.shards = self.num_workers = workers
         self._slices = {name: Slice(name) for name in tensors_of(self.model)}
-        self.settings = MappingProxyType({"method": self.name, "workers": workers, **settings})
 
-    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
-        return self.plan.parts(number, executor, self._job.seed)
+    def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
+        return self.plan.parts(number, workers, self.member.job.seed)
 
     def network(self, part: Part) -> nn.Module:
         return copy.deepcopy(self.model)
@@ -108,12 +124,13 @@ class LocalSGD(WholeNetwork):
     """Every worker trains the whole network for `local_steps`, then the weights are averaged."""
 
     name = "local_sgd"
+    options = LocalSGDSettings
 
-    def __init__(
-        self, job: Job, workers: int = 4, local_steps: int = 20, *, moments: str = "travel", rows: int | None = None
-    ) -> None:
-        self.moments = check_moments(moments)
-        super().__init__(job, workers, local_steps, {"local_steps": local_steps, "moments": moments}, rows)
+    def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
+        given = LocalSGDSettings(*args, **kwargs)
+        self.moments = given.moments
+        super().__init__(job, given.workers, given.local_steps)
+        self.settings = MappingProxyType({"method": self.name, **asdict(given)})
 
 
 class DataParallel(WholeNetwork):
@@ -121,24 +138,9 @@ class DataParallel(WholeNetwork):
 
     name = "data_parallel"
     merge = "gradients"
+    options = DataParallelSettings
 
-    def __init__(self, job: Job, workers: int = 4, *, rows: int | None = None) -> None:
-        super().__init__(job, workers, 1, {}, rows)
-
-
-def num_rows(job: Job) -> int:
-    """Rows of the job's data."""
-    return len(open_data(Pool(torch.device("cpu")), job, "data"))
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """A whole number, or a clear line."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SplitError(f"{name} is {value!r}; use a whole number, {least} or more")
-
-
-def check_moments(value: Any) -> Any:
-    """Whether optimizer state travels."""
-    if value not in ("travel", "fresh"):
-        raise SplitError(f"moments is {value!r}; use 'travel' or 'fresh'")
-    return value
+    def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
+        given = DataParallelSettings(*args, **kwargs)
+        super().__init__(job, given.workers, local_steps=1)
+        self.settings = MappingProxyType({"method": self.name, **asdict(given)})

@@ -1,4 +1,4 @@
-"""Independent subnet training: each round the hidden units are dealt to the workers, who train narrow networks.
+"""Independent subnet training: each round the hidden units are dealt to the workers, which train narrow networks.
 
 Input and output are never cut. A block with one owner is written back as it is; what all of them have is averaged. The
 gradient of a narrow network is biased; the corrections are settings, each by itself.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shoal.data import Pool, View
-from shoal.engine.members.member import autocast, open_data, run_step, seeded
-from shoal.engine.members.ownership import build_model
+from shoal.engine.members.member import Member, autocast, run_step, seeded
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
-from shoal.split.core.method import Method, Worker
+from shoal.split.core.checks import check_choice, check_count
+from shoal.split.core.method import Worker
 from shoal.split.core.parts import Part, Slice
-from shoal.split.methods.averaging import Plan, check_count, check_moments
-from shoal.split.methods.renorm import renormalise
+from shoal.split.methods.averaging import WholeNetwork
+from shoal.split.methods.renorm import device_of, renormalise
 from shoal.split.subnets.deal import WHOLE_LAYER, Layers, deal, dealt_layers, neighbours
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
@@ -36,102 +35,89 @@ MANY_ROUNDS = 5
 Shares = Sequence[float] | Literal["speed"] | None
 
 
-class IST(Method):
-    """Units dealt anew every round, from (seed, round): pure, so that every process makes the same deal.
+@dataclass(slots=True)
+class ISTSettings:
+    """The settings of `shoal.split.ist`."""
 
-    The settings are those of `shoal.split.ist`; `rows` is how many rows all workers have together, where that is not
-    the length of the job's data.
-    """
+    workers: int = 4
+    local_steps: int = 50
+    _: KW_ONLY
+    shares: Shares = None
+    overlap: float = 0.0
+    scale: bool = True
+    renormalise: bool = True
+    backward_only: bool = False
+    recovery: int | None = None
+    blocks: bool | Literal["auto"] = "auto"
+    streams: bool | Literal["auto"] = "auto"
+    layers: Layers = "auto"
+    moments: Literal["travel", "fresh"] = "travel"
+
+    def __post_init__(self) -> None:
+        check_choice("moments", self.moments, ("travel", "fresh"))
+        self.shares = _checked_shares(self.shares, self.workers)
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, (int, float)) or not 0 <= self.overlap <= 1:
+            raise SplitError(f"overlap is {self.overlap!r}; use a share of the units, from 0 to 1")
+        if self.recovery is not None:
+            check_count("recovery", self.recovery, least=0)
+        for name in ("blocks", "streams"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise SplitError(f"{name} is {getattr(self, name)!r}; use True, False or 'auto'")
+        if self.layers == "auto" and (self.overlap or self.backward_only):
+            self.layers = "all"  # another remedy was chosen
+
+
+class IST(WholeNetwork):
+    """Units dealt anew every round, from (seed, round): pure, so that every process makes the same deal."""
 
     name = "ist"
+    options = ISTSettings
 
-    def __init__(
-        self,
-        job: Job,
-        workers: int = 4,
-        local_steps: int = 50,
-        *,
-        shares: Shares = None,
-        overlap: float = 0.0,
-        scale: bool = True,
-        renormalise: bool = True,
-        backward_only: bool = False,
-        recovery: int | None = None,
-        blocks: bool | Literal["auto"] = "auto",
-        streams: bool | Literal["auto"] = "auto",
-        layers: Layers = "auto",
-        moments: str = "travel",
-        rows: int | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self._job, self._device = job, torch.device(device)
-        self._data: View | None = None
-        self._slices: dict[int, tuple[Part, Mapping[str, Slice]]] = {}
-        self.moments = check_moments(moments)
-        self.plan = Plan(job, len(self.data) if rows is None else rows, workers, local_steps)
-        self.rounds, self.local_steps, self.shards = self.plan.rounds, local_steps, workers
-        self.scale, self.renormalise, self.backward_only = scale, renormalise, backward_only
-        self.shares, self.overlap = _checked_shares(shares, workers), _checked_overlap(overlap)
-        with seeded(job.seed, torch.device("cpu")):
-            self.model = build_model(job)
-        if layers == "auto" and (self.overlap or backward_only):
-            layers = "all"  # another remedy was chosen
-        self.units = dealt_layers(units_of(job, self.model, first_batch(job), blocks, streams), layers)
+    def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
+        given = self.given = ISTSettings(*args, **kwargs)
+        super().__init__(job, given.workers, given.local_steps)
+        self._part_slices: dict[int, tuple[Part, Mapping[str, Slice]]] = {}
+        self.moments = given.moments
+        batch = self.data.take(0, min(FEW, len(self.data)))
+        units = units_of(self.member.job, self.model, batch, given.blocks, given.streams)
+        self.units = dealt_layers(units, given.layers)
+        recovery = given.recovery
         if recovery is None:
-            recovery = int(workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
-        check_count("recovery", recovery, least=0)
+            recovery = int(given.workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
         self.recovery = min(recovery, self.rounds)
-        self._check_width(workers)
-        self.settings = MappingProxyType(
-            {
-                "method": self.name, "workers": workers, "local_steps": local_steps, "overlap": overlap, "scale": scale,
-                "shares": list(self.shares) if isinstance(self.shares, tuple) else self.shares,
-                "renormalise": renormalise, "backward_only": backward_only, "recovery": self.recovery,
-                "blocks": self.units.blocks is not None, "moments": moments,
-                **_streams(self.units), **_layers(self.units),
-            }
-        )  # fmt: skip
-
-    @property
-    def data(self) -> View:
-        """The job's rows, where the whole network is evaluated."""
-        if self._data is None:
-            self._data = open_data(Pool(self._device), self._job, "data")
-        return self._data
-
-    def _check_width(self, workers: int) -> None:
-        """Too many workers are told now, not in the first round."""
-        deal(self.units, [1.0] * workers, seed=0, round=0, overlap=self.overlap)
+        deal(self.units, [1.0] * given.workers, seed=0, round=0, overlap=given.overlap)  # too many workers raise now
+        fixed = {"blocks": self.units.blocks is not None, "recovery": self.recovery}
+        settings = {"method": self.name, **asdict(given), **fixed}
+        del settings["streams"], settings["layers"]
+        self.settings = MappingProxyType(settings | _streams(self.units) | _layers(self.units))
 
     # --- the parts ------------------------------------------------------------------------------------------------
 
-    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
-        parts = self.plan.parts(number, executor, self._job.seed)
+    def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
+        parts = super().parts(number, workers)
         if number >= self.rounds - self.recovery:
             return parts
-        shares = self._shares_of(executor)
-        hands = deal(self.units, shares, seed=self._job.seed, round=number, overlap=self.overlap)
-        if self.backward_only:
-            return [replace(part, learn=hand) for part, hand in zip(parts, hands, strict=True)]
-        return [replace(part, keep=hand) for part, hand in zip(parts, hands, strict=True)]
+        seed, shares = self.member.job.seed, self._shares_of(workers)
+        dealt = deal(self.units, shares, seed=seed, round=number, overlap=self.given.overlap)
+        which = "learn" if self.given.backward_only else "keep"
+        return [replace(part, **{which: units}) for part, units in zip(parts, dealt, strict=True)]  # type: ignore[arg-type]
 
-    def _shares_of(self, executor: Sequence[Worker]) -> list[float]:
-        if self.shares == "speed":
-            return [worker.speed for worker in executor]
-        if self.shares is None:
-            return [1.0] * len(executor)
-        return [self.shares[worker.number % len(self.shares)] for worker in executor]
+    def _shares_of(self, workers: Sequence[Worker]) -> list[float]:
+        shares = self.given.shares
+        if shares == "speed":
+            return [worker.speed for worker in workers]
+        return [1.0 if shares is None else float(shares[worker.number % len(shares)]) for worker in workers]
 
     def network(self, part: Part) -> nn.Module:
         if not part.keep:
-            return copy.deepcopy(self.model)
-        return narrow(self.model, self.units, part.keep, scale=self.scale)
+            return super().network(part)
+        return narrow(self.model, self.units, part.keep, scale=self.given.scale)
 
     def slices(self, part: Part) -> Mapping[str, Slice]:
         """Found once for a part: the same rows are the same tensors then, there and back."""
-        known = self._slices.get(part.number)
+        known = self._part_slices.get(part.number)
         if known is None or known[0] is not part:
-            known = self._slices[part.number] = (part, self.units.slices(part.keep))
+            known = self._part_slices[part.number] = (part, self.units.slices(part.keep))
         return known[1]
 
     def returns(self, part: Part) -> Mapping[str, Slice]:
@@ -139,9 +125,9 @@ class IST(Method):
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
-    def settled(self, number: int, model: nn.Module) -> None:
-        if self.renormalise and self.plan.workers > 1:
-            renormalise(self._job, model, self.data)
+    def finish_merge(self, number: int, model: nn.Module) -> None:
+        if self.given.renormalise and self.given.workers > 1:
+            renormalise(self.member.job, model, self.data_on(device_of(model)))
 
 
 def units_of(
@@ -149,9 +135,6 @@ def units_of(
 ) -> Units:
     """The network's units, on the inputs that the job's own step calls it with; "auto": blocks where there are no
     others, and residual streams whole where the rest is enough."""
-    for name, value in (("blocks", blocks), ("streams", streams)):
-        if value not in (True, False, "auto"):
-            raise SplitError(f"{name} is {value!r}; use True, False or 'auto'")
     inputs = inputs_of(job, model, batch)
     try:
         return without_streams(find_units(model, inputs, blocks=blocks is True, streams=streams is True), streams)
@@ -175,12 +158,6 @@ def _streams(units: Units) -> dict[str, bool]:
 def _layers(units: Units) -> dict[str, str]:
     """What was decided about layers, where it is not what all runs had before there was a choice."""
     return {"layers": "alternate"} if WHOLE_LAYER in units.whole.values() else {}
-
-
-def first_batch(job: Job) -> Any:
-    """A few rows, as a step takes them."""
-    data = open_data(Pool(torch.device("cpu")), job, "data")
-    return data.take(0, min(FEW, len(data)))
 
 
 def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:
@@ -212,19 +189,15 @@ def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:
     return seen[0]
 
 
-def _checked_shares(shares: Any, workers: int) -> tuple[float, ...] | Literal["speed"] | None:
-    if shares is None or (isinstance(shares, str) and shares == "speed"):
-        return shares  # type: ignore[return-value]
+def _checked_shares(shares: Any, workers: int) -> Shares:
+    if shares is None:
+        return None
+    if isinstance(shares, str) and shares == "speed":
+        return "speed"
     try:
-        found = tuple(float(share) for share in shares)
+        numbers = [float(share) for share in shares]
     except (TypeError, ValueError):
-        found = ()
-    if isinstance(shares, str) or len(found) != workers or not all(0 < share < float("inf") for share in found):
+        numbers = []
+    if isinstance(shares, str) or len(numbers) != workers or not all(0 < share < float("inf") for share in numbers):
         raise SplitError(f"shares is {shares!r}; use a positive number for each of {workers} workers, 'speed' or None")
-    return found
-
-
-def _checked_overlap(overlap: Any) -> float:
-    if isinstance(overlap, bool) or not isinstance(overlap, (int, float)) or not 0 <= overlap <= 1:
-        raise SplitError(f"overlap is {overlap!r}; use a share of the units, from 0 to 1")
-    return float(overlap)
+    return numbers

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import SplitError
+from shoal.split.core.checks import check_choice, check_count
 from shoal.split.core.reading import mixed
 
 Distribution = Literal["normal", "uniform", "sign"]
@@ -34,16 +35,13 @@ class Labels:
     """ "full": a number for each element that crosses. "channel": one for each channel, the same at every place."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("distribution", Distribution), ("layout", Layout)):
-            if getattr(self, name) not in get_args(kind):
-                allowed = ", ".join(repr(value) for value in get_args(kind))
-                raise SplitError(f"{name} is {getattr(self, name)!r}; use one of {allowed}")
+        check_choice("distribution", self.distribution, get_args(Distribution))
+        check_choice("layout", self.layout, get_args(Layout))
         if not self.scale > 0 or not math.isfinite(self.scale):
             raise SplitError(f"scale is {self.scale!r}; use a number above 0, about 1")
         if not self.noise >= 0 or not math.isfinite(self.noise):
             raise SplitError(f"noise is {self.noise!r}; use 0 or more")
-        if isinstance(self.vectors, bool) or not isinstance(self.vectors, int) or self.vectors < 1:
-            raise SplitError(f"vectors is {self.vectors!r}; use a whole number, 1 or more")
+        check_count("vectors", self.vectors)
 
     def draw(self, classes: int, shape: tuple[int, ...], *seed: int) -> Tensor:
         """The labels of one cut, [class, vector, *shape]: a pure function of the seed.
@@ -56,12 +54,12 @@ class Labels:
         width = shape if self.layout == "full" else (*shape[:1], *(1 for _ in shape[1:]))
         size = (classes, self.vectors, *width)
         if self.distribution == "normal":
-            found = torch.randn(size, generator=generator)
+            drawn = torch.randn(size, generator=generator)
         elif self.distribution == "uniform":
-            found = (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
+            drawn = (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
         else:
-            found = torch.randint(0, 2, size, generator=generator) * 2.0 - 1.0
-        return (found * self.scale).expand(classes, self.vectors, *shape).contiguous()
+            drawn = torch.randint(0, 2, size, generator=generator) * 2.0 - 1.0
+        return (drawn * self.scale).expand(classes, self.vectors, *shape).contiguous()
 
     def loss(self, given: Tensor, table: Tensor, target: Tensor) -> Tensor:
         """How far a part's output is from the labels of its rows' classes; of several the nearest counts."""
@@ -73,8 +71,8 @@ class Labels:
     def read(self, table: Tensor, target: Tensor) -> Tensor:
         """What the part after a cut reads in place of activations: its rows' labels, with noise."""
         which = torch.randint(0, self.vectors, target.shape, device=target.device) if self.vectors > 1 else 0
-        found = table[target, which]
-        return found + self.noise * self.scale * torch.randn_like(found) if self.noise else found
+        labels = table[target, which]
+        return labels + self.noise * self.scale * torch.randn_like(labels) if self.noise else labels
 
 
 def nearest(given: Tensor, table: Tensor) -> Tensor:

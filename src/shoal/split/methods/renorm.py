@@ -22,7 +22,8 @@ BATCHES = 50
 
 
 def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) -> int:
-    """Replace the running statistics of the network's batch norms by the mean over some batches, where the data is.
+    """Replace the running statistics of the batch norms by the mean over some batches. The network and the data
+    are on one device.
 
     The rows are the first of the pure order, so that the same network always gets the same statistics. Layers that the
     user has frozen (in eval mode), and those without running statistics, are left alone. Gives how many were replaced.
@@ -34,11 +35,9 @@ def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) 
     groups = reading.groups(0, -(-min(batches, reading.num_batches) // job.accumulate))
     rows = [batch for _, group in groups for batch in group]
     taken = (data.source.take(data.rows(batch), seed=job.order_seed) for batch in rows if len(batch) > 1)
-    device, home = data.source.device, device_of(model)
-    model.to(device)
+    device = data.source.device
     with seeded(job.seed, device), autocast(job, device):
         _estimate(job, model, norms, taken)
-    model.to(home)
     return len(norms)
 
 

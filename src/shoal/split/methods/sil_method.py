@@ -10,87 +10,127 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shoal.data import Pool, View
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import autocast, evaluating, open_data, run_step, seeded
-from shoal.engine.members.ownership import build_model
+from shoal.engine.members.member import Member, autocast, evaluating, run_step, seeded
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
+from shoal.split.core.checks import check_choice, check_count, prepare_job
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading, mixed
 from shoal.split.core.state import tensors_of
 from shoal.split.methods._balance import choose
 from shoal.split.methods._cuts import cut
-from shoal.split.methods._sil_checks import (
-    check_batch,
-    check_counts,
-    check_labels,
-    check_per_part,
-    check_variant,
-    cut_names,
-    num_parts,
-    one_of,
-)
 from shoal.split.methods._tracing import record
 from shoal.split.methods.heads import Head, WithHead, make_head
-from shoal.split.methods.labels import Labels
+from shoal.split.methods.labels import Distribution, Labels, Layout
 
 WHOLE = "whole"
 """The role of the one part of a recovery round."""
 ACROSS = "activations"
 FEW = 3
 """Rows that the cut network is tried on."""
+PER_PART = ("optimizer", "hparams", "clip_norm", "schedule")
+"""What one part may have of its own."""
+
+
+@dataclass(slots=True)
+class SILSettings:
+    """The settings of `shoal.split.sil`."""
+
+    cuts: Sequence[str] | int | None = None
+    method: Literal["labels", "heads"] = "heads"
+    variant: Literal["A", "B"] | None = None
+    _: KW_ONLY
+    distribution: Distribution = "normal"
+    scale: float = 1.0
+    vectors: int = 1
+    noise: float = 0.0
+    layout: Layout = "full"
+    head_width: int | None = None
+    recovery: int = 0
+    local_steps: int | None = None
+    per_part: Mapping[int, Mapping[str, Any]] | None = None
+    moments: Literal["travel", "fresh"] = "travel"
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, ("labels", "heads"))
+        check_choice("moments", self.moments, ("travel", "fresh"))
+        check_count("recovery", self.recovery, least=0, hint=" (epochs)")
+        if self.local_steps is not None:
+            check_count("local_steps", self.local_steps, hint=", or None for an epoch")
+        if self.head_width is not None:
+            check_count("head_width", self.head_width, hint=", or None for one layer")
+        if isinstance(self.cuts, int) and (isinstance(self.cuts, bool) or self.cuts < 2):
+            raise SplitError(f"cuts is {self.cuts!r}; use names of modules, or a number of parts, 2 or more")
+        named = isinstance(self.cuts, Sequence) and not isinstance(self.cuts, str) and self.cuts
+        if not (named or self.cuts is None or isinstance(self.cuts, int)):
+            raise SplitError(f"cuts is {self.cuts!r}; use a list of module names, such as ['fc3'], or None")
+        if self.method == "heads":
+            self._check_heads()
+        else:
+            self._check_labels()
+
+    def labels(self) -> Labels:
+        """How labels are drawn and used."""
+        return Labels(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Labels)})
+
+    def _check_heads(self) -> None:
+        if self.variant is not None:
+            raise SplitError(
+                f"variant is {self.variant!r}, and method='heads' has none; use method='labels', or leave it out"
+            )
+        if self.labels() != Labels():
+            raise SplitError(
+                "method='heads' has no labels, so their settings would do nothing; leave them out, or use 'labels'"
+            )
+
+    def _check_labels(self) -> None:
+        self.variant = "A" if self.variant is None else self.variant
+        check_choice("variant", self.variant, ("A", "B"))
+        if self.head_width is not None:
+            raise SplitError(f"head_width is {self.head_width!r} and method='labels' has no heads; leave it out")
+        if self.variant == "B" and self.labels().noise:
+            raise SplitError(f"noise is {self.noise!r} and variant 'B' reads activations, not labels; use 0")
 
 
 class SILMethod(Method):
     """A network cut into parts that are trained apart."""
 
     name = "sil"
+    options = SILSettings
 
-    def __init__(
-        self,
-        job: Job,
-        cuts: Sequence[str] | int | None = None,
-        method: Literal["labels", "heads"] = "heads",
-        variant: Literal["A", "B"] | None = None,
-        *,
-        labels: Labels | None = None,
-        head_width: int | None = None,
-        recovery: int = 0,
-        local_steps: int | None = None,
-        per_part: Mapping[int, Mapping[str, Any]] | None = None,
-        moments: Literal["travel", "fresh"] = "travel",
-    ) -> None:
-        self.way = one_of("method", method, ("labels", "heads"))
-        self.variant = check_variant(self.way, variant)
-        self.moments = one_of("moments", moments, ("travel", "fresh"))
-        check_counts(recovery, local_steps)
-        self.source, self.recovery = job, recovery
-        self.labels = check_labels(self.way, self.variant, labels, head_width)
-        cpu = torch.device("cpu")
-        self.data = open_data(Pool(cpu), job, "data")
-        with seeded(job.seed, cpu):
-            self.model = build_model(job)
+    def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
+        given = SILSettings(*args, **kwargs)
+        self.member = prepare_job(job)
+        self.source = job = self.member.job
+        self.way, self.variant, self.moments, self.recovery = given.method, given.variant, given.moments, given.recovery
+        self.labels = given.labels() if self.way == "labels" else None
+        if job.loss is None:
+            raise SplitError("the job has its own step, so a part's loss is not known; use loss= in place of step=")
         batch = self.data.take(0, min(job.batch_size, len(self.data)))
-        few = check_batch(job, batch, self.data.take(0, min(FEW, len(self.data))))
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise SplitError(f"a batch is a {type(batch).__name__}; cut networks need (inputs, ..., targets)")
+        few = tuple(self.data.take(0, min(FEW, len(self.data)))[:-1])
         recorded = record(self.model, few)
+        cuts = given.cuts
         self.shares: list[float] | None = None
         if cuts is None or isinstance(cuts, int):
-            cuts, self.shares = choose(recorded, job, batch[:-1], num_parts(cuts))
-        self.pieces = cut(self.model, few, cut_names(cuts), recorded)
-        self.count = len(self.pieces.networks)
+            cuts, self.shares = choose(recorded, job, batch[:-1], 2 if cuts is None else cuts)
+        self.pieces = cut(self.model, few, list(cuts), recorded)
+        self.count = self.num_workers = len(self.pieces.networks)
         self.lag = self.way == "heads" or self.variant == "B"
         self.tables = self._draw(batch[-1]) if self.way == "labels" else []
-        self.heads: list[Head] = self._make_heads(head_width) if self.way == "heads" else []
-        self.per_part = check_per_part(per_part, self.count)
-        self._plan(local_steps)
+        self.heads: list[Head] = self._make_heads(given.head_width) if self.way == "heads" else []
+        self.per_part = check_per_part(given.per_part, self.count)
+        self._plan(given.local_steps)
         self._known: dict[int, tuple[int, Tensor]] = {}
         """Part -> a window and the activations that it gave for it."""
         self._missing: set[tuple[int, int]] = set()
@@ -104,10 +144,12 @@ class SILMethod(Method):
                 "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
                 "cuts": [c.name for c in self.pieces.cuts],
                 "local_steps": self.local_steps,
-                "recovery": recovery,
-                "head_width": head_width,
-                "moments": moments,
-                "per_part": {str(part): repr(sorted(own.items())) for part, own in sorted(self.per_part.items())},
+                "recovery": given.recovery,
+                "head_width": given.head_width,
+                "moments": given.moments,
+                "per_part": {
+                    str(part): repr(sorted(changes.items())) for part, changes in sorted(self.per_part.items())
+                },
                 **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
             }
         )
@@ -129,9 +171,9 @@ class SILMethod(Method):
         output = self.pieces.output
         whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
         if not whole or len(output) != 1:
-            told = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
+            what = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
             raise SplitError(
-                f"labels need classes: targets are {told} and the output has rows of shape {list(output)}; use whole "
+                f"labels need classes: targets are {what} and the output has rows of shape {list(output)}; use whole "
                 "numbers and one output for each class, or method='heads'"
             )
         assert self.labels is not None
@@ -155,26 +197,26 @@ class SILMethod(Method):
         }
 
     def job(self, job: Job, part: Part) -> Job:
-        own = self.per_part.get(int(part.role), {}) if part.role != WHOLE else {}
-        return dataclasses.replace(job, **own) if own else job
+        changes = self.per_part.get(int(part.role), {}) if part.role != WHOLE else {}
+        return dataclasses.replace(job, **changes) if changes else job
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
-    def parts(self, number: int, executor: Sequence[Worker]) -> list[Part]:
-        if any(worker.shard is not None for worker in executor):
+    def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
+        if any(worker.shard is not None for worker in workers):
             raise SplitError("the parts of a cut network read the same rows; give all workers all the data")
         if number >= self.apart:
             step = (number - self.apart) * self.reading.steps
             return [self._part(0, WHOLE, number, step, self.reading.steps)]
-        if len(executor) < self.count and number == 0:
+        if len(workers) < self.count and number == 0:
             raise SplitError(
-                f"{self.count} parts need {self.count} workers, and {len(executor)} are there; cut less, or add workers"
+                f"{self.count} parts need {self.count} workers, and {len(workers)} are there; cut less, or add workers"
             )
-        turn = sorted((number + place) % self.count for place in range(min(self.count, len(executor))))
-        busy = [part for part in (self._part_of(number, role) for role in turn) if part.steps]
+        turn = sorted((number + place) % self.count for place in range(min(self.count, len(workers))))
+        busy = [part for part in (self.part_of(number, role) for role in turn) if part.steps]
         return [dataclasses.replace(part, number=place) for place, part in enumerate(busy)]
 
-    def _part_of(self, number: int, place: int) -> Part:
+    def part_of(self, number: int, place: int) -> Part:
         """What part `place` does in a round; nothing before its first window, after its last, or without input."""
         window = number - place if self.lag else number
         step = window * self.local_steps
@@ -201,8 +243,8 @@ class SILMethod(Method):
         names = self.pieces.names[place]
         if place >= len(self.heads):
             return {name: Slice(whole) for name, whole in names.items()}
-        own = {f"body.{name}": Slice(whole) for name, whole in names.items()}
-        return own | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
+        slices = {f"body.{name}": Slice(whole) for name, whole in names.items()}
+        return slices | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
 
     # --- a part's training ------------------------------------------------------------------------------------------
 
@@ -248,17 +290,27 @@ class SILMethod(Method):
         body = network.body if isinstance(network, WithHead) else network
         device = next(body.parameters()).device
         with evaluating(body), autocast(self.job(self.source, task.part), device):
-            found = torch.cat([body(*batch[:-1]).cpu() for batch in read()])
-        return {ACROSS: found.to(self.pieces.cuts[int(task.part.role)].dtype)}
+            activations = torch.cat([body(*batch[:-1]).cpu() for batch in read()])
+        return {ACROSS: activations.to(self.pieces.cuts[int(task.part.role)].dtype)}
 
     # --- between parts ----------------------------------------------------------------------------------------------
 
     def extras(self, number: int, part: Part) -> Tensors:
         if not self.lag or part.role in (WHOLE, "0") or not part.steps:
             return {}
-        window, found = self._known[int(part.role) - 1]
+        window, activations = self._known[int(part.role) - 1]
         assert window == number - int(part.role), "activations of another window"
-        return {ACROSS: found}
+        return {ACROSS: activations}
+
+    def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
+        if not self.lag or part.role == WHOLE or not part.steps:
+            return {}, {}
+        rows = sum(len(batch) for _, group in self.reading.groups(part.start, part.steps) for batch in group)
+        crossing = [
+            {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")} for where in self.pieces.cuts
+        ]
+        given, *_ = crossing[int(part.role) - 1 :] if part.role != "0" else [{}]
+        return given, crossing[int(part.role)] if int(part.role) < len(crossing) else {}
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
         came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
@@ -270,23 +322,25 @@ class SILMethod(Method):
             window = number - place
             if not 0 <= window < self.windows:
                 continue
-            found = came[str(place)].extras.get(ACROSS) if str(place) in came else None
-            if found is None:  # lost with its worker, or nobody was there to train it
+            activations = came[str(place)].extras.get(ACROSS) if str(place) in came else None
+            if activations is None:  # lost with its worker, or no worker was there to train it
                 self._missing.add((place, window))
             else:
-                self._known[place] = (window, found)
-                self.crossed += found.nbytes
+                self._known[place] = (window, activations)
+                self.crossed += activations.nbytes
 
     def _keep_head(self, place: int, tensors: Tensors) -> None:
-        own = {name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")}
-        if own:
-            self.heads[place].load_state_dict(own)
+        head_tensors = {
+            name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")
+        }
+        if head_tensors:
+            self.heads[place].load_state_dict(head_tensors)
 
     def stored(self) -> Tensors:
-        found = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
-        found |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
-        found |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
-        return found | {
+        tensors = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
+        tensors |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
+        tensors |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
+        return tensors | {
             "missing": torch.tensor(sorted(self._missing), dtype=torch.int64).view(-1, 2),
             "crossed": torch.tensor(self.crossed),
             **self.companions(),
@@ -313,6 +367,13 @@ def _head(place: int) -> str:
     return f"shoal_head_{place}."
 
 
-def view_of(job: Job) -> View:
-    """What a trained network is judged on: the validation rows, or without them those it was trained on."""
-    return open_data(Pool(torch.device("cpu")), job, "val" if job.val is not None else "data")
+def check_per_part(per_part: Any, count: int) -> dict[int, dict[str, Any]]:
+    """The settings of single parts, by the part's number."""
+    settings = {key: dict(value) for key, value in (per_part or {}).items()}
+    for key, value in settings.items():
+        if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < count:
+            raise SplitError(f"per_part has settings of part {key!r}; there are parts 0 to {count - 1}")
+        odd = next((name for name in value if name not in PER_PART), None)
+        if odd is not None:
+            raise SplitError(f"per_part: part {key} has {odd!r}; a part may have {', '.join(PER_PART)} of its own")
+    return settings

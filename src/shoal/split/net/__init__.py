@@ -1,13 +1,12 @@
-"""A split over machines: a coordinator that holds the network, and workers that come, work, stall, die and return.
+"""A split over machines: a coordinator that holds the network, and workers that join, train, stall, die and return.
 
     wire       a task or an outcome as bytes, and back
     codec      fewer bits for each number
-    sockets    what really went through this process's TCP connections
-    links      one pair of processes, and how a worker finds its coordinator
-    handshake  whether both mean the same job
+    links      one TCP connection: how it is made, what it carries, how fast it is
+    handshake  whether both processes mean the same job
     deadline   how long a worker may take
-    coordinator, worker, launch
+    coordinator, worker, launch, run
 
-Every worker shares a process group of two ranks (gloo) with the coordinator, and with nobody else: a collective over
-all of them would hang when one of them dies, while a pair costs only itself.
+Every worker has a connection of its own to the coordinator, and to nobody else: a collective over all of them would
+hang when one of them dies, while a connection costs only itself.
 """

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from shoal.errors import SplitError
-from shoal.split.core.parts import Slice
+from shoal.split.core.method import Method
+from shoal.split.core.parts import Index, Outcome, Slice, Task, Tensors
+from shoal.split.core.state import tensors_of
 
 Shape = tuple[int, ...]
 
@@ -43,36 +46,24 @@ class Codec(ABC):
         """The tensor again, as close as the codec keeps it."""
 
 
-class Exact(Codec):
-    name = "exact"
-    exact = True
+class Cast(Codec):
+    """As it is, or as another float type for the way."""
+
+    def __init__(self, name: str, kind: torch.dtype | None = None) -> None:
+        self.name, self.kind, self.exact = name, kind, kind is None
 
     def size(self, shape: Shape, dtype: torch.dtype) -> int:
-        return prod(shape) * dtype.itemsize
+        return prod(shape) * (self.kind or dtype).itemsize
 
     def encode(self, value: Tensor) -> Tensor:
-        return _bytes(value)
-
-    def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return data.clone().view(dtype).view(shape)
-
-
-class Half(Codec):
-    """Another float type for the way."""
-
-    def __init__(self, name: str, kind: torch.dtype) -> None:
-        self.name, self.kind = name, kind
-
-    def size(self, shape: Shape, dtype: torch.dtype) -> int:
-        return prod(shape) * self.kind.itemsize
-
-    def encode(self, value: Tensor) -> Tensor:
+        if self.kind is None:
+            return _bytes(value)
         most = torch.finfo(self.kind).max
-        kept = torch.where(value.isfinite(), value.clamp(-most, most), value)  # large is not infinite
-        return _bytes(kept.to(self.kind))
+        limited = torch.where(value.isfinite(), value.clamp(-most, most), value)  # large is not infinite
+        return _bytes(limited.to(self.kind))
 
     def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return data.clone().view(self.kind).view(shape).to(dtype)
+        return data.clone().view(self.kind or dtype).view(shape).to(dtype)
 
 
 class Int8(Codec):
@@ -105,11 +96,11 @@ def _bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-EXACT = Exact()
+EXACT = Cast("exact")
 CODECS: Mapping[str, Codec] = {
     "exact": EXACT,
-    "fp16": Half("fp16", torch.float16),
-    "bf16": Half("bf16", torch.bfloat16),
+    "fp16": Cast("fp16", torch.float16),
+    "bf16": Cast("bf16", torch.bfloat16),
     "int8": Int8(),
 }
 """All of them; a message names its own by its place here."""
@@ -155,3 +146,59 @@ class Feedback:
         arrives = self.codec.decode(self.codec.encode(wanted), shape, value.dtype)
         piece.put(rest, (wanted - arrives).nan_to_num(posinf=0.0, neginf=0.0).to(rest.dtype))
         return wanted
+
+
+class OutcomeCodec:
+    """What a worker sends of an outcome, and what the coordinator makes of it.
+
+    With the exact codec these are the trained values themselves. With fewer bits a worker sends what has changed since
+    the task, plus what earlier rounds rounded away. The coordinator adds the change to its own copy, which never lost a
+    bit, so that rounding does not pile up in the network.
+    """
+
+    def __init__(self, method: Method, codec: Codec) -> None:
+        self.method, self.codec = method, codec
+        whole = {**tensors_of(method.model), **method.companions()}
+        self.whole: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        self.feedback = Feedback(codec, self.whole)
+
+    def sent(self, task: Task, outcome: Outcome) -> Outcome:
+        """What a worker sends of an outcome."""
+        if self.codec.exact:
+            return outcome
+        wanted = self.method.returns(task.part)
+        changes = self._add_start(task, outcome.tensors, -1)
+        return replace(outcome, tensors={n: self.feedback.corrected(wanted[n], t) for n, t in changes.items()})
+
+    def received(self, task: Task, outcome: Outcome) -> Outcome:
+        """The outcome again, at the coordinator, which has the task as it was before it was encoded. SplitError where
+        its tensors are not those that the task asked for."""
+        wanted = self.method.returns(task.part)
+        for name, tensor in outcome.tensors.items():
+            if name not in wanted or tuple(tensor.shape) != wanted[name].shape(self.whole[wanted[name].name]):
+                raise SplitError(f"it sent {name!r} of shape {list(tensor.shape)}, which does not fit this job")
+        return outcome if self.codec.exact else replace(outcome, tensors=self._add_start(task, outcome.tensors, 1))
+
+    def _add_start(self, task: Task, tensors: Tensors, sign: int) -> Tensors:
+        """Tensors plus or minus what the task started from; gradients start from nothing."""
+        if self.method.merge == "gradients":
+            return tensors
+        held, wanted = self.method.slices(task.part), self.method.returns(task.part)
+        moved: Tensors = {}
+        for name, value in tensors.items():
+            if value.dtype.is_floating_point:
+                base = Slice(name, within(held[name], wanted[name])).take(task.tensors[name])
+                value = value + base if sign > 0 else value - base
+            moved[name] = value
+        return moved
+
+
+def within(held: Slice, wanted: Slice) -> Index:
+    """Where a slice lies in a larger one of the same tensor."""
+
+    def rows(dim: int) -> Tensor | None:
+        inner = wanted.index[dim]
+        outer = held.index[dim] if dim < len(held.index) else None
+        return inner if inner is None or outer is None else torch.searchsorted(outer, inner)
+
+    return tuple(rows(dim) for dim in range(len(wanted.index)))

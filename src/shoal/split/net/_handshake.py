@@ -6,34 +6,30 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import seeded
-from shoal.engine.members.ownership import build_model
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
 from shoal.split.core.state import tensors_of
 from shoal.split.net._wire import VERSION
 from shoal.storage.jobtable import NAMED, PLAIN
+from shoal.version import version
 
 Plan = dict[str, Any]
 PRIVATE = "its own"
-"""Instead of a number of rows: they are the worker's own and stay with it."""
+"""In place of a number of rows: they belong to the worker and stay with it."""
 
 
 def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
-    """What both sides must agree on, as plain data. `private`: the rows here are this worker's own, so their number may
-    differ."""
-    with seeded(job.seed, torch.device("cpu")):
-        network = build_model(job)
+    """What both sides must agree on, as plain data. `private`: the rows here are this worker's alone, so their number
+    may differ."""
+    network = method.model
     described = {
-        "shoal": _version(),
+        "shoal": version(),
         "wire format": VERSION,
         "model": type(network).__qualname__,
         "layers": _digest(_ADDRESS.sub("", repr(network))),
@@ -56,30 +52,23 @@ def difference(ours: Plan, theirs: Plan) -> str | None:
     if isinstance(theirs.get("data"), dict) and theirs["data"].get("rows") == PRIVATE:
         ours = {**ours, "data": {**ours["data"], "rows": PRIVATE}}
         theirs = {**theirs, "rounds": ours["rounds"]}  # which follow from the number of rows
-    for name, own in ours.items():
-        other = theirs.get(name)
-        if json.dumps(own) == json.dumps(other):  # as text: NaN is not itself otherwise
+    for name, here in ours.items():
+        there = theirs.get(name)
+        if json.dumps(here) == json.dumps(there):  # as text: NaN is not itself otherwise
             continue
-        if isinstance(own, Mapping) and isinstance(other, Mapping):
-            key = next(k for k in [*own, *other] if json.dumps(own.get(k)) != json.dumps(other.get(k)))
-            return f"{name} ({key}) is {_told(other.get(key))} there and {_told(own.get(key))} here"
-        return f"{name} is {_told(other)} there and {_told(own)} here"
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            key = next(k for k in [*here, *there] if json.dumps(here.get(k)) != json.dumps(there.get(k)))
+            return f"{name} ({key}) is {_format(there.get(key))} there and {_format(here.get(key))} here"
+        return f"{name} is {_format(there)} there and {_format(here)} here"
     return None
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _told(value: object) -> str:
+def _format(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _version() -> str:
-    try:
-        return version("shoal")
-    except PackageNotFoundError:
-        return "?"
 
 
 def _digest(text: str) -> str:

@@ -1,11 +1,11 @@
-"""The coordinator's side: a crew of workers elsewhere. Nobody is waited for longer than the deadline."""
+"""The coordinator's side: workers in other processes. It waits for none of them longer than the deadline."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean
@@ -16,17 +16,15 @@ from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
-from shoal.split.net._blocks import Blocks
-from shoal.split.net._codec import codec_named
+from shoal.split.core.report import Traffic
+from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._deadline import Deadline
 from shoal.split.net._handshake import describe_job, difference
-from shoal.split.net._probe import LinkSpeed, probe_link
-from shoal.split.net._sockets import Traffic
-from shoal.split.net._wire import END, OUTCOME, RAISED, Message, Wire, text_message
-from shoal.split.net.links import Address, Link, LinkLost, Listener
+from shoal.split.net._wire import END, OUTCOME, RAISED, read_outcome, text_message, to_message
+from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, Listener, probe_link, send_answer
 
 END_SECONDS = 2.0
-"""For a worker to hear that it is over."""
+"""For a worker to receive that the run has ended."""
 Tell = Callable[[str], None]
 
 
@@ -35,13 +33,12 @@ class WorkerRaised(ShoalError):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """A worker that is there."""
+class Connected:
+    """A worker that has joined."""
 
     link: Link
-    wire: Wire
     name: str
-    """Its own, also after it was away."""
+    """The same after it was away."""
     shard: int | None
     number: int = -1
     rate: float = 0.0
@@ -63,39 +60,31 @@ class Lost:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A task on its way."""
+    """A task that a worker trains."""
 
     task: Task
-    member: Member
+    worker: Connected
     limit: float
     outcome: Outcome | None = None
     error: ShoalError | None = None
     seconds: float = 0.0
 
-    @property
-    def over(self) -> bool:
-        return self.outcome is not None or self.error is not None
-
-
-_Came = tuple[_Turn, Outcome | ShoalError, float]
-"""What a turn's thread has to say: whose it is, what came of it, and after how many seconds."""
-
 
 @dataclass(slots=True)
 class _Lobby:
-    """Who has come in and waits for the next round; shared with the thread at the door."""
+    """Workers that have joined and wait for the next round; shared with the threads that accept them."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: list[Member] = field(default_factory=list)
+    waiting: list[Connected] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    came: int = 0
+    joined: int = 0
 
 
 class Distributed:
-    """A crew of processes on this or other machines, each at the other end of its own link.
+    """Trains parts by processes on this or other machines, each at the other end of its own link.
 
-    A worker that dies, stalls or is too late loses its part of that round, and nobody waits for it longer than the
-    deadline. Workers may come at any time: they are in the next round's roll.
+    A worker that dies, stalls or is too late loses its part of that round, and the run waits for it no longer than the
+    deadline. Workers may join at any time: they are in the next round's roll.
     """
 
     tier = "distributed"
@@ -116,8 +105,8 @@ class Distributed:
         tell: Tell | None = None,
     ) -> None:
         """`workers`: how many the first round waits for, `start_seconds` at most. `patience`: how long a run without
-        any worker waits for one. `speeds`: measure them, so that shares can
-        follow. `offer`: settings that workers read before they ask."""
+        any worker waits for one. `speeds`: measure them, so that shares can follow. `offer`: settings that workers read
+        before they join."""
         if workers < 1:
             raise SplitError(f"workers is {workers!r}; use a whole number, 1 or more")
         self.codec = codec_named(codec)
@@ -127,190 +116,174 @@ class Distributed:
         self._start_seconds, self._patience, self._speeds = start_seconds, patience, speeds
         self._tell = tell if tell is not None else lambda line: None
         self._plan = describe_job(job, method)
-        self._blocks = Blocks(job, method, self.codec)
-        self._members: list[Member] = []
+        self._outcomes = OutcomeCodec(method, self.codec)
+        self._workers: list[Connected] = []
         self._gone = Traffic()
         self._started = False
-        self._hall = _Lobby()
-        self._door = Listener(address if address is not None else Address("127.0.0.1", 0), offer)
-        self.address = self._door.address
-        self._porter = threading.Thread(target=self._receive, name="shoal-door", daemon=True)
-        self._porter.start()
+        self._offer = dict(offer or {})
+        self._lobby = _Lobby()
+        self._listener = Listener(address if address is not None else Address("127.0.0.1", 0), self._answer)
+        self.address = self._listener.address
 
-    # --- who is there -----------------------------------------------------------------------------------------------
+    # --- the workers ------------------------------------------------------------------------------------------------
 
     def roll(self, number: int) -> Sequence[Worker]:
-        """Who is there for this round; waits for the first ones, and where there is nobody."""
+        """The workers of this round; waits for the first ones, and where there is none."""
         if not self._started:
             self._wait_for(self._expected, self._start_seconds)
             self._started = True
         self._take_in()
-        if not self._members and self._hall.came:
+        if not self._workers and self._lobby.joined:
             self._tell(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
-            with self._hall.changed:
-                self._hall.changed.wait_for(lambda: self._hall.waiting, timeout=self._patience)
+            with self._lobby.changed:
+                self._lobby.changed.wait_for(lambda: self._lobby.waiting, timeout=self._patience)
             self._take_in()
-        if not self._members:
+        if not self._workers:
             raise SplitError(self._nobody())
-        return [Worker(m.number, self._speed(m), m.shard) for m in self._members]
+        return [Worker(m.number, self._speed(m), m.shard) for m in self._workers]
 
     def _wait_for(self, count: int, seconds: float) -> None:
-        """Until so many have come or been refused since the beginning, and one of them could stay."""
-        lobby = self._hall
+        """Until so many have joined or been refused since the beginning, and one of them has joined."""
+        lobby = self._lobby
         with lobby.changed:
-            lobby.changed.wait_for(lambda: lobby.came and lobby.came + len(lobby.refused) >= count, timeout=seconds)
-            if lobby.came and lobby.came < count and not self._started:
+            lobby.changed.wait_for(lambda: lobby.joined and lobby.joined + len(lobby.refused) >= count, timeout=seconds)
+            if lobby.joined and lobby.joined < count and not self._started:
                 self._tell(
-                    f"{lobby.came} of {count} workers are there after {seconds:g} s; beginning without the others"
+                    f"{lobby.joined} of {count} workers have joined after {seconds:g} s; starting without the others"
                 )
 
     def _take_in(self) -> None:
-        with self._hall.changed:
-            arrived, self._hall.waiting = self._hall.waiting, []
-        for member in arrived:
-            taken = {m.number for m in self._members}
-            member.number = next(n for n in range(len(taken) + 1) if n not in taken)
-            self._members.append(member)
-            self._members.sort(key=lambda m: m.number)
+        with self._lobby.changed:
+            arrived, self._lobby.waiting = self._lobby.waiting, []
+        for worker in arrived:
+            taken = {m.number for m in self._workers}
+            worker.number = next(n for n in range(len(taken) + 1) if n not in taken)
+            self._workers.append(worker)
+            self._workers.sort(key=lambda m: m.number)
 
     def _nobody(self) -> str:
-        if self._hall.refused and not self._hall.came:
-            return f"no worker could join in {self._start_seconds:g} s: {self._hall.refused[-1]}"
-        seconds = self._patience if self._hall.came else self._start_seconds
+        if self._lobby.refused and not self._lobby.joined:
+            return f"no worker could join in {self._start_seconds:g} s: {self._lobby.refused[-1]}"
+        seconds = self._patience if self._lobby.joined else self._start_seconds
         join = f"shoal split FILE --join {self.address}"
         return f"no worker came to {self.address} in {seconds:g} s; start one with `{join}`"
 
-    def _receive(self) -> None:
-        """The thread at the door: asks every newcomer what it means to train, and pairs with it."""
-        while (ask := self._door.next()) is not None:
-            try:
-                self._greet(ask)
-            except Exception as error:
-                self._tell(f"a worker from {ask.get('name', '?')} could not join ({describe(error)})")
-
-    def _greet(self, ask: dict[str, Any]) -> None:
-        name = str(ask.get("name", "?"))
-        other = difference(self._plan, ask.get("job") or {})
-        if other is not None or ask.get("codec") not in (None, self.codec.name):
-            other = other or f"codec is {ask.get('codec')} there and {self.codec.name} here"
+    def _answer(self, link: Link, request: dict[str, Any]) -> bool:
+        """Answer a process that has connected: with the run's settings, or whether it may join."""
+        if request.get("want") == "offer":
+            send_answer(link, offer=self._offer)
+            return False
+        name = str(request.get("name", "?"))
+        other = difference(self._plan, request.get("job") or {})
+        if other is None and request.get("codec") not in (None, self.codec.name):
+            other = f"codec is {request.get('codec')} there and {self.codec.name} here"
+        if other is not None:
             line = (
                 f"worker {name} has another job than the coordinator: {other}; start both with the same file and code"
             )
-            self._door.refuse(ask, line)
             self._tell(line)
-            with self._hall.changed:
-                self._hall.refused.append(line)
-                self._hall.changed.notify_all()
-            return
-        shard = ask.get("shard")
-        member = Member(self._door.admit(ask), Wire(self.codec), name, shard if isinstance(shard, int) else None)
-        with self._hall.changed:
-            self._hall.waiting.append(member)
-            self._hall.came += 1
-            self._hall.changed.notify_all()
+            send_answer(link, no=line)
+            with self._lobby.changed:
+                self._lobby.refused.append(line)
+                self._lobby.changed.notify_all()
+            return False
+        send_answer(link, yes=True)
+        link.traffic = Traffic()
+        shard = request.get("shard")
+        with self._lobby.changed:
+            self._lobby.waiting.append(Connected(link, name, shard if isinstance(shard, int) else None))
+            self._lobby.joined += 1
+            self._lobby.changed.notify_all()
+        return True
 
     def probe(self) -> LinkSpeed:
         """How fast the slowest link is, measured; between rounds, after a roll."""
-        found = []
-        for member in list(self._members):
+        speeds = []
+        for worker in list(self._workers):
             try:
-                found.append(probe_link(member.link))
+                speeds.append(probe_link(worker.link))
             except ShoalError as error:
-                self._tell(f"lost worker {member.number} ({member.name}) while its link was measured: {error}")
-                self._let_go(member)
-        if not found:
+                self._tell(f"lost worker {worker.number} ({worker.name}) while its link was measured: {error}")
+                self._drop(worker)
+        if not speeds:
             raise SplitError("no worker is left to measure the link of; start them again")
-        return min(found, key=lambda speed: speed.bits)
+        return min(speeds, key=lambda speed: speed.bits)
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
         """Send the tasks out and gather what comes back before the deadline; None for what does not."""
         turns = [
-            _Turn(task, member, self.deadline.limit(member.name))
-            for task, member in zip(tasks, self._members[: len(tasks)], strict=True)
+            _Turn(task, worker, self.deadline.limit(worker.name))
+            for task, worker in zip(tasks, self._workers[: len(tasks)], strict=True)
         ]
-        came: queue.Queue[_Came] = queue.Queue()
         began = time.monotonic()
-        for turn in turns:
-            threading.Thread(target=self._exchange, args=(turn, began, came), daemon=True).start()
-        self._gather(turns, came, began)
-        self._judge(turns)
+        threads = ThreadPoolExecutor(max(1, len(turns)))
+        try:
+            self._gather({threads.submit(self._exchange, turn, began): turn for turn in turns}, began)
+        finally:
+            threads.shutdown(wait=False)  # a link that is cut ends its thread at once
+        self._drop_lost(turns)
         return [turn.outcome for turn in turns]
 
-    def _exchange(self, turn: _Turn, began: float, came: queue.Queue[_Came]) -> None:
+    def _exchange(self, turn: _Turn, began: float) -> Outcome:
         """One worker's round, in a thread of its own."""
-        member, task = turn.member, turn.task
+        link, task = turn.worker.link, turn.task
         until = began + max(turn.limit, self.deadline.first)  # shortened by cutting the link
-        found: Outcome | ShoalError
-        try:
-            member.link.send(member.wire.task(task), until - time.monotonic())
-            found = self._read(member.link.receive(until - time.monotonic()), member, task)
-        except ShoalError as error:
-            found = error
-        except Exception as error:
-            found = LinkLost(describe(error))
-        came.put((turn, found, time.monotonic() - began))
-
-    def _read(self, reply: Message, member: Member, task: Task) -> Outcome:
+        link.send(to_message(task, self.codec), until - time.monotonic())
+        reply = link.receive(until - time.monotonic())
         if reply.header.kind == RAISED:
             raise WorkerRaised(reply.text)
         expected = (OUTCOME, task.round, task.part.number)
         if (reply.header.kind, reply.header.round, reply.header.number) != expected:
             raise LinkLost("it answered something else than what it was asked")
-        outcome = member.wire.read_outcome(reply, self._blocks.outcome_shapes(task.part))
-        return self._blocks.received(task, outcome)
+        return self._outcomes.received(task, read_outcome(reply))
 
-    def _gather(self, turns: Sequence[_Turn], came: queue.Queue[_Came], began: float) -> None:
-        """Wait for all, and cut off those whose time is up; the time of those who finish limits the others."""
+    def _gather(self, running: dict[Future[Outcome], _Turn], began: float) -> None:
+        """Wait for all, and cut off those whose time is up; the time of those that finish limits the others."""
         finished: list[float] = []
-        while running := [turn for turn in turns if not turn.over]:
-            for turn in running:
-                turn.limit = self.deadline.limit(turn.member.name, finished)
-            first = min(turn.limit for turn in running)
-            try:
-                turn, found, seconds = came.get(timeout=max(began + first - time.monotonic(), 0.0))
-            except queue.Empty:
-                self._cut_off(running, time.monotonic() - began)
-                continue
-            if turn.over:  # it was cut off
-                continue
-            turn.seconds = seconds
-            if isinstance(found, ShoalError):
-                turn.error = found
-                continue
-            turn.outcome = found
-            finished.append(seconds)
-            self.deadline.observe(turn.member.name, seconds)
-            self._measure(turn)
-
-    def _cut_off(self, running: Sequence[_Turn], now: float) -> None:
-        """End the turns whose time is up; their threads end at once."""
-        for turn in running:
-            if now >= turn.limit:
-                turn.member.link.cut()
+        while running:
+            for turn in running.values():
+                turn.limit = self.deadline.limit(turn.worker.name, finished)
+            first = min(turn.limit for turn in running.values())
+            done, _ = wait(running, max(began + first - time.monotonic(), 0.0), FIRST_COMPLETED)
+            now = time.monotonic() - began
+            for future in done:
+                turn = running.pop(future)
+                turn.seconds, error = now, future.exception()
+                if error is not None:
+                    turn.error = error if isinstance(error, ShoalError) else LinkLost(describe(error))
+                    continue
+                turn.outcome = future.result()
+                finished.append(now)
+                self.deadline.observe(turn.worker.name, now)
+                self._measure(turn)
+            late = [] if done else [future for future, turn in running.items() if now >= turn.limit]
+            for future in late:
+                turn = running.pop(future)
+                turn.worker.link.cut()
                 turn.seconds, turn.error = now, LinkLost(f"it took more than {turn.limit:.1f} s")
-                self.deadline.missed(turn.member.name)
+                self.deadline.missed(turn.worker.name)
 
-    def _judge(self, turns: Sequence[_Turn]) -> None:
-        """Let go of those who were lost; SplitError where the job's own code is what failed."""
+    def _drop_lost(self, turns: Sequence[_Turn]) -> None:
+        """Drop the workers that were lost; SplitError where the job's own code is what failed."""
         raised = [turn for turn in turns if isinstance(turn.error, WorkerRaised)]
         if raised and len(raised) == len(turns):
-            raise SplitError(f"worker {raised[0].member.number} ({raised[0].member.name}): {raised[0].error}")
+            raise SplitError(f"worker {raised[0].worker.number} ({raised[0].worker.name}): {raised[0].error}")
         for turn in turns:
             if turn.error is None:
                 continue
-            self.lost.append(Lost(turn.task.round, turn.member.number, str(turn.error), turn.seconds, turn.limit))
-            self._let_go(turn.member)
+            self.lost.append(Lost(turn.task.round, turn.worker.number, str(turn.error), turn.seconds, turn.limit))
+            self._drop(turn.worker)
             self._tell(
-                f"round {turn.task.round}: lost worker {turn.member.number} ({turn.member.name}): {turn.error}; "
+                f"round {turn.task.round}: lost worker {turn.worker.number} ({turn.worker.name}): {turn.error}; "
                 "its part keeps its last value"
             )
 
-    def _let_go(self, member: Member) -> None:
-        self._gone += member.link.traffic
-        member.link.close()
-        self._members.remove(member)
+    def _drop(self, worker: Connected) -> None:
+        self._gone += worker.link.traffic
+        worker.link.close()
+        self._workers.remove(worker)
 
     def _measure(self, turn: _Turn) -> None:
         """Weights times steps in a second: what a worker does, whatever the size of its part."""
@@ -318,19 +291,19 @@ class Distributed:
         if outcome is not None and outcome.seconds > 0:
             weights = sum(t.numel() for t in turn.task.tensors.values())
             rate = weights * turn.task.part.steps / outcome.seconds
-            turn.member.rate = 0.5 * (turn.member.rate or rate) + 0.5 * rate
+            turn.worker.rate = 0.5 * (turn.worker.rate or rate) + 0.5 * rate
 
-    def _speed(self, member: Member) -> float:
+    def _speed(self, worker: Connected) -> float:
         """Relative to the others; 1 until all of them are known, and where speeds are not asked for."""
-        rates = [m.rate for m in self._members]
-        return round(member.rate / mean(rates), 2) if self._speeds and all(rates) else 1.0
+        rates = [m.rate for m in self._workers]
+        return round(worker.rate / mean(rates), 2) if self._speeds and all(rates) else 1.0
 
     # --- what it cost, and the end ----------------------------------------------------------------------------------
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes at the sockets of all links so far, as the kernel counts them here."""
-        return sum((member.link.traffic for member in self._members), self._gone)
+        """Bytes at the sockets of all links so far, as they are counted here."""
+        return sum((worker.link.traffic for worker in self._workers), self._gone)
 
     @property
     def moved(self) -> int:
@@ -339,7 +312,9 @@ class Distributed:
 
     def forget_traffic(self) -> None:
         """Count from here on: what went before was not training."""
-        self._gone = Traffic() - sum((member.link.traffic for member in self._members), Traffic())
+        self._gone = Traffic()
+        for worker in self._workers:
+            worker.link.traffic = Traffic()
 
     def __enter__(self) -> Self:
         return self
@@ -350,19 +325,17 @@ class Distributed:
         self.close("" if error is None else f"the coordinator ended: {describe(error)}")
 
     def close(self, why: str = "") -> None:
-        """Tell the workers that it is over, and why if it did not end well."""
-        self._door.close()
-        self._porter.join()
+        """End the run for the workers; `why`: the error, if there was one."""
+        self._listener.close()
         self._take_in()
-        told = []
-        for member in self._members:
+        informed = []
+        for worker in self._workers:
             with suppress(LinkLost):
-                member.link.send(text_message(END, why), END_SECONDS)
-                told.append(member)
+                worker.link.send(text_message(END, why), END_SECONDS)
+                informed.append(worker)
         until = time.monotonic() + END_SECONDS
-        for member in told:
+        for worker in informed:
             with suppress(ShoalError):
-                member.link.receive(until - time.monotonic())  # it hangs up: then it has heard
-        for member in list(self._members):
-            self._let_go(member)
-        self._door.end()
+                worker.link.receive(until - time.monotonic())  # it closes the link: then it knows
+        for worker in list(self._workers):
+            self._drop(worker)

@@ -1,8 +1,7 @@
-"""How the processes of a run come to be: forked here, or started by torchrun or by hand on other machines."""
+"""How the processes of a run are started: forked here, or by torchrun or by hand on other machines."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -19,9 +18,8 @@ from shoal.engine.runtime.processes import Child
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
-from shoal.split.net._codec import EXACT
-from shoal.split.net._forecast import TrafficForecast
-from shoal.split.net.coordinator import Distributed, Tell
+from shoal.split.core.report import optimizer_state
+from shoal.split.net.coordinator import Distributed
 from shoal.split.net.links import Address
 from shoal.split.net.worker import CoordinatorEnded, serve_worker
 
@@ -36,7 +34,7 @@ class LocalWorker:
     child: Child
 
     def go(self, where: Address) -> None:
-        """Tell it where its coordinator is."""
+        """Send it the address of its coordinator."""
         with suppress(OSError):
             self.child.pipe.send(where)
 
@@ -45,15 +43,15 @@ class LocalWorker:
 
     def end(self, until: float) -> None:
         """Wait for its end until then, and end it."""
-        self.child.close()  # one that was never told where to go ends by this
+        self.child.close()  # one that never got an address ends by this
         self.child.end(until - time.monotonic())
 
 
 def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[LocalWorker]:
-    """Worker processes of this machine that wait to be told where their coordinator is (`LocalWorker.go`).
+    """Worker processes of this machine that wait for the address of their coordinator (`LocalWorker.go`).
 
-    They are forked, so a job may hold lambdas and its data is not copied. Fork before the coordinator opens its door:
-    threads do not come along. `settings` are those of `serve_worker`.
+    They are forked, so a job may hold lambdas and its data is not copied. Fork before the coordinator listens: threads
+    are not copied. `settings` are those of `serve_worker`.
     """
     if not hasattr(os, "fork"):
         raise SplitError("workers cannot be forked on this system; start them with `shoal split FILE --join HOST:PORT`")
@@ -62,13 +60,12 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
         raise SplitError(
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
-    TrafficForecast(job, method, EXACT)  # what torch loads with its first optimizer step is loaded once, here
+    optimizer_state(method.member.job, method.model)  # loads here, once, what torch loads with its first step
     return [LocalWorker(Child(partial(_work, job, method, settings))) for _ in range(count)]
 
 
 def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:
-    """A forked worker: nothing it meets is told with a traceback."""
-    gc.freeze()  # process groups that this process inherited have no threads here, and would wait for them at their end
+    """A forked worker: it reports every error in one line, without a traceback."""
     try:
         where = pipe.recv()
     except EOFError:  # there is nothing to do
@@ -76,7 +73,7 @@ def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connectio
     say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
     try:
         serve_worker(job, method, where, **{"tell": say, **settings})
-    except CoordinatorEnded:  # which tells its user itself, in this same terminal
+    except CoordinatorEnded:  # which reports it in this same terminal
         raise
     except ShoalError as error:
         say(str(error))
@@ -86,58 +83,36 @@ def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connectio
         raise
 
 
-def quiet(line: str) -> None:
-    """For workers that need not be heard."""
-
-
 @contextmanager
-def local_crew(
-    job: Job,
-    method: Method,
-    workers: int,
-    *,
-    device: torch.device | str = "cpu",
-    codec: str = "exact",
-    deadline: float | None = None,
-    patience: float = 20.0,
-    speeds: bool = False,
-    address: Address | None = None,
-    tell: Tell | None = None,
-) -> Iterator[Distributed]:
-    """A crew of processes forked from this one, for as long as the block runs.
-
-    >>> with local_crew(job, method, 4) as crew:
-    ...     result = train_split(job, method, crew)
-    """
-    crew_settings = {"codec": codec, "deadline": deadline, "speeds": speeds, "address": address, "tell": tell}
-    with crew_of(job, method, workers, crew_settings, device=device, patience=patience) as (executor, _):
-        yield executor
-
-
-@contextmanager
-def crew_of(
+def local_workers(
     job: Job,
     method: Method,
     local: int,
-    crew_settings: Mapping[str, Any],
     *,
     others: int = 0,
-    **worker_settings: Any,
+    worker: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[Distributed, list[LocalWorker]]]:
-    """A coordinator with so many forked workers, that waits for so many others besides."""
-    worker_settings.setdefault("codec", crew_settings.get("codec", "exact"))
-    if crew_settings.get("tell") is None:
-        worker_settings.setdefault("tell", quiet)
-    local_workers = fork_workers(local, job, method, **worker_settings)
+    """A coordinator with so many forked workers, that waits for so many others besides.
+
+    `settings` are those of `Distributed`, `worker` those of `serve_worker`.
+
+    >>> with local_workers(job, method, 4) as (executor, _):
+    ...     result = train_split(job, method, executor)
+    """
+    given = {"codec": settings.get("codec", "exact"), "patience": 20.0, **(worker or {})}
+    if settings.get("tell") is None:
+        given.setdefault("tell", lambda line: None)
+    forked = fork_workers(local, job, method, **given)
     try:
-        with Distributed(job, method, workers=local + others, **crew_settings) as executor:
-            for worker in local_workers:
-                worker.go(executor.address)
-            yield executor, local_workers
+        with Distributed(job, method, workers=local + others, **settings) as executor:
+            for process in forked:
+                process.go(executor.address)
+            yield executor, forked
     finally:
         until = time.monotonic() + END_SECONDS
-        for worker in local_workers:
-            worker.end(until)
+        for process in forked:
+            process.end(until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +124,7 @@ class Torchrun:
     where: Address
 
     @staticmethod
-    def found(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
+    def read(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
         """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where torchrun did not start this process.
 
         torchrun's own store is at MASTER_PORT, so the coordinator listens at the next port.

@@ -1,4 +1,4 @@
-"""One process of a run: what it is there for, from its command line or from torchrun, and doing it."""
+"""One process of a distributed run: coordinator or worker, by its command line or by torchrun."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ from shoal.errors import SplitError
 from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.split.api import add_notes
-from shoal.split.core.checks import checked
 from shoal.split.core.method import Method
+from shoal.split.core.report import Forecast
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._advice import Advice, advise
-from shoal.split.net._forecast import TrafficForecast
-from shoal.split.net._probe import LinkSpeed
+from shoal.split.net._wire import message_bytes
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.launch import Torchrun, crew_of
-from shoal.split.net.links import Address, LinkLost, read_offer
+from shoal.split.net.launch import Torchrun, local_workers
+from shoal.split.net.links import Address, LinkLost, LinkSpeed, read_offer
 from shoal.split.net.worker import serve_worker
 from shoal.split.settings import Settings
 from shoal.split.sil import report as report_of_parts
@@ -51,12 +51,12 @@ class Place:
         if self.coordinator is not None and self.join is not None:
             raise SplitError("this process cannot be the coordinator and join one; give --coordinator or --join")
         if self.shard is not None and self.worker_of is None:
-            raise SplitError("--shard is of a worker's own data; give it with --join")
+            raise SplitError("--shard is for the data of a worker; give it with --join")
 
     @property
     def torchrun(self) -> Torchrun | None:
         """What torchrun says, where it started this process and nothing else was asked for."""
-        return None if self.coordinator or self.join else Torchrun.found(self.environment)
+        return None if self.coordinator or self.join else Torchrun.read(self.environment)
 
     @property
     def worker_of(self) -> Address | None:
@@ -89,7 +89,7 @@ class Run:
 
     job: Job
     given: Mapping[str, Any]
-    """Settings that this process was told."""
+    """Settings given to this process."""
     place: Place
     device: str = "cpu"
     out: str | None = None
@@ -106,7 +106,7 @@ class Run:
         if where is not None:
             self._serve(where)
             return None
-        settings, job, method = self._ready()
+        settings, job, method = self._prepare()
         with self._executor(settings, job, method, settings.workers) as executor:
             executor.roll(0)
             return self._train(settings, job, method, executor)
@@ -119,18 +119,17 @@ class Run:
             raise SplitError(f"patience is {self.patience:g}; use seconds above 0")
         parse_seconds(self.checkpoint_every)
 
-    def _ready(self) -> tuple[Settings, Job, Method]:
-        """At the coordinator: what is trained, and how. All that can be wrong is told before anybody is waited for."""
+    def _prepare(self) -> tuple[Settings, Job, Method]:
+        """At the coordinator: what is trained, and how. Mistakes raise here, before any worker is waited for."""
         started = self.place.torchrun
         settings = Settings.read({"workers": started.world} if started is not None else {}, self.given)
         job = settings.job(self.job)
-        checked(job)
-        method = settings.build(job, self._device())
-        if settings.method == "sil" and "workers" not in self.given and started is None:
-            settings.workers = int(getattr(method, "count", settings.workers))
+        method = settings.build(job)
+        if "workers" not in self.given and started is None:
+            settings.workers = method.num_workers
         if isinstance(method, SILMethod) and settings.workers > method.count:
             spare = settings.workers - method.count
-            self._say(f"{method.count} parts, {settings.workers} workers: {spare} only stand by, should one be lost")
+            self._say(f"{method.count} parts, {settings.workers} workers: {spare} are spare, should one be lost")
         return settings, job, method
 
     def _device(self) -> torch.device:
@@ -139,13 +138,12 @@ class Run:
     @contextmanager
     def _executor(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
         local = self.place.local_of(workers)
-        crew_settings = {
-            "address": self.place.address, "offer": settings.given(), "codec": settings.codec, "tell": self.tell,
-            "deadline": self.deadline, "speeds": settings.shares == "speed", "patience": max(self.patience, 60.0),
-            "start_seconds": self.patience,
-        }  # fmt: skip
-        worker_settings = {"device": self._device(), "patience": 10.0}
-        with crew_of(job, method, local, crew_settings, others=workers - local, **worker_settings) as (executor, _):
+        with local_workers(
+            job, method, local, others=workers - local, worker={"device": self._device(), "patience": 10.0},
+            address=self.place.address, offer=settings.given(), codec=settings.codec, deadline=self.deadline,
+            speeds=settings.options.get("shares") == "speed", patience=max(self.patience, 60.0),
+            start_seconds=self.patience, tell=self.tell,
+        ) as (executor, _):  # fmt: skip
             if local < workers:
                 self._say(f"coordinator at {executor.address}, waiting for {workers - local} workers")
             yield executor
@@ -161,7 +159,7 @@ class Run:
             self._say(advise(job, method, len(there), speed, codec=settings.codec, device=self._device()).sentence)
         except SplitError as error:
             self._say(f"whether it pays is not known: {error}")
-        predicted = TrafficForecast(job, method, executor.codec).all_rounds(there)
+        predicted = Forecast(method, partial(message_bytes, codec=executor.codec)).all_rounds(there)
         executor.forget_traffic()
         result = train_split(
             job, method, executor, device=self._device(), out=self.out, tell=self.tell,
@@ -181,7 +179,7 @@ class Run:
         return result
 
     def _serve(self, where: Address) -> None:
-        """As a worker: what the coordinator does is what we do."""
+        """As a worker, with the coordinator's settings."""
         started = self.place.torchrun
         if started is not None:
             settings = Settings.read({"workers": started.world}, self.given)
@@ -191,17 +189,17 @@ class Run:
             except LinkLost as error:
                 raise SplitError(str(error)) from None
         job = settings.job(self.job)
-        method = settings.build(job, self._device())
+        method = settings.build(job)
         done = serve_worker(
             job, method, where, device=self._device(), codec=settings.codec, shard=self.place.shard,
             patience=self.patience, tell=self.tell,
         )  # fmt: skip
-        self._say(f"the coordinator at {where} is done; {done} tasks were carried out here")
+        self._say(f"the coordinator at {where} is done; {done} tasks were trained here")
 
     def advice(self) -> Advice:
         """What it would cost and whether it would pay, without training."""
         self._check()
-        settings, job, method = self._ready()
+        settings, job, method = self._prepare()
         if self.link is not None:
             speed = LinkSpeed.parse(self.link)
         else:

@@ -1,4 +1,4 @@
-"""A worker's side: join, carry out tasks, send back what came of them; and come back after the link was lost."""
+"""A worker's side: join, train tasks, send the outcomes back; and join again after the link was lost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
-from shoal.data import Pool
-from shoal.engine.members.member import open_data
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
-from shoal.split.executors.local import carry_out
-from shoal.split.net._blocks import Blocks
-from shoal.split.net._codec import codec_named
+from shoal.split.executors.local import train_task
+from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._handshake import describe_job
-from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, Wire, WireError, text_message
+from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, WireError, read_task, text_message, to_message
 from shoal.split.net.links import Address, Link, LinkLost, connect
 
 SEND_SECONDS = 3600.0
@@ -28,7 +25,7 @@ DAY = 86400.0
 
 
 class CoordinatorEnded(SplitError):
-    """The coordinator ended in trouble, and said so."""
+    """The coordinator ended with an error."""
 
 
 def serve_worker(
@@ -42,11 +39,11 @@ def serve_worker(
     patience: float = 60.0,
     tell: Callable[[str], None] | None = None,
 ) -> int:
-    """Work for the coordinator at `where` until it says that it is over; how many tasks were carried out.
+    """Train tasks for the coordinator at `where` until it ends the run; how many tasks were trained.
 
-    `shard`: the job's data is this worker's own shard alone, and no row of it leaves. `patience`: how long to look for
-    a coordinator that is not there, at the beginning or after it was lost. Refused (a SplitError) where the
-    coordinator has another job, SplitError where it ended in trouble or stays away.
+    `shard`: the job's data is this worker's shard alone, and no row of it leaves. `patience`: how long to look for a
+    coordinator that is not there, at the beginning or after it was lost. Refused (a SplitError) where the coordinator
+    has another job, SplitError where it ended with an error or stays away.
     """
     worker = _Worker(job, method, torch.device(device), codec, shard)
     say = tell if tell is not None else lambda line: None
@@ -57,7 +54,7 @@ def serve_worker(
         except LinkLost as error:
             lost = f"lost the coordinator at {where} and did not find it again in {patience:g} s"
             raise SplitError(
-                f"{lost}; start it again, its run goes on from its checkpoint" if joined else str(error)
+                f"{lost}; start it again, its run resumes from its checkpoint" if joined else str(error)
             ) from None
         joined = True
         try:
@@ -71,12 +68,12 @@ def serve_worker(
 
 
 class _Worker:
-    """What a worker keeps while links come and go."""
+    """What a worker has while links come and go."""
 
     def __init__(self, job: Job, method: Method, device: torch.device, codec: str, shard: int | None) -> None:
         self.job, self.method, self.device, self.shard = job, method, device, shard
         self.codec = codec_named(codec)
-        self.data = open_data(Pool(device), job, "data")
+        self.data = method.data_on(device)
         self.done = 0
         self.ask: dict[str, Any] = {
             "name": f"{socket.gethostname()}:{os.getpid()}",
@@ -86,8 +83,8 @@ class _Worker:
         }
 
     def serve(self, link: Link) -> None:
-        """Carry out what comes through a link, until the end."""
-        wire, blocks = Wire(self.codec), Blocks(self.job, self.method, self.codec)
+        """Train what comes through a link, until the end."""
+        outcomes = OutcomeCodec(self.method, self.codec)
         while True:
             message = link.receive(DAY)
             if message.header.kind == END:
@@ -97,17 +94,17 @@ class _Worker:
             if message.header.kind == PROBE:
                 link.send(message, SEND_SECONDS)
             elif message.header.kind == TASK:
-                link.send(self._answer(wire, blocks, message), SEND_SECONDS)
+                link.send(self._train(message, outcomes), SEND_SECONDS)
                 self.done += 1
             else:
                 raise WireError(f"the coordinator sent a message of kind {message.header.kind}")
 
-    def _answer(self, wire: Wire, blocks: Blocks, message: Message) -> Message:
-        task = wire.read_task(message, blocks.task_shapes)
+    def _train(self, message: Message, outcomes: OutcomeCodec) -> Message:
+        task = read_task(message)
         try:
-            outcome = carry_out(
+            outcome = train_task(
                 self.job, self.method, task, self.device, self.data, private=self.shard is not None
             )  # fmt: skip
         except Exception as error:
             return text_message(RAISED, describe(error))
-        return wire.outcome(blocks.sent(task, outcome))
+        return to_message(outcomes.sent(task, outcome), self.codec)

@@ -2,7 +2,7 @@
 
 Every dimension of every tensor is an axis. Operators say which axes are one and the same (`unify`), which are made of
 others (a view that takes (heads, width) out of one dimension makes it a product; a concatenation makes a sum), and
-which must stay whole (`fix`, with the reason). What is left at the end, leaves that nobody fixed, can be cut.
+which must stay whole (`fix`, with the reason). What is left at the end, leaves that were not fixed, can be cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Axis:
 
 
 def find(axis: Axis) -> Axis:
-    """The axis that stands for all that are the same as this one."""
+    """The axis that represents all that are the same as this one."""
     while axis.into is not None:
         axis = axis.into
     return axis
@@ -113,7 +113,7 @@ def unify(a: Axis, b: Axis) -> None:
 def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
     """The axes of a view of the same elements in another shape."""
     waiting = [f for dim in reversed(dims) for f in reversed(_flat(dim)) if f.size != 1]
-    found: list[Axis] = []
+    axes: list[Axis] = []
     for size in sizes:
         taken: list[Axis] = []
         missing = size
@@ -130,8 +130,8 @@ def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
                 for axis in dims:
                     fix(axis, "a view mixes it with other dimensions")
                 return [Axis(n, "a view mixes it with other dimensions") for n in sizes]
-        found.append(product(taken) if taken else Axis(size))
-    return found
+        axes.append(product(taken) if taken else Axis(size))
+    return axes
 
 
 def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
@@ -151,9 +151,9 @@ def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     if axis.factors or axis.terms:
         fix(axis, "it is taken apart in two ways that do not fit")
         return [Axis(n, "a piece of something that stays whole") for n in sizes]
-    found = [_child(axis, n) for n in sizes]
-    axis.terms = [f for f in found if f.size]
-    return found
+    children = [_child(axis, n) for n in sizes]
+    axis.terms = [f for f in children if f.size]
+    return children
 
 
 def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
@@ -164,7 +164,7 @@ def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
 
 
 def twice(axis: Axis) -> list[Axis]:
-    """The leaves that stand in more than one factor of a product, as in an outer product of an axis with itself."""
+    """The leaves that are in more than one factor of a product, as in an outer product of an axis with itself."""
     axis = find(axis)
     inside = [set(leaves(f)) for f in axis.factors]
     met = [leaf for i, some in enumerate(inside) for leaf in some if any(leaf in other for other in inside[:i])]
@@ -178,10 +178,10 @@ def _owners(axis: Axis, leaf: Axis) -> Rows:
         return np.arange(axis.size, dtype=np.int64)
     if axis.terms:
         return np.concatenate([_owners(t, leaf) for t in axis.terms])
-    found = np.full(1, -1, dtype=np.int64)
+    owners = np.full(1, -1, dtype=np.int64)
     for factor in axis.factors:
-        found = np.maximum(found[:, None], _owners(factor, leaf)[None, :]).reshape(-1)
-    return found if axis.factors else np.full(axis.size, -1, dtype=np.int64)
+        owners = np.maximum(owners[:, None], _owners(factor, leaf)[None, :]).reshape(-1)
+    return owners if axis.factors else np.full(axis.size, -1, dtype=np.int64)
 
 
 def _flat(axis: Axis) -> list[Axis]:

@@ -18,7 +18,7 @@ from shoal.split.subnets._sizes import Entry, Factor, Sizes, own_code, times
 
 
 def rescale(module: nn.Module, factor: Factor) -> None:
-    """Have a layer multiply what it reads; once, also where it is told so for each of its runs."""
+    """Have a layer multiply what it reads; once, also where this is called for each of its runs."""
     if not hasattr(module, "shoal_scale"):
         module.__class__ = subclass(type(module), _scaled)
     module.shoal_scale = factor  # type: ignore[assignment]
@@ -131,13 +131,13 @@ def _heads(self: Any, rows: Sequence[Tensor]) -> list[Tensor]:
 
 def _mask(query: Tensor, padding: Tensor | None, mask: Tensor | None, heads: int) -> Tensor | None:
     """Both masks as one that is added to the scores."""
-    found = None
+    total = None
     for given, shaped in ((padding, lambda m: m[:, None, None, :]), (mask, _by_head(heads))):
         if given is not None:
             if given.dtype == torch.bool:
                 given = torch.zeros_like(given, dtype=query.dtype).masked_fill_(given, float("-inf"))
-            found = shaped(given) if found is None else found + shaped(given)
-    return found
+            total = shaped(given) if total is None else total + shaped(given)
+    return total
 
 
 def _by_head(heads: int) -> Any:

@@ -94,12 +94,12 @@ class Record:
     def live(self) -> list[Op]:
         """The operators that something of the output depends on."""
         wanted = {_storage(t) for t in self.outputs}
-        found = []
+        live_ops = []
         for op in reversed(self.ops):
             if any(_storage(t) in wanted for t in op.outs):
-                found.append(op)
+                live_ops.append(op)
                 wanted.update(_storage(t) for t in op.tensors)
-        return found[::-1]
+        return live_ops[::-1]
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -134,28 +134,28 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
             f"{type(model).__name__} cannot be copied ({describe(error)}): a split needs copies"
         ) from error
     given = pytree.tree_map_only(Tensor, fake, tuple(inputs))
-    found = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
+    recorded = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
     stack: list[tuple[str, int]] = []
-    found.recurrent = frozenset(n for n, m in copied.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase))
+    recorded.recurrent = frozenset(n for n, m in copied.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase))
     for name, module in copied.named_modules():
-        _watch(module, name, found, stack)
+        _watch(module, name, recorded, stack)
     copied.train()
-    calls = _Calls(found, stack)
+    calls = _Calls(recorded, stack)
     try:
-        with torch.no_grad(), fakes, _Ops(found, stack, calls), calls:
+        with torch.no_grad(), fakes, _Ops(recorded, stack, calls), calls:
             outputs = copied(*given)
     except Exception as error:
         raise SplitError(
             f"{type(model).__name__} cannot be traced: {describe(error)}; its forward pass may depend on shapes, not "
             "on the values of tensors (no .item(), no branches on data)"
         ) from error
-    found.outputs = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
-    if not found.outputs:
+    recorded.outputs = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+    if not recorded.outputs:
         raise SplitError(f"{type(model).__name__} returns no tensor: nothing to train")
-    return found
+    return recorded
 
 
-def _watch(module: nn.Module, name: str, found: Record, stack: list[tuple[str, int]]) -> None:
+def _watch(module: nn.Module, name: str, recorded: Record, stack: list[tuple[str, int]]) -> None:
     """Keep the stack of the modules at work, and note what each is given and makes."""
     count = itertools.count()
     open_runs: list[Run] = []
@@ -166,8 +166,8 @@ def _watch(module: nn.Module, name: str, found: Record, stack: list[tuple[str, i
 
     def leave(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         stack.pop()
-        found.runs.append(open_runs.pop())
-        found.runs[-1].made = made
+        recorded.runs.append(open_runs.pop())
+        recorded.runs[-1].made = made
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
@@ -180,9 +180,9 @@ def _storage(tensor: Tensor) -> int:
 class _Calls(TorchFunctionMode):
     """Notes the calls that name sizes or sum over features."""
 
-    def __init__(self, found: Record, stack: list[tuple[str, int]]) -> None:
+    def __init__(self, recorded: Record, stack: list[tuple[str, int]]) -> None:
         super().__init__()
-        self.found = found
+        self.found = recorded
         self.stack = stack
         self.current: Call | None = None
 
@@ -210,9 +210,9 @@ class _Calls(TorchFunctionMode):
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator."""
 
-    def __init__(self, found: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
+    def __init__(self, recorded: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = found
+        self.found = recorded
         self.stack = stack
         self.calls = calls
 

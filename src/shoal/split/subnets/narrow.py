@@ -42,8 +42,8 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
 
     if units.blocks is not None:
         return without_blocks(model, units.blocks, keep, piece, scale=scale)
-    found = shell(model, piece)
-    modules = dict(found.named_modules())
+    network = shell(model, piece)
+    modules = dict(network.named_modules())
     for name, module in modules.items():
         _attributes(module)
         if isinstance(module, nn.MultiheadAttention):
@@ -55,7 +55,7 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
     if scale:
         leftover = _scale(modules, units, keep)
     _resize(modules, units, keep, leftover)
-    return found
+    return network
 
 
 def _attributes(module: nn.Module) -> None:
@@ -111,8 +111,8 @@ def _norm(module: nn.Module, call: Sized, keep: Keep) -> None:
     """A normalisation without weights knows its size from its settings alone."""
     dims = call.outs[0]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        own = module.normalized_shape
-        inner = zip(own, dims[len(dims) - len(own) :], strict=True)
+        shape = module.normalized_shape
+        inner = zip(shape, dims[len(dims) - len(shape) :], strict=True)
         module.normalized_shape = tuple(n if d is None or d.rows else d.left(keep) for n, d in inner)
     elif isinstance(module, nn.GroupNorm) and not module.affine and isinstance(dims[1], Span):
         left = dims[1].left(keep)
@@ -148,8 +148,8 @@ def _factor(reader: Reader, keep: Keep) -> float | tuple[float, ...] | None:
     """One factor where all are alike, else one for each place; None where there is nothing to scale."""
     if reader.span.left(keep) == reader.span.size:
         return None
-    found = tuple(reader.span.factors(keep).tolist())
-    return found[0] if len(set(found)) == 1 else found
+    factors = tuple(reader.span.factors(keep).tolist())
+    return factors[0] if len(set(factors)) == 1 else factors
 
 
 def _resize(
