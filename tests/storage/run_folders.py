@@ -38,7 +38,7 @@ def built(count: int = 2, **changes: Any) -> list[Member]:
     return prepare([job(name=f"m{i}", seed=i, **changes) for i in range(count)], torch.device("cpu"))
 
 
-class Rider:
+class SavedMember:
     """A member of its own making, that can be anywhere in its training."""
 
     def __init__(self, index: int = 0, size: int = 100) -> None:
@@ -47,7 +47,7 @@ class Rider:
         self.history: list[dict[str, float]] = []
         self.odd: Any = None
 
-    def train(self, steps: int = 1) -> Rider:
+    def train(self, steps: int = 1) -> SavedMember:
         for _ in range(steps):
             self.step += 1
             self.weight = torch.full_like(self.weight, self.step)
@@ -68,15 +68,15 @@ def opened(path: Path, count: int = 1) -> RunFolder:
     return folder
 
 
-def restored(path: Path, index: int = 0, count: int = 1) -> Rider:
+def restored(path: Path, index: int = 0, count: int = 1) -> SavedMember:
     """The member as a new process finds it."""
-    member = Rider(index)
+    member = SavedMember(index)
     with opened(path, count) as folder:
         assert folder.restore(member)
     return member
 
 
-def told(work: Callable[[], Any]) -> list[str]:
+def warnings_of(work: Callable[[], Any]) -> list[str]:
     """What a user is warned of, each in one line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,7 +98,7 @@ def results(members: list[Member]) -> Results:
     )  # fmt: skip
 
 
-def restored_from(folder: RunFolder) -> Rider:
-    member = Rider()
+def restored_from(folder: RunFolder) -> SavedMember:
+    member = SavedMember()
     assert folder.restore(member)
     return member

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.engine import stateful
 from tests.engine.stateful import KINDS, Changes, loss_of
-from tests.storage.run_folders import told
+from tests.storage.run_folders import warnings_of
 from torch import Tensor, nn
 
 import shoal
@@ -69,7 +69,7 @@ def test_what_cannot_be_saved_is_said_once_before_the_start(what: str, tmp_path:
         )  # fmt: skip
     assert len(caught) == 1 and "a resumed run finds it as it is at the beginning" in str(caught[0].message)
     assert events[0] == "start 1"
-    assert not told(lambda: shoal.train([job(make())], device="cpu")), "without a folder nothing is lost"
+    assert not warnings_of(lambda: shoal.train([job(make())], device="cpu")), "without a folder nothing is lost"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.storage.run_folders import Rider, X, built, opened, restored, restored_from, results, told
+from tests.storage.run_folders import SavedMember, X, built, opened, restored, restored_from, results, warnings_of
 from torch import Tensor
 
 from shoal.engine.members.member import Member
@@ -19,7 +19,7 @@ from shoal.storage.run_folder import RunFolder
 
 
 def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
-    member = Rider()
+    member = SavedMember()
     for _ in range(5):
         with opened(tmp_path) as folder:
             assert folder.restore(member) == (member.step > 0)
@@ -34,7 +34,7 @@ def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_history_comes_back_exactly_however_it_grew(tmp_path: Path) -> None:
-    member = Rider()
+    member = SavedMember()
     with opened(tmp_path) as folder:
         assert folder.save(member), "without a row"
         member.history.append({"epoch": 1, "loss": math.nan, "big": 10**20, "low": -math.inf, "tiny": 5e-324})
@@ -57,7 +57,7 @@ def test_history_comes_back_exactly_however_it_grew(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_of_that_moment(tmp_path: Path) -> None:
-    member = Rider().train()
+    member = SavedMember().train()
     with opened(tmp_path) as folder:
         folder.save_many([member])
         member.weight.fill_(99)
@@ -65,7 +65,7 @@ def test_what_is_saved_is_of_that_moment(tmp_path: Path) -> None:
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    members = [Rider(i).train(i + 1) for i in range(40)]
+    members = [SavedMember(i).train(i + 1) for i in range(40)]
     with opened(tmp_path, 40) as folder:
         folder.save_many(members)
         assert folder.flush() and not folder.busy
@@ -88,15 +88,15 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "zeroed", "flipped", "empty"])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path, how: str) -> None:
-    member = Rider()
+    member = SavedMember()
     with opened(tmp_path) as folder:
         for _ in range(3):
             folder.save(member.train())
     newest = tmp_path / "members" / "0000" / "a.ckpt"
     damage(newest, how)
-    back = Rider()
+    back = SavedMember()
     with opened(tmp_path) as folder:
-        (line,) = told(lambda: folder.restore(back))
+        (line,) = warnings_of(lambda: folder.restore(back))
         assert str(newest) in line and "job 'm0'" in line and "resuming from b.ckpt" in line
         assert back.step == 2 and len(back.history) == 2
         folder.save(back.train())
@@ -104,38 +104,38 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
     for name in "ab":
         damage(newest.with_name(f"{name}.ckpt"), how)
     with opened(tmp_path) as folder:
-        (line,) = told(lambda: folder.restore(back))
+        (line,) = warnings_of(lambda: folder.restore(back))
     assert "starts again from its beginning" in line
 
 
 def test_a_checkpoint_of_another_job_is_not_used(tmp_path: Path) -> None:
     with opened(tmp_path, 2) as folder:
-        folder.save_many([Rider(0).train(), Rider(1).train(5)])
+        folder.save_many([SavedMember(0).train(), SavedMember(1).train(5)])
     (tmp_path / "members" / "0000" / "a.ckpt").write_bytes((tmp_path / "members" / "0001" / "a.ckpt").read_bytes())
-    back = Rider()
+    back = SavedMember()
     with opened(tmp_path, 2) as folder:
-        (line,) = told(lambda: folder.restore(back))
+        (line,) = warnings_of(lambda: folder.restore(back))
     assert "is of another job" in line and back.step == 0
 
 
 def test_a_state_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as folder:
-        folder.save(Rider().train())
-        member = Rider()
+        folder.save(SavedMember().train())
+        member = SavedMember()
         monkeypatch.setattr(member, "load_state", lambda state: state["weights"])
         with pytest.raises(OutError, match=r"does not fit job 'm0' \(KeyError: 'weights'\)"):
             folder.restore(member)
 
 
 def test_a_member_that_cannot_be_stored_is_told_once(tmp_path: Path) -> None:
-    members = [Rider(i).train() for i in range(3)]
+    members = [SavedMember(i).train() for i in range(3)]
     with opened(tmp_path, 3) as folder:
         folder.save_many(members)
         for member in members[:2]:
             member.odd = lambda: 1
-        (line,) = told(lambda: folder.save_many([member.train() for member in members]))
+        (line,) = warnings_of(lambda: folder.save_many([member.train() for member in members]))
         assert "'m0' and 1 more is not checkpointed: odd is a function" in line
-        assert not told(lambda: folder.save_many([member.train() for member in members]))
+        assert not warnings_of(lambda: folder.save_many([member.train() for member in members]))
         assert not folder.save(members[0])
         assert folder.save(members[2])
     assert [restored(tmp_path, i, 3).step for i in range(3)] == [1, 1, 3]
@@ -174,7 +174,7 @@ def test_an_address_in_a_setting_is_not_another_job(tmp_path: Path) -> None:
 def test_a_damaged_table_is_noticed_with_the_fix(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as folder:
         folder.save_plan({"tiers": {"m0": "serial"}, "sizes": [1, 2]})
-        folder.save(Rider().train())
+        folder.save(SavedMember().train())
     data = (tmp_path / name).read_bytes()
 
     def read() -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from tests.storage.run_folders import Rider, built, opened, restored, restored_from, results, told
+from tests.storage.run_folders import SavedMember, built, opened, restored, restored_from, results, warnings_of
 
 from shoal.errors import OutError
 from shoal.storage._lock import Lock, alive
@@ -93,13 +93,13 @@ def test_a_forked_process_does_not_free_the_lock(tmp_path: Path) -> None:
 
 def test_a_forked_process_saves_while_its_parent_writes(tmp_path: Path) -> None:
     with opened(tmp_path, 2) as folder:
-        folder.save_many([Rider(0, size=1 << 20).train()])
+        folder.save_many([SavedMember(0, size=1 << 20).train()])
         pid = os.fork()
         if pid == 0:
-            folder.save_many([Rider(1).train(7)])
+            folder.save_many([SavedMember(1).train(7)])
             os._exit(0 if folder.flush() else 1)
         assert os.waitpid(pid, 0)[1] == 0
-        folder.save_many([Rider(1).train(8)])
+        folder.save_many([SavedMember(1).train(8)])
     assert restored(tmp_path, 1, 2).step == 8 and restored(tmp_path, 0, 2).step == 1
 
 
@@ -108,7 +108,7 @@ def test_a_forked_process_saves_while_its_parent_writes(tmp_path: Path) -> None:
 
 def save_for_ever(path: Path, count: int, ready: int) -> NoReturn:
     """A process that does nothing but go on and save, in several threads, until it is killed."""
-    members = [Rider(i, size=2000) for i in range(count)]
+    members = [SavedMember(i, size=2000) for i in range(count)]
     with opened(path, count) as folder:
         for member in members:
             folder.restore(member)
@@ -135,7 +135,7 @@ def test_a_kill_while_saving_loses_no_checkpoint(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
         os.close(read)
         os.close(ready)
-        members = [Rider(i) for i in range(count)]
+        members = [SavedMember(i) for i in range(count)]
         with opened(tmp_path, count) as folder:
             for member in members:
                 folder.restore(member)  # a warning is an error here
@@ -187,13 +187,13 @@ def fill(place: Path) -> Path:
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_is_told_once(small_disk: Path) -> None:
     out = small_disk / "run"
-    member = Rider(size=10_000)
+    member = SavedMember(size=10_000)
     with opened(out) as folder:
         assert folder.save(member.train())
         filler = fill(small_disk)
-        (line,) = told(lambda: folder.save(member.train()))
+        (line,) = warnings_of(lambda: folder.save(member.train()))
         assert "No space left on device" in line and "tried again" in line
-        assert not told(lambda: folder.save_many([member.train()])) and not folder.flush()
+        assert not warnings_of(lambda: folder.save_many([member.train()])) and not folder.flush()
         assert restored_from(folder).step == 1
         filler.unlink()
         assert folder.save(member.train())
@@ -215,7 +215,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(small_disk: Path) -> None
 def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    member = Rider()
+    member = SavedMember()
     with opened(tmp_path) as folder:
         folder.save(member.train())
 
@@ -223,7 +223,7 @@ def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, call, fail)
-        assert len(told(lambda: folder.save(member.train()))) == 1
+        assert len(warnings_of(lambda: folder.save(member.train()))) == 1
         monkeypatch.undo()
         assert restored_from(folder).step == 1
         assert not list(tmp_path.rglob(".*"))
@@ -232,13 +232,13 @@ def test_a_disk_that_fails_late_keeps_the_checkpoint_before(
 
 def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    member = Rider(size=100_000)
+    member = SavedMember(size=100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path) as folder:
-        folder.save(Rider().train())
+        folder.save(SavedMember().train())
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            (line,) = told(lambda: folder.save(member.train(2)))
+            (line,) = warnings_of(lambda: folder.save(member.train(2)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "File too large" in line and restored_from(folder).step == 1
@@ -246,7 +246,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_folder_that_may_not_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:
     with opened(small_disk / "run") as folder:
-        folder.save(Rider().train())
+        folder.save(SavedMember().train())
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for out in ("run", "new"):
         with pytest.raises(OutError, match=r"cannot be written .*Read-only file system"):

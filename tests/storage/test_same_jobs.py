@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.storage.run_folders import built, job, told
+from tests.storage.run_folders import built, job, warnings_of
 from torch import Tensor, nn
 
 import shoal
@@ -410,7 +410,7 @@ def test_comments_docstrings_and_lines_make_no_difference(tmp_path: Path) -> Non
 
 
 def test_the_same_source_of_another_python_is_the_same_job(tmp_path: Path) -> None:
-    """Its bytecode differs; without source that cannot be compared, and is told."""
+    """Its bytecode differs; without source that cannot be compared, which is reported."""
     out, module = tmp_path / "out", loaded(tmp_path / "a.py", SOURCE)
     assert not claimed(out, **changes(module))
     content = _atomic.read_sealed(out / "jobs.json")
@@ -420,13 +420,13 @@ def test_the_same_source_of_another_python_is_the_same_job(tmp_path: Path) -> No
                 texts[place] = " ".join(["code", "0" * 16, *text.split()[2:]])
     content["made_by"] |= {"bytecode": "0000", "python": "3.99"}
     _atomic.write_sealed(out / "jobs.json", content)
-    assert not told(lambda: claimed(out, **changes(module)))
+    assert not warnings_of(lambda: claimed(out, **changes(module)))
     with pytest.raises(OutError, match="another schedule: its code differs"):
         claimed(out, **changes(module) | {"schedule": module.schedules[0]})
     source = (tmp_path / "a.py").read_text()
     (tmp_path / "a.py").unlink()
     linecache.checkcache()
-    (line,) = told(lambda: claimed(out, **changes(module)))
+    (line,) = warnings_of(lambda: claimed(out, **changes(module)))
     assert "written by Python 3.99" in line and "without its source" in line and "cannot be compared" in line
     (tmp_path / "a.py").write_text(source)
 
@@ -445,7 +445,7 @@ def test_source_that_was_edited_after_it_was_loaded_says_nothing(tmp_path: Path)
 
 def test_weights_that_differ_by_rounding_are_told_and_taken(tmp_path: Path) -> None:
     assert not claimed(tmp_path, model=net)
-    (line,) = told(lambda: claimed(tmp_path, model=lambda: nudged(net(), 1e-8)))
+    (line,) = warnings_of(lambda: claimed(tmp_path, model=lambda: nudged(net(), 1e-8)))
     assert "initial weights of m0 differ in their last digits" in line
     for by in (1e-3, 0.1):
         with pytest.raises(OutError, match="other initial weights"):
@@ -470,7 +470,7 @@ def test_a_factory_that_the_seed_does_not_set_is_told_and_taken(tmp_path: Path) 
         return nudged(net(), float(source.normal()))
 
     assert not claimed(tmp_path, model=drawn)
-    (line,) = told(lambda: claimed(tmp_path, model=drawn))
+    (line,) = warnings_of(lambda: claimed(tmp_path, model=drawn))
     assert "other ones each time the factory is called" in line
 
 
@@ -479,7 +479,7 @@ def test_another_version_of_a_library_is_told(tmp_path: Path) -> None:
     content = _atomic.read_sealed(tmp_path / "jobs.json")
     here, content["made_by"]["torch"] = content["made_by"]["torch"], "1.0"
     _atomic.write_sealed(tmp_path / "jobs.json", content)
-    (line,) = told(lambda: claimed(tmp_path))
+    (line,) = warnings_of(lambda: claimed(tmp_path))
     assert f"torch 1.0 there and {here} here" in line
 
 

@@ -156,7 +156,7 @@ class Opened:
 )  # fmt: skip
 def test_a_checkpoint_that_names_what_runs_commands_is_refused(name: list[str]) -> None:
     states: list[dict[str, Any]] = []
-    trained(prepared("dict in a closure"), lambda run: states.append(run.everybody[0].state()))
+    trained(prepared("dict in a closure"), lambda run: states.append(run.all_members[0].state()))
     (content,) = states[1]["python"]["job"]["places"].values()
     content[0][1] = ["name", *name]
     again = prepared("dict in a closure")

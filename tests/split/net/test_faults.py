@@ -66,7 +66,9 @@ def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 3, local_steps=4), list[str]()
     with local_workers(job, method, 3, tell=lines.append) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].child.pid)) if n == 2 else None)  # type: ignore[arg-type]
+        between = Between(
+            executor, lambda n: (tmp_path / "who").write_text(str(local[1].child.pid)) if n == 2 else None
+        )  # type: ignore[arg-type]
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 3, 2, 2]
     (lost,) = executor.lost
@@ -222,7 +224,9 @@ def test_a_step_that_raises_on_one_machine_costs_that_machine(tmp_path: Path) ->
     job = sick_job(tmp_path / "who", fail)
     method = LocalSGD(job, 2, local_steps=4)
     with local_workers(job, method, 2) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[0].child.pid)) if n == 1 else None)  # type: ignore[arg-type]
+        between = Between(
+            executor, lambda n: (tmp_path / "who").write_text(str(local[0].child.pid)) if n == 1 else None
+        )  # type: ignore[arg-type]
         assert train_split(job, method, between).status == "done"
     assert [lost.why for lost in executor.lost] == ["RuntimeError: the step is broken"]
 
