@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.planning import perf_cache
-from shoal.engine.planning.planner import Curve, Request, plan, stack_bytes, total_bytes
+from shoal.engine.planning.planner import Curve, Plan, Request, plan, stack_bytes, total_bytes
 from shoal.engine.planning.policy import Policy, Ticket
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import Recipe, TraceCache
@@ -271,6 +271,10 @@ def test_what_is_learned_is_learned_of_the_job_with_its_optimizer() -> None:
     assert adam == again != sgd
 
 
+def tiers(plan: Plan) -> dict[int, str]:
+    return {index: part.tier for part in plan.parts for index in part.members}
+
+
 def test_the_tier_is_that_of_the_job_whatever_its_companions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setattr(trials, "_verdicts", {})
@@ -282,9 +286,9 @@ def test_the_tier_is_that_of_the_job_whatever_its_companions(monkeypatch: pytest
     long = {"epochs": None, "steps": trials.FEW_STEPS}
     jobs = [job(0, **SGD, **long), job(1, **ADAM, **long), job(2, **SGD, **long), job(3, **RMS, **long), job(4, **SGD)]
     made = planned(jobs)
-    assert made.tiers() == {0: "serial", 1: "stacked", 2: "serial", 3: "stacked", 4: "stacked"}
+    assert tiers(made) == {0: "serial", 1: "stacked", 2: "serial", 3: "stacked", 4: "stacked"}
     assert [part.members for part in made.parts if part.tier == "stacked"] == [[1, 3, 4]]
-    assert [planned([own]).tiers()[0] for own in jobs] == list(dict(sorted(made.tiers().items())).values())
+    assert [tiers(planned([own]))[0] for own in jobs] == list(dict(sorted(tiers(made).items())).values())
 
 
 def request(index: int, kind: str, state: float, working: float, **more: Any) -> Request:
