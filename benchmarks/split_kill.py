@@ -57,7 +57,7 @@ def a_job(seed: int, steps: int) -> shoal.Job:
 
 
 class Troubled:
-    """A crew with trouble in some of its rounds, at random moments of theirs. Rounds are timed."""
+    """An executor whose workers are killed or stopped in some rounds, at random moments. Rounds are timed."""
 
     tier = "distributed"
 
@@ -117,7 +117,7 @@ def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
     finally:
         for worker in everybody:
             if worker.alive():
-                os.kill(worker.pid, signal.SIGCONT)
+                os.kill(worker.child.pid, signal.SIGCONT)
             worker.end(time.monotonic() + 1)
     worst = max(lost, key=lambda one: one.waited)
     return {

@@ -2,7 +2,7 @@
 
     python benchmarks/subnets.py --out benchmarks/results/subnets.json
 
-Both crews carry out the same tasks of independent subnet training: building the narrow networks, the local steps and
+Both executors train the same tasks of independent subnet training: building the narrow networks, the local steps and
 reading the weights back are all counted. Then a network whose training does not fit into a memory budget as a whole is
 trained in parts that do.
 """
@@ -25,7 +25,7 @@ import shoal
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.ist import Network
 from shoal.split.core.state import State
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.ist import IST
 
@@ -52,7 +52,7 @@ def job(build: Any, image: bool, steps: int, dtype: torch.dtype = torch.float32)
 
 
 def rounds(made: shoal.Job, subnets: int, local_steps: int, number: int) -> dict[str, tuple[list[float], State]]:
-    """So many rounds by each crew: the seconds that each round took, and what came of them all."""
+    """So many rounds by each executor: the seconds of each round, and the outcomes."""
     method = IST(made, subnets, local_steps, moments="fresh", recovery=0)
     found = {}
     for executor in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):

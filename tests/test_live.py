@@ -1,4 +1,4 @@
-"""Live runs: what is asked of them is done between two steps, and whoever is not asked keeps its bits."""
+"""Live runs: commands are carried out between two steps, and the bits of all other jobs are unchanged."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_add() -> None:
         [job("a", epochs=40)], 2, lambda run: run.add(first), lambda run: run.add(second), lambda run: run.status()
     )
     assert answers[:2] == [None, None] and {"a", "b"} < answers[2].keys()
-    assert list(found) == ["a", "b", "job-2"], "newcomers come last, and one without a name is named by its place"
+    assert list(found) == ["a", "b", "job-2"], (
+        "jobs that were added come last, and one without a name is named by its place"
+    )
     alone = trained(job("a", epochs=40), first, job("job-2", model=Branching, epochs=2))
     assert all(same(found[r.name], r) for r in alone)
 
@@ -184,7 +186,7 @@ def test_warm_start_of_another_network() -> None:
 SCHEDULES: dict[str, dict[str, Any]] = {
     "none": {},
     "function": {"schedule": lambda step: 0.97**step},
-    "torch": {"schedule": lambda optimizer: StepLR(optimizer, 5)},
+    "torch": {"schedule": lambda optimizer: StepLR(optimizer, 5, 0.7)},
     "epochs": {"schedule": lambda optimizer: CosineAnnealingLR(optimizer, 20), "schedule_every": "epoch"},
     "sequence": {
         "schedule": lambda o: SequentialLR(o, [StepLR(o, 5, 0.5), CosineAnnealingLR(o, 200)], milestones=[30])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Hidden layers of ReLU, two of them unless told; inputs of any shape are flattened."""
+    """Hidden layers of ReLU, two of them by default; inputs of any shape are flattened."""
 
     def __init__(
         self, features: int = 784, hidden: int = 256, classes: int = 10, *, layers: int = 2, dropout: float = 0.0

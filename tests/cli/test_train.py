@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal.cli.app import main
-from shoal.cli.target import load_jobs, load_settings
+from shoal.cli.target import load_target
 
 FILE = """
 model = {{ use = "torch.nn:Linear", in_features = 2, out_features = 1 }}
@@ -79,9 +79,8 @@ def test_tensorboard_is_a_callback(file: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_jobs_and_settings_of_a_target(file: Path) -> None:
-    assert [job.name for job in load_jobs(str(file))] == ["seed=0", "seed=1"]
-    assert load_settings(str(file))["threads"] == 1
-    assert load_settings("some.module:jobs") == {}
+    target = load_target(str(file))
+    assert [job.name for job in target.jobs] == ["seed=0", "seed=1"] and target.settings["threads"] == 1
 
 
 def test_a_file_trains_and_leaves_its_results(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +93,7 @@ def test_a_file_trains_and_leaves_its_results(file: Path, capsys: pytest.Capture
 def test_the_same_as_the_job_in_python(file: Path) -> None:
     jobs = [
         replace(job, model=lambda job=job: job.model().double(), data=tuple(part.double() for part in job.data))
-        for job in load_jobs(str(file))
+        for job in load_target(str(file)).jobs
     ]
     (packed, _) = shoal.train(jobs, device="cpu")
     alone = shoal.solo(jobs[0])
@@ -110,7 +109,7 @@ def test_a_diverged_job_is_status_1(file: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("out", [True, False])
-def test_interrupt_says_how_to_go_on(file: Path, out: bool) -> None:
+def test_interrupt_says_how_to_resume(file: Path, out: bool) -> None:
     file.write_text(FILE.format(lr=1e-6, epochs=10_000_000).replace("" if out else 'out = "from_file"\n', ""))
     child = subprocess.Popen(
         [sys.executable, "-m", "shoal", "train", str(file)],
@@ -126,4 +125,4 @@ def test_interrupt_says_how_to_go_on(file: Path, out: bool) -> None:
     assert child.returncode == 130 and "Traceback" not in rest
     *_, how, last = rest.splitlines()
     assert last == "shoal: interrupted"
-    assert f"to go on where it was: shoal train {file}" in how if out else "nothing was kept" in how
+    assert f"to resume: shoal train {file}" in how if out else "nothing was saved" in how

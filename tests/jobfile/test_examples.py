@@ -14,7 +14,7 @@ from shoal.jobfile import load
 from shoal.jobfile._blocks import TOP
 from shoal.jobfile._datafiles import BUILT_IN, READERS
 from shoal.jobfile._known import LOSSES, METRICS, OVERS
-from shoal.jobfile._settings import KINDS
+from shoal.jobfile._values import KINDS
 from shoal.models import MODELS
 
 ROOT = Path(__file__).parents[2]

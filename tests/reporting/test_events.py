@@ -1,4 +1,4 @@
-"""Events: what they look like to others, who hears them, and what a listener that raises costs."""
+"""Events: what they look like to others, which listeners get them, and what a listener that raises costs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_json_lines_come_at_once() -> None:
     assert [json.loads(line)["kind"] for line in stream.getvalue().splitlines()] == ["start", "end"]
 
 
-def test_riding_on_average() -> None:
+def test_members_running_on_average() -> None:
     a, b = members()
     running = MembersRunning()
     assert running.average() == 0.0
@@ -107,7 +107,9 @@ def test_riding_on_average() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=6), st.randoms())
-def test_riding_does_not_depend_on_how_processes_interleave(runners: list[tuple[int, int]], mix: random.Random) -> None:
+def test_the_average_does_not_depend_on_how_processes_interleave(
+    runners: list[tuple[int, int]], mix: random.Random
+) -> None:
     class Fake:
         def __init__(self, index: int) -> None:
             self.index = index

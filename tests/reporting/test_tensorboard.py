@@ -111,7 +111,7 @@ def test_a_member_that_goes_back_and_a_second_run_in_the_same_folder(tmp_path: P
     listeners, it = listening(tmp_path), member()
     for _ in range(3):
         epoch(listeners, it)
-    it.epoch, it.step = 1, 4  # its worker was lost; it goes on from its checkpoint
+    it.epoch, it.step = 1, 4  # its worker was lost; it continues from its checkpoint
     del it.history[1:]
     epoch(listeners, it)
     assert curve(tmp_path / "a", "loss") == [(4, 1.0), (8, 0.5)]

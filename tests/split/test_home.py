@@ -16,7 +16,7 @@ from shoal.results import Result
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Outcome, Slice, Task
 from shoal.split.core.state import State, disjoint, merge_
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST

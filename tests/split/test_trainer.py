@@ -21,7 +21,7 @@ from shoal.split.core.checks import prepare_job
 from shoal.split.core.method import Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.core.reading import Reading
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.trainer import train_split
 

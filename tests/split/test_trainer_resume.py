@@ -17,7 +17,7 @@ from shoal.errors import OutError, ShoalWarning
 from shoal.results import Result
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Outcome, Task
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST
 from shoal.split.trainer import train_split

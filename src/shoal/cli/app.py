@@ -103,12 +103,12 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
-    """A warning for people who did not write the code that it comes from."""
+    """A warning as one line, without the code that it comes from."""
     return f"shoal: warning: {message}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit status, with every error told in one line."""
+    """Run one command line; the exit status; every error is printed in one line."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]

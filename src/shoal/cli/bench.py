@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.files import picture_ready, ready
+from shoal.cli.files import check_picture, check_writable
 
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
-"""What `shoal bench` runs when it is not told: every network of the bench, and unlike ones in one list."""
+"""What `shoal bench` runs by default: every network of the bench, and unlike ones in one list."""
 
 
 def bench(
@@ -46,10 +46,11 @@ def bench(
     from shoal.evidence.bench.run import bench as measure
     from shoal.evidence.bench.titles import TITLES
     from shoal.evidence.bench.workloads import Spec
+    from shoal.training import pick_device
 
-    ready(out)
-    picture_ready(plot)
-    place = pick_device(device)
+    check_writable(out)
+    check_picture(plot)
+    place = str(pick_device(device))
     settings = Settings(
         ways=tuple(TITLES) if ways == "all" else tuple(way.strip() for way in ways.split(",")),
         device=place,
@@ -93,23 +94,6 @@ def wide_console() -> Any:
 
     console = Console()
     return console if console.is_terminal else Console(width=200)
-
-
-def pick_device(device: str) -> str:
-    """`auto` made definite; ValueError for a device that is not there."""
-    import torch
-
-    if device == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; use cpu, cuda or auto")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, and torch sees no GPU here; use cpu or auto")
-    return "cuda:0" if device == "cuda" else device
 
 
 def pick_precision(precision: str, device: str) -> str | None:

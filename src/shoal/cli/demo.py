@@ -1,9 +1,6 @@
 """`shoal demo`: the whole idea in under a minute."""
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,30 +33,28 @@ def demo(
     """
     from rich.console import Console
 
-    from shoal.cli.files import picture_ready
+    from shoal.cli.files import check_picture
     from shoal.evidence.demo.compare import compare, draw
 
-    picture_ready(picture)
+    check_picture(picture)
     console = Console(quiet=as_json)
     console.print(
         "[bold]64 small networks on handwritten digits[/bold]: 4 learning rates x 4 dropout rates x 4 seeds\n"
     )
-    with tempfile.TemporaryDirectory(prefix="shoal-demo-") as made, _progress(console) as progress:
-        folder = Path(made)
-        alone = _run("alone", folder, longest, progress)
-        packed = _run("packed", folder, longest, progress)
-        checked = _run("checked", folder, CHECK_SHARE * longest, progress)
-        names, rates = packed["names"], packed["rates"]
-        found = compare(alone, packed, checked, names, folder)
-    draw(picture, found, packed["histories"], rates)
-    found.picture = str(picture)
+    with _progress(console) as progress:
+        alone = _run("alone", longest, progress)
+        packed = _run("packed", longest, progress)
+        checked = _run("checked", CHECK_SHARE * longest, progress)
+    result = compare(alone, packed, checked, packed["names"])
+    draw(picture, result, packed["histories"], packed["rates"])
+    result.picture = str(picture)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        _report(console, found)
-    if not found.equal:
+        _report(console, result)
+    if not result.equal:
         raise RuntimeError(
-            f"in float64 a packed network differs from the same network alone by {found.float64_difference:.1e}, "
+            f"in float64 a packed network differs from the same network alone by {result.float64_difference:.1e}, "
             "which is more than rounding: please report it"
         )
 
@@ -76,31 +71,21 @@ def _progress(console: "Console") -> "Iterator[Progress]":
 TITLES = {"alone": "alone, one after the other", "packed": "packed, all together", "checked": "both again, in float64"}
 
 
-def _run(way: str, folder: Path, longest: float, progress: "Progress") -> dict[str, Any]:
-    """Run one way in a child process, moving its bar; what it found."""
+def _run(way: str, longest: float, progress: "Progress") -> dict[str, Any]:
+    """Run one way in a child process, moving its bar; what it sends at its end."""
+    from shoal.evidence.bench.child import Child, ChildError
+    from shoal.evidence.demo.worker import run
+
     bar = progress.add_task(TITLES[way], total=None)
-    command = [sys.executable, "-m", "shoal.evidence.demo.worker", way, str(folder), str(longest)]
-    result: dict[str, Any] | None = None
-    with (
-        (folder / "errors").open("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
-    ):
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                event = json.loads(line)
-                if event["event"] == "progress":
-                    progress.update(bar, completed=event["done"], total=event["total"])
-                else:
-                    result = event
-        except BaseException:
-            child.terminate()
-            raise
-        status = child.wait()
-        errors.seek(0)
-        last = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
-    if status != 0 or result is None:
-        raise RuntimeError(f"training {way} ended with status {status}: {last[0]}")
+    child = Child(run, way, longest)
+    try:
+        while isinstance(message := child.receive(), tuple):
+            progress.update(bar, completed=message[0], total=message[1])
+    except ChildError as error:
+        raise RuntimeError(f"training {way} failed: {error}") from None
+    finally:
+        child.close()
+    result: dict[str, Any] = message
     progress.update(bar, completed=result["trained"], total=result["total"])
     progress.stop_task(bar)
     return result
@@ -114,35 +99,37 @@ def _difference(value: float) -> str:
     return f"{value:.1e}" if value else "0, bit for bit"
 
 
-def _report(console: "Console", found: "Comparison") -> None:
+def _report(console: "Console", result: "Comparison") -> None:
     from rich.table import Table
 
     table = Table("", "time", "peak memory")
-    if found.alone_seconds_estimated is None:
-        table.add_row("alone", f"{found.alone_seconds:.1f} s", _megabytes(found.alone_peak_bytes))
+    if result.alone_seconds_estimated is None:
+        table.add_row("alone", f"{result.alone_seconds:.1f} s", _megabytes(result.alone_peak_bytes))
     else:
-        table.add_row("alone (estimated)", f"{found.alone_total:.1f} s", _megabytes(found.alone_peak_bytes))
+        table.add_row("alone (estimated)", f"{result.alone_total:.1f} s", _megabytes(result.alone_peak_bytes))
     table.add_row(
-        f"packed ({', '.join(found.tiers)})", f"{found.packed_seconds:.1f} s", _megabytes(found.packed_peak_bytes)
+        f"packed ({', '.join(result.tiers)})",
+        f"{result.packed_seconds:.1f} s",
+        _megabytes(result.packed_peak_bytes),
     )
     console.print()
     console.print(table)
-    if found.alone_seconds_estimated is not None:
+    if result.alone_seconds_estimated is not None:
         console.print(
-            f"Alone, {found.alone_trained} of {found.networks} networks took {found.alone_seconds:.1f} s; "
+            f"Alone, {result.alone_trained} of {result.networks} networks took {result.alone_seconds:.1f} s; "
             "the time for all of them is estimated in proportion."
         )
     console.print(
-        f"Of each peak, {_megabytes(found.import_bytes)} are PyTorch, Shoal and the data before any training."
+        f"Of each peak, {_megabytes(result.import_bytes)} are PyTorch, Shoal and the data before any training."
     )
-    console.print(f"Gain: [bold]{found.verdict}[/bold]")
-    console.print(f"Best network: {found.best_name}, validation accuracy {found.best_accuracy:.2%}")
+    console.print(f"Gain: [bold]{result.verdict}[/bold]")
+    console.print(f"Best network: {result.best_name}, validation accuracy {result.best_accuracy:.2%}")
     console.print(
-        f"Packed against alone, in float64, {found.float64_networks} networks, {found.float64_steps} steps: largest "
-        f"relative difference of any weight {_difference(found.float64_difference)}"
+        f"Packed against alone, in float64, {result.float64_networks} networks, {result.float64_steps} steps: largest "
+        f"relative difference of any weight {_difference(result.float64_difference)}"
     )
     console.print(
-        f"In float32, where rounding may add up: {found.same_accuracy} of {found.alone_trained} networks with the same "
-        f"accuracy, largest difference {_difference(found.largest_difference)}"
+        f"In float32, where rounding may add up: {result.same_accuracy} of {result.alone_trained} networks with the "
+        f"same accuracy, largest difference {_difference(result.largest_difference)}"
     )
-    console.print(f"Learning curves: {found.picture}")
+    console.print(f"Learning curves: {result.picture}")

@@ -14,7 +14,8 @@ def explain(
         bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, for the gain to expect.")
     ] = True,
     memory: Annotated[
-        str | None, typer.Option(help="Bytes that may be used, such as 20GB: how packs are sized, and who waits.")
+        str | None,
+        typer.Option(help="Bytes that may be used, such as 20GB: how large packs are, which jobs wait."),
     ] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="On a GPU: try compiled steps too, which may take minutes.")

@@ -1,11 +1,11 @@
-"""Files that a command will write: looked at before the long work, not after it."""
+"""Files that a command will write: checked before the long work, not after it."""
 
 import os
 from pathlib import Path
 
 
-def ready(path: Path | None) -> None:
-    """Make the folder of a file to come; ValueError where the file cannot be written."""
+def check_writable(path: Path | None) -> None:
+    """Make the folder of a file that will be written; ValueError where it cannot be."""
     if path is None:
         return
     if path.is_dir():
@@ -18,7 +18,7 @@ def ready(path: Path | None) -> None:
         raise ValueError(f"{str(path)!r} cannot be written; name another file")
 
 
-def picture_ready(path: Path | None) -> None:
+def check_picture(path: Path | None) -> None:
     """The same for a picture, whose name says what kind it is."""
     if path is None:
         return
@@ -29,4 +29,4 @@ def picture_ready(path: Path | None) -> None:
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lower()[1:] not in kinds:
         raise ValueError(f"{str(path)!r} is no kind of picture; end the name in .png, .pdf or .svg")
-    ready(path)
+    check_writable(path)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.files import picture_ready, ready
+from shoal.cli.files import check_picture, check_writable
 
 reproduce = typer.Typer(
     name="reproduce",
@@ -24,19 +24,39 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON 
 Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
 
 
-def _tell(
-    result: dict[str, Any], table: Callable[[dict[str, Any], Any], None], out: Path | None, as_json: bool
+def _report(
+    measure: Callable[[Callable[[str], None]], dict[str, Any]],
+    table: Callable[[dict[str, Any], Any], None],
+    draw: Callable[[Path, dict[str, Any]], None],
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """The numbers: into a file, and on the screen as JSON or as a table."""
+    """Measure, with a line of progress; then the picture, the file, and the table or JSON on the screen."""
+    from rich.console import Console
+
     from shoal.cli.bench import wide_console
     from shoal.evidence.bench.report import text, write
 
+    check_writable(out)
+    check_picture(plot)
+    with Console(stderr=True).status("starting") as status:
+        result = measure(lambda line: status.update(line))
+    if plot is not None:
+        draw(plot, result)
     if out is not None:
         write(result, out)
     if as_json:
         typer.echo(text(result))
     else:
         table(result, wide_console())
+
+
+def _drawer(paper: Any, ylabel: str) -> Callable[[Path, dict[str, Any]], None]:
+    """Draws a paper's bars, ours beside the published ones."""
+    from shoal.evidence.bench.report import draw_bars, heading
+
+    return lambda path, result: draw_bars(path, paper.bars(result), ylabel=ylabel, title=heading(result))
 
 
 @reproduce.callback()
@@ -57,28 +77,17 @@ def unifiednn(
     quick: Quick = False,
 ) -> None:
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
-    from rich.console import Console
-
-    from shoal.cli.bench import pick_device
-    from shoal.evidence.bench.report import heading
     from shoal.evidence.reproduce import unifiednn as paper
-    from shoal.evidence.reproduce.picture import draw
+    from shoal.training import pick_device
 
-    ready(out)
-    picture_ready(plot)
-    place = pick_device(device)
+    place = str(pick_device(device))
     length = epochs or (20 if place.startswith("cuda") else 5)
-    with Console(stderr=True).status("starting") as status:
-        result = paper.unifiednn(
-            members=min(members, 2) if quick else members,
-            epochs=1 if quick else length,
-            device=place,
-            limit=limit,
-            tell=lambda line: status.update(line),
-        )
-    if plot is not None:
-        draw(plot, paper.bars(result), ylabel="saved over one process per network", title=heading(result))
-    _tell(result, paper.table, out, as_json)
+
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        some, few = (min(members, 2), 1) if quick else (members, length)
+        return paper.unifiednn(members=some, epochs=few, device=place, limit=limit, tell=tell)
+
+    _report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -98,17 +107,12 @@ def pack(
     quick: Quick = False,
 ) -> None:
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
-    from rich.console import Console
-
-    from shoal.cli.bench import pick_device, pick_precision, quick_settings
-    from shoal.evidence.bench.report import heading
+    from shoal.cli.bench import pick_precision, quick_settings
     from shoal.evidence.bench.run import Settings
     from shoal.evidence.reproduce import pack as paper
-    from shoal.evidence.reproduce.picture import draw
+    from shoal.training import pick_device
 
-    ready(out)
-    picture_ready(plot)
-    place = pick_device(device)
+    place = str(pick_device(device))
     wanted = [size.strip() for size in sizes.split(",")]
     if not set(wanted) <= {"2", "3", "4"}:
         raise ValueError(f"sizes is {sizes!r}; the published table has 2, 3 and 4")
@@ -120,18 +124,18 @@ def pack(
         limit=limit,
         **(quick_settings() if quick else {}),
     )
-    with Console(stderr=True).status("starting") as status:
-        result = paper.pack(
+
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        return paper.pack(
             settings,
             networks=networks or list(paper.TITLES),
             sizes=[int(size) for size in wanted],
             precision=pick_precision(precision, place),
             quick=quick,
-            tell=lambda line: status.update(line),
+            tell=tell,
         )
-    if plot is not None:
-        draw(plot, paper.bars(result), ylabel="gain over sequential", title=heading(result))
-    _tell(result, paper.table, out, as_json)
+
+    _report(measure, paper.table, _drawer(paper, "gain over sequential"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -147,26 +151,14 @@ def sil(
     quick: Quick = False,
 ) -> None:
     """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
-    from rich.console import Console
-
-    from shoal.cli.bench import pick_device
-    from shoal.evidence.bench.report import heading
     from shoal.evidence.reproduce import sil as paper
-    from shoal.evidence.reproduce.picture import draw
+    from shoal.training import pick_device
 
-    ready(out)
-    picture_ready(plot)
-    with Console(stderr=True).status("starting") as status:
-        result = paper.sil(
-            folder=data,
-            seeds=min(seeds, 2) if quick else seeds,
-            device=pick_device(device),
-            quick=quick,
-            tell=lambda line: status.update(line),
-        )
-    if plot is not None:
-        draw(plot, paper.bars(result), ylabel="accuracy", title=heading(result))
-    _tell(result, paper.table, out, as_json)
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        some = min(seeds, 2) if quick else seeds
+        return paper.sil(folder=data, seeds=some, device=str(pick_device(device)), quick=quick, tell=tell)
+
+    _report(measure, paper.table, _drawer(paper, "accuracy"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -191,15 +183,11 @@ def ist(
 ) -> None:
     """IST: independent subnets over slow links, against local SGD and data parallel."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without a name
-    from rich.console import Console
-
-    from shoal.cli.bench import pick_device
     from shoal.evidence.reproduce import ist_report as paper
     from shoal.evidence.reproduce.datasets import load
     from shoal.evidence.reproduce.ist import Scene, windows_of
+    from shoal.training import pick_device
 
-    ready(out)
-    picture_ready(plot)
     small = data is None
     scene = Scene(
         data=load(data),
@@ -209,16 +197,16 @@ def ist(
         steps=20 if quick else steps or (150 if small else 400),
     )
     before = paper.earlier(settings) if settings is not None else None
-    with Console(stderr=True).status("starting") as status:
-        result = paper.compare(
+
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        return paper.compare(
             scene,
             seeds=range(min(seeds, 2) if quick else seeds),
             windows=(10,) if quick else windows_of(windows, small=small),
             link=None if link == "none" else link,
-            device=pick_device(device),
+            device=str(pick_device(device)),
             before=before,
-            tell=lambda line: status.update(line),
+            tell=tell,
         )
-    if plot is not None:
-        paper.draw(plot, result)
-    _tell(result, paper.table, out, as_json)
+
+    _report(measure, paper.table, paper.draw, out, plot, as_json)

@@ -33,7 +33,7 @@ class Target:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Around `shoal.train` and `shoal.explain`: mistakes in the jobs are told with their line in the file."""
+        """Around `shoal.train` and `shoal.explain`: mistakes in the jobs are reported with their line in the file."""
         from shoal import JobError
 
         try:
@@ -56,16 +56,6 @@ def load_target(target: str) -> Target:
     return Target(jobs=_called(target))
 
 
-def load_jobs(target: str) -> "list[Job]":
-    """The jobs of a job file, or those that the named function returns (or the list itself, if the name is one)."""
-    return load_target(target).jobs
-
-
-def load_settings(target: str) -> dict[str, Any]:
-    """What a job file says about how to run; nothing for a function."""
-    return load_target(target).settings if target.lower().endswith(FILE_ENDS) else {}
-
-
 def _called(target: str) -> "list[Job]":
     where, colon, name = target.rpartition(":")
     if where.lower().endswith(FILE_ENDS):
@@ -77,8 +67,8 @@ def _called(target: str) -> "list[Job]":
         near = get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{where} has no {name!r}{hint}")
-    found = getattr(module, name)
-    made = found() if callable(found) else found
+    value = getattr(module, name)
+    made = value() if callable(value) else value
     return check_jobs(made, target)
 
 

@@ -18,18 +18,18 @@ def train(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints, weights and histories; the same command goes on there.")
+        Path | None, typer.Option(help="Folder for checkpoints, weights and histories; run the same command to resume.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="The most to use, such as 20GB; by default 90 % of the free.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Who goes first: fifo, priority, shortest, round-robin or fair.")
+        str | None, typer.Option(help="Which job runs first: fifo, priority, shortest, round-robin or fair.")
     ] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs, one below it a job.")] = None,
     progress: Annotated[
-        bool | None, typer.Option("--progress/--no-progress", help="Show how it goes, on stderr; by default yes.")
+        bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
     ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default where it pays.")
@@ -89,7 +89,7 @@ def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results
     try:
         return shoal.train(jobs, **settings)
     except KeyboardInterrupt:
-        print(f"shoal: {how_to_go_on(settings.get('out'))}", file=sys.stderr)
+        print(f"shoal: {how_to_resume(settings.get('out'))}", file=sys.stderr)
         raise
 
 
@@ -98,9 +98,9 @@ def last_line(results: "Results") -> str:
     return json.dumps({"kind": "results", "results": json.loads(results.to_json())})
 
 
-def how_to_go_on(out: str | None) -> str:
+def how_to_resume(out: str | None) -> str:
     """What to do after Ctrl-C."""
     if out is None:
-        return "nothing was kept, as there is no --out; with one, the same command goes on where it was"
+        return "nothing was saved, as there is no --out; with one, run the same command again to resume"
     given = ["shoal", *sys.argv[1:]] if Path(sys.argv[0]).name in ("shoal", "__main__.py") else ["the same command"]
-    return f"saved in {out!r}; to go on where it was: {shlex.join(given) if len(given) > 1 else given[0]}"
+    return f"saved in {out!r}; to resume: {shlex.join(given) if len(given) > 1 else given[0]}"

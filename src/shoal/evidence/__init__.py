@@ -1,1 +1,0 @@
-"""Measurements: benchmarks, reproductions of published comparisons, the demo."""

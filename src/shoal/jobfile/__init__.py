@@ -2,7 +2,7 @@
 
     file -> tree with lines -> a table of fields for each job -> jobs
 
-Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are told at once, as one JobError.
+Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are reported at once, as one JobError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".toml", ".yaml", ".yml")
 MOST_BYTES = 4_000_000
 MOST_LINES = 20
-"""Mistakes that are told at once."""
+"""Mistakes that are reported at once."""
 QUOTED = re.compile(r"job ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"): (.*)")
 """A line about a job, as `shoal.preparation.checks` writes it."""
 
@@ -42,15 +42,15 @@ class JobFile:
     def placed(self, error: ValueError) -> JobError:
         """An error of `shoal.train` or `shoal.explain` about these jobs, with the lines of the file that it is about.
 
-        What several jobs have in common is told once.
+        What several jobs have in common is reported once.
         """
-        names_by_text: dict[tuple[int, str], list[str]] = {}
+        jobs: dict[tuple[int, str], list[str]] = {}
         by_text = {repr(name): name for name in self.places}
         for text in str(error).splitlines():
             name, line, rest = self._place(text, by_text)
-            names_by_text.setdefault((line, rest), []).extend([name] if name else [])
+            jobs.setdefault((line, rest), []).extend([name] if name else [])
         lines = []
-        for (line, rest), names in names_by_text.items():
+        for (line, rest), names in jobs.items():
             where = f"{self.path}:{line}: " if line else ""
             more = "" if not names else f" (job {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''})"
             lines.append(f"{where}{rest}{more}")
@@ -67,18 +67,18 @@ class JobFile:
 
 def load(path: str | os.PathLike[str]) -> JobFile:
     """Read a job file and build its jobs; JobError with a line for each mistake."""
-    shown_path = os.fspath(path)
-    problems = Problems(shown_path)
-    text = _text(Path(shown_path), shown_path)
-    root = _tree(shown_path, text, problems)
+    file = os.fspath(path)
+    problems = Problems(file)
+    text = _text(Path(file), file)
+    root = _tree(file, text, problems)
     for node in too_large(root):
         problems.add(node, "a whole number has more than 64 bits; use a smaller one")
     problems.stop_if_any()
     from shoal.jobfile import _blocks
     from shoal.jobfile._build import Builder
-    from shoal.jobfile._settings import settings
+    from shoal.jobfile._values import settings
 
-    folder = Path(shown_path).resolve().parent
+    folder = Path(file).resolve().parent
     chosen = settings(root, folder, problems)
     try:
         cases = _blocks.cases(root, problems)
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str]) -> JobFile:
         raise JobError(*_few(list(error.lines))) from None
     run = root.value.get("run")
     lines = {key: node.line for key, node in run.value.items()} if isinstance(run, Node) else {}
-    return JobFile(path=shown_path, jobs=jobs, settings=chosen, setting_lines=lines, places=builder.places)
+    return JobFile(path=file, jobs=jobs, settings=chosen, setting_lines=lines, places=builder.places)
 
 
 def _few(lines: list[str]) -> list[str]:
@@ -97,46 +97,40 @@ def _few(lines: list[str]) -> list[str]:
     return [*lines[:MOST_LINES], *more]
 
 
-def _text(path: Path, shown_path: str) -> str:
+def _text(path: Path, file: str) -> str:
     """The file as text; errors that have no line name line 1, or the file alone where there is none."""
     try:
         if path.is_dir():
-            raise JobError(
-                f"{shown_path} is a folder; name a job file in it, such as {shown_path.rstrip('/')}/sweep.toml"
-            )
+            raise JobError(f"{file} is a folder; name a job file in it, such as {file.rstrip('/')}/sweep.toml")
         if not path.exists():
-            raise JobError(f"{shown_path}: there is no such file; check the name, it is taken from the current folder")
+            raise JobError(f"{file}: there is no such file; check the name, it is taken from the current folder")
         if not path.is_file():
-            raise JobError(f"{shown_path} is no plain file; write the jobs into one")
+            raise JobError(f"{file} is no plain file; write the jobs into one")
         if path.stat().st_size > MOST_BYTES:
-            raise JobError(
-                f"{shown_path}:1: it has {path.stat().st_size:,} bytes; a job file has at most {MOST_BYTES:,}"
-            )
+            raise JobError(f"{file}:1: it has {path.stat().st_size:,} bytes; a job file has at most {MOST_BYTES:,}")
         data = path.read_bytes()
     except OSError as error:
-        raise JobError(
-            f"{shown_path}: it cannot be read ({error.strerror}); check the name and its permissions"
-        ) from None
+        raise JobError(f"{file}: it cannot be read ({error.strerror}); check the name and its permissions") from None
     except ValueError as error:
         if isinstance(error, JobError):
             raise
-        raise JobError(f"{shown_path!r}: this is no file's name; check it") from None
+        raise JobError(f"{file!r}: this is no file's name; check it") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise JobError(f"{shown_path}:{line}: this is not text in UTF-8; save the file as UTF-8") from None
+        raise JobError(f"{file}:{line}: this is not text in UTF-8; save the file as UTF-8") from None
 
 
-def _tree(shown_path: str, text: str, problems: Problems) -> Node:
+def _tree(file: str, text: str, problems: Problems) -> Node:
     if not text.strip():
         raise problems.one(1, "the file is empty; it needs model, data, loss and epochs at least")
-    if shown_path.lower().endswith(".toml"):
+    if file.lower().endswith(".toml"):
         from shoal.jobfile import _from_toml
 
         return _from_toml.read(text, problems)
-    if shown_path.lower().endswith(SUFFIXES):
+    if file.lower().endswith(SUFFIXES):
         from shoal.jobfile import _from_yaml
 
         return _from_yaml.read(text, problems)
-    raise JobError(f"{shown_path}: a job file ends in .toml, .yaml or .yml; rename it")
+    raise JobError(f"{file}: a job file ends in .toml, .yaml or .yml; rename it")

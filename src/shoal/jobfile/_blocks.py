@@ -189,17 +189,17 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
         problems.add(node, f"{'.'.join(('grid', *path))} is empty; give it lists of values, or remove it")
     for key, child in node.value.items():
         here = (*path, *key.split("."))
-        field = ".".join(("grid", *here))
+        label = ".".join(("grid", *here))
         if not path and not _known_axis(here, child, problems):
             continue
         if child.is_table:
             yield from _paths(child, here, problems)
         elif not isinstance(child.value, list):
-            problems.add(child, f"{field} is {child.shown()}; use a list of values")
+            problems.add(child, f"{label} is {child.shown()}; use a list of values")
         elif not child.value:
-            problems.add(child, f"{field} is an empty list, which gives no jobs; give it values, or remove it")
+            problems.add(child, f"{label} is an empty list, which gives no jobs; give it values, or remove it")
         else:
-            _twice(field, child.value, problems)
+            _twice(label, child.value, problems)
             yield here, child.value
 
 
@@ -217,12 +217,12 @@ def _known_axis(path: Keys, node: Node, problems: Problems) -> bool:
     return True
 
 
-def _twice(field: str, values: list[Node], problems: Problems) -> None:
+def _twice(label: str, values: list[Node], problems: Problems) -> None:
     seen: set[str] = set()
     for value in values:
         text = repr(value.plain())
         if text in seen:
-            problems.add(value, f"{field} has {value.shown()} twice; give each value once")
+            problems.add(value, f"{label} has {value.shown()} twice; give each value once")
         seen.add(text)
 
 
@@ -267,9 +267,9 @@ def _set_inside(table: dict[str, Node], path: Keys, value: Node) -> None:
     table[path[0]] = Node(copy, value.line)
 
 
-def _same_names(cases: list[Case], problems: Problems) -> None:
+def _same_names(all_cases: list[Case], problems: Problems) -> None:
     seen: dict[str, Case] = {}
-    for case in cases:
+    for case in all_cases:
         first = seen.setdefault(case.name, case)
         if first is not case:
             line = case.fields.get("name", case.line)

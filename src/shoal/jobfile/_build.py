@@ -45,7 +45,7 @@ class Builder:
         self.folder = folder
         self.problems = problems
         self.keys_are_wrong = bool(problems)
-        """What is missing may then be there under a wrong key: only other mistakes are told."""
+        """What is missing may then be there under a wrong key: only other mistakes are reported."""
         self.places: dict[str, Places] = {}
         """Job name -> the lines of its fields."""
         self._made: dict[Any, Any] = {}
@@ -142,15 +142,15 @@ class Builder:
     def _function(
         self, name: str, use: Node, arguments: Mapping[str, Node], table: Mapping[str, Any], given: int
     ) -> Any:
-        function = find(name, use, table, self.folder)
-        if isinstance(function, type):  # such as nn.CrossEntropyLoss: built once, then called
-            check_arguments(name, use, function, arguments)
+        reference = find(name, use, table, self.folder)
+        if isinstance(reference, type):  # such as nn.CrossEntropyLoss: built once, then called
+            check_arguments(name, use, reference, arguments)
             plain = {key: child.plain() for key, child in arguments.items()}
-            function, arguments = guarded(use, f"{name}: building {use.value!r}", lambda: function(**plain)), {}
-        if not callable(function):
-            raise Mistake(use, f"{name}: {use.value!r} is a {type(function).__name__}; name a function")
-        check_arguments(name, use, function, arguments, given)
-        return bound(function, arguments)
+            reference, arguments = guarded(use, f"{name}: building {use.value!r}", lambda: reference(**plain)), {}
+        if not callable(reference):
+            raise Mistake(use, f"{name}: {use.value!r} is a {type(reference).__name__}; name a function")
+        check_arguments(name, use, reference, arguments, given)
+        return bound(reference, arguments)
 
     def _metric(self, node: Node) -> Any:
         node = node if node.is_table else Node({"use": node}, node.line)
@@ -159,43 +159,43 @@ class Builder:
 
     def _model(self, node: Node) -> Any:
         use, arguments = split("model", node)
-        model = find("model", use, MODELS, self.folder)
-        if isinstance(model, nn.Module):
+        reference = find("model", use, MODELS, self.folder)
+        if isinstance(reference, nn.Module):
             if arguments:
                 raise Mistake(use, f"model: {use.value!r} is a network already and takes no arguments; name its class")
-            return model
-        if not callable(model) or (isinstance(model, type) and not issubclass(model, nn.Module)):
-            kind = model.__name__ if isinstance(model, type) else type(model).__name__
+            return reference
+        if not callable(reference) or (isinstance(reference, type) and not issubclass(reference, nn.Module)):
+            kind = reference.__name__ if isinstance(reference, type) else type(reference).__name__
             raise Mistake(
                 use, f"model: {use.value!r} is {kind}; name an nn.Module class, or a function that builds one"
             )
-        check_arguments("model", use, model, arguments, typed=model in MODELS.values())
-        return bound(model, arguments)
+        check_arguments("model", use, reference, arguments, typed=reference in MODELS.values())
+        return bound(reference, arguments)
 
     def _optimizer(self, node: Node) -> Any:
         if not isinstance(node.value, str):
             more = "; its settings go into hparams" if node.is_table else ""
             raise Mistake(node, f"optimizer is {node.shown()} ({node.kind}); use a name such as 'AdamW'{more}")
-        optimizer = find("optimizer", node, _known.OPTIMIZERS, self.folder)
-        if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)):
+        reference = find("optimizer", node, _known.OPTIMIZERS, self.folder)
+        if not callable(reference) or (isinstance(reference, type) and not issubclass(reference, Optimizer)):
             raise Mistake(node, f"optimizer: {node.value!r} is no torch.optim.Optimizer; name a class of those")
-        return optimizer
+        return reference
 
     def _schedule(self, use: Node, arguments: Mapping[str, Node]) -> Any:
-        schedule = find("schedule", use, {**_known.OVERS, **_known.SCHEDULERS}, self.folder)
-        if isinstance(schedule, type) and issubclass(schedule, _known.Over):
+        reference = find("schedule", use, {**_known.OVERS, **_known.SCHEDULERS}, self.folder)
+        if isinstance(reference, type) and issubclass(reference, _known.Over):
             open_arguments = {name: node for name, node in arguments.items() if name != "total"}
             if len(open_arguments) < len(arguments):
                 raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
-            check_arguments("schedule", use, partial(schedule, total=1), arguments, typed=True)
+            check_arguments("schedule", use, partial(reference, total=1), arguments, typed=True)
             plain = {name: node.plain() for name, node in arguments.items()}
-            return _value_checked(use, "schedule", lambda: schedule(**plain))
-        if not callable(schedule):
+            return _value_checked(use, "schedule", lambda: reference(**plain))
+        if not callable(reference):
             raise Mistake(
-                use, f"schedule: {use.value!r} is a {type(schedule).__name__}; name a function or a scheduler"
+                use, f"schedule: {use.value!r} is a {type(reference).__name__}; name a function or a scheduler"
             )
-        check_arguments("schedule", use, schedule, arguments, 1)
-        return bound(schedule, arguments)
+        check_arguments("schedule", use, reference, arguments, 1)
+        return bound(reference, arguments)
 
     def _scheduled(self, job: Job, schedule: Any, case: Case) -> Job:
         """The schedule last: its length may follow from the data."""
@@ -220,17 +220,17 @@ class Builder:
         if ":" not in text and text not in _datafiles.BUILT_IN and (suffix or "/" in text or "\\" in text):
             ends = ", ".join(_datafiles.READERS)
             raise Mistake(use, f"{field} {text!r} is no kind of file that is known; end its name in {ends}")
-        reader = find(field, use, _datafiles.BUILT_IN, self.folder)
+        reference = find(field, use, _datafiles.BUILT_IN, self.folder)
         plain = {key: child.plain() for key, child in arguments.items()}
         if text in _datafiles.BUILT_IN:
-            check_arguments(field, use, reader, arguments, typed=True)
-            return _value_checked(use, f"{field} {text!r}", lambda: reader(**plain))
-        if not callable(reader) or isinstance(reader, (Tensor, nn.Module)):
+            check_arguments(field, use, reference, arguments, typed=True)
+            return _value_checked(use, f"{field} {text!r}", lambda: reference(**plain))
+        if not callable(reference) or isinstance(reference, (Tensor, nn.Module)):
             if arguments:
                 raise Mistake(use, f"{field}: {text!r} is no function and takes no arguments")
-            return reader
-        check_arguments(field, use, reader, arguments)
-        return guarded(use, f"{field}: calling {text!r}", lambda: reader(**plain))
+            return reference
+        check_arguments(field, use, reference, arguments)
+        return guarded(use, f"{field}: calling {text!r}", lambda: reference(**plain))
 
     def _data_file(self, field: str, use: Node, arguments: Mapping[str, Node], reader: Callable[..., Any]) -> Any:
         path = self.folder / str(use.value)
@@ -302,7 +302,7 @@ def _is(test: Callable[[], bool]) -> bool:
 
 
 def _value_checked(use: Node, what: str, call: Callable[[], Any]) -> Any:
-    """Our own readers say what is wrong in a ValueError; anything else they raise is told with its kind."""
+    """Our own readers say what is wrong in a ValueError; anything else they raise is reported with its kind."""
     try:
         return call()
     except (ValueError, OSError) as error:

@@ -73,7 +73,7 @@ def _held(file: Path) -> Any:
             raise ValueError(f"it is no .safetensors file ({error})") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what it cannot read: told below
+            warnings.simplefilter("ignore")  # about what it cannot read: reported below
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(
@@ -93,7 +93,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _as(tensor: Tensor, dtype: str | None) -> Tensor:
-    """float64 becomes float32 and small whole numbers int64, unless told."""
+    """float64 becomes float32 and small whole numbers int64, unless a type is given."""
     if dtype is not None:
         wanted = getattr(torch, dtype, None)
         if not isinstance(wanted, torch.dtype):
@@ -112,7 +112,7 @@ def table(
     classes: bool | None = None,
     delimiter: str = ",",
 ) -> tuple[Tensor, Tensor]:
-    """A .csv with a head line. The target is a column, the last unless told; words and whole numbers are classes."""
+    """A .csv with a head line. The target is a column, the last by default; words and whole numbers are classes."""
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}; use one character")
     rows = _rows(file, delimiter)

@@ -36,9 +36,9 @@ def read(text: str, problems: Problems) -> Node:
     except RecursionError:
         raise problems.one(1, "lists or tables are nested too deep; write the file flatter") from None
     except ValueError as error:  # a number of thousands of digits, a date that is none
-        match = DIGITS.search(text)
-        line = text.count("\n", 0, match.start()) + 1 if match else 1
-        what = "a number has thousands of digits; use one of 64 bits" if match else f"this is not TOML: {error}"
+        digits = DIGITS.search(text)
+        line = text.count("\n", 0, digits.start()) + 1 if digits else 1
+        what = "a number has thousands of digits; use one of 64 bits" if digits else f"this is not TOML: {error}"
         raise problems.one(line, what) from None
     return _placed(data, (), 1, Scanner(text).places())
 
@@ -77,7 +77,7 @@ class Scanner:
         self.text = text
         self.at = 0
         self.counted = (0, 1)
-        self.lines: dict[Path, int] = {}
+        self.found: dict[Path, int] = {}
         self.arrays: dict[Path, int] = {}
         """Tables in each [[list of tables]] so far."""
 
@@ -91,7 +91,7 @@ class Scanner:
                 base = self._header(1)
             else:
                 self._pair(base)
-        return self.lines
+        return self.found
 
     @property
     def line(self) -> int:
@@ -118,12 +118,12 @@ class Scanner:
         path: Path = ()
         for i, part in enumerate(parts):
             path = (*path, part)
-            self.lines.setdefault(path, line)
+            self.found.setdefault(path, line)
             if brackets == 2 and i == len(parts) - 1:
                 self.arrays[path] = self.arrays.get(path, 0) + 1
             if path in self.arrays:
                 path = (*path, self.arrays[path] - 1)
-                self.lines.setdefault(path, line)
+                self.found.setdefault(path, line)
         return path
 
     def _pair(self, base: Path) -> None:
@@ -131,7 +131,7 @@ class Scanner:
         path = base
         for part in self._key():
             path = (*path, part)
-            self.lines.setdefault(path, line)
+            self.found.setdefault(path, line)
         self.at += 1  # the =
         self._value(path)
 
@@ -169,7 +169,7 @@ class Scanner:
             if self.text[self.at] == ",":
                 self.at += 1
                 continue
-            self.lines[(*path, count)] = self.line
+            self.found[(*path, count)] = self.line
             self._value((*path, count))
             count += 1
         self.at += 1

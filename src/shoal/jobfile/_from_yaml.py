@@ -68,22 +68,22 @@ class Reader:
 
     def node(self, node: Any, line: int, depth: int) -> Node:
         """One value; `line` is that of its key."""
-        here = node.start_mark.line + 1
+        start = node.start_mark.line + 1
         self.count += 1
         if depth > DEEPEST:
             raise self.problems.one(
-                here, f"it is nested more than {DEEPEST} deep; write the file flatter, without loops"
+                start, f"it is nested more than {DEEPEST} deep; write the file flatter, without loops"
             )
         if self.count > MOST_NODES:
             raise self.problems.one(line, f"the file has more than {MOST_NODES:,} values once aliases are written out")
         if node.tag not in {STANDARD + kind for kind in ("str", "seq", "map")}:
             tag = node.tag.replace(STANDARD, "!!")
-            raise self.problems.one(here, f"tag {tag!r} is not allowed; write the plain value")
+            raise self.problems.one(start, f"tag {tag!r} is not allowed; write the plain value")
         if node.id == "mapping":
             return Node(self._table(node, depth), line)
         if node.id == "sequence":
             return Node([self.node(child, child.start_mark.line + 1, depth + 1) for child in node.value], line)
-        return Node(self._scalar(node, here), line)
+        return Node(self._scalar(node, start), line)
 
     def _table(self, node: Any, depth: int) -> dict[str, Node]:
         table: dict[str, Node] = {}
@@ -115,13 +115,13 @@ class Reader:
         table[last] = node
 
     def _merged(self, value: Any, line: int, depth: int) -> list[dict[str, Node]]:
-        tables = []
+        pairs = []
         for node in value.value if value.id == "sequence" else [value]:
             made = self.node(node, line, depth + 1)
             if not made.is_table:
                 raise self.problems.one(line, f"'<<' takes a table, or a list of tables, not {made.kind}")
-            tables.append(made.value)
-        return tables
+            pairs.append(made.value)
+        return pairs
 
     def _scalar(self, node: Any, line: int) -> Any:
         text = str(node.value)

@@ -19,7 +19,7 @@ def short_name(use: str) -> str:
 
 
 def value_text(node: Node) -> str:
-    """A value as it stands in a name."""
+    """A value as it is written in a name."""
     if node.is_table:
         parts = dict(node.value)
         use = parts.pop("use", None)
@@ -51,10 +51,10 @@ def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
     models = [_model(entry) for entry in entries]
     labels = []
     for number, (entry, model) in enumerate(zip(entries, models, strict=True), 1):
-        given_name = entry.value.get("name")
-        parts = [part for key, node in entry.value.items() if key not in QUIET for part in _told((key,), node)]
-        if given_name is not None and isinstance(given_name.value, str):
-            labels.append(given_name.value)
+        name = entry.value.get("name")
+        parts = [part for key, node in entry.value.items() if key not in QUIET for part in _name_parts((key,), node)]
+        if name is not None and isinstance(name.value, str):
+            labels.append(name.value)
         elif model and models.count(model) == 1:
             labels.append(before + model)
         else:
@@ -70,11 +70,11 @@ def _model(entry: Node) -> str:
     return short_name(use.value) if use is not None and isinstance(use.value, str) else ""
 
 
-def _told(path: tuple[str, ...], node: Node) -> list[str]:
+def _name_parts(path: tuple[str, ...], node: Node) -> list[str]:
     if path == ("model",) and (isinstance(node.value, str) or (node.is_table and "use" in node.value)):
         return [value_text(node)]
     if node.is_table and "use" not in node.value:
-        return [part for key, child in node.value.items() for part in _told((*path, key), child)]
+        return [part for key, child in node.value.items() for part in _name_parts((*path, key), child)]
     return [f"{path[-1]}={value_text(node)}"]
 
 

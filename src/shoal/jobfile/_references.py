@@ -35,7 +35,7 @@ class Mistake(Exception):
 
 
 class noted(contextlib.AbstractContextManager[None, bool]):  # it reads as a verb
-    """Mistakes in the block are noted, and the work goes on after it."""
+    """Mistakes in the block are noted, and reading continues after it."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
@@ -87,15 +87,15 @@ def imported(field: str, use: Node, folder: Path) -> Any:
     if not where or not all(part.isidentifier() for part in name.split(".")):
         raise Mistake(use, f"{field} is {use.value!r}; an import path is 'module:name' or 'file.py:name'")
     module = guarded(use, f"{field}: importing {where!r}", lambda: _module(field, use, where, folder))
-    target: Any = module
+    value: Any = module
     for part in name.split("."):
-        inner = guarded(use, f"{field}: taking {name!r} from {where!r}", partial(getattr, target, part, MISSING))
+        inner = guarded(use, f"{field}: taking {name!r} from {where!r}", partial(getattr, value, part, MISSING))
         if inner is MISSING:
-            near = get_close_matches(part, [n for n in dir(target) if not n.startswith("_")], n=1)
+            near = get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; check the name"
             raise Mistake(use, f"{field}: {where!r} has no {name!r}{hint}")
-        target = inner
-    return target
+        value = inner
+    return value
 
 
 def guarded(line: int | Node, what: str, call: Callable[[], Any]) -> Any:
@@ -196,7 +196,7 @@ def check_arguments(
         ) from None
 
 
-def _check_type(field: str, node: Node, annotation: str) -> None:
+def _check_type(label: str, node: Node, annotation: str) -> None:
     words = [word.strip() for word in annotation.split("|")]
     if not all(word in WORDS or word == "None" for word in words):
         return
@@ -205,16 +205,16 @@ def _check_type(field: str, node: Node, annotation: str) -> None:
     kinds = {kind for word in words if word in WORDS for kind in WORDS[word]}
     if type(node.value) not in kinds:
         wanted = " or ".join(TYPED[word] for word in words if word in TYPED)
-        raise Mistake(node, f"{field} is {node.shown()} ({kind_of(node.value)}); use {wanted}")
+        raise Mistake(node, f"{label} is {node.shown()} ({kind_of(node.value)}); use {wanted}")
 
 
 def bound(function: Callable[..., Any], arguments: Mapping[str, Node]) -> Callable[..., Any]:
-    """The function with its arguments filled in, and a name that tells them."""
+    """The function with its arguments filled in, and a name that shows them."""
     if not arguments:
         return function
     plain = {name: node.plain() for name, node in arguments.items()}
     made = partial(function, **plain)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    listed = ", ".join(f"{key}={value!r}" for key, value in plain.items())
-    made.__qualname__ = f"{name}({listed})"  # type: ignore[attr-defined]  # a run folder tells jobs apart by it
+    arguments_text = ", ".join(f"{key}={value!r}" for key, value in plain.items())
+    made.__qualname__ = f"{name}({arguments_text})"  # type: ignore[attr-defined]  # a run folder tells jobs apart by it
     return made

@@ -77,22 +77,22 @@ def text_of(value: object) -> str:
 
 
 class Problems:
-    """Mistakes in one file, each with its line; the same mistake is told once."""
+    """Mistakes in one file, each with its line; the same mistake is reported once."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._problems: dict[tuple[int, str], None] = {}
+        self._found: dict[tuple[int, str], None] = {}
 
     def add(self, line: int | Node, text: str) -> None:
         """Note a mistake: what it is, the rule, the fix; on one line."""
         number = line.line if isinstance(line, Node) else line
-        self._problems[number, " ".join(text.split())] = None
+        self._found[number, " ".join(text.split())] = None
 
     def __bool__(self) -> bool:
-        return bool(self._problems)
+        return bool(self._found)
 
     def __iter__(self) -> Iterator[str]:
-        for line, text in sorted(self._problems, key=lambda problem: problem[0]):
+        for line, text in sorted(self._found, key=lambda found: found[0]):
             yield f"{self.path}:{line}: {text}"
 
     def stop_if_any(self) -> None:

@@ -14,7 +14,7 @@ from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.split.core.checks import check_choice
 from shoal.split.core.method import Method
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST

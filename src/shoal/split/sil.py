@@ -54,8 +54,8 @@ class SilReport(SplitReport):
             memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
             share = "" if name == WHOLE else f", {memory:.0%} of the whole's memory, {work:.0%} of its operations"
             lines.append(f"{'whole' if name == WHOLE else 'part ' + name:9}{size(cost['peak_bytes'])} at most{share}")
-        told = [f"part {place} alone {_value(found)}" for place, found in enumerate(self.own)]
-        lines.append(f"reached  joined {_value(self.joined)}" + "".join(f", {line}" for line in told))
+        parts = [f"part {place} alone {_value(values)}" for place, values in enumerate(self.own)]
+        lines.append(f"reached  joined {_value(self.joined)}" + "".join(f", {line}" for line in parts))
         lines.append(f"crossed  {size(self.cut_bytes_measured)} (predicted {size(self.cut_bytes_predicted)})")
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
@@ -96,29 +96,29 @@ def report(result: Result, way: SILMethod) -> SilReport:
     """The trainer's report with all that a cut network adds to it."""
     plain = result.split
     assert isinstance(plain, SplitReport)
-    joined, own = judge(way, result.model)
-    found = SilReport(
+    joined, alone = judge(way, result.model)
+    full = SilReport(
         **{f.name: getattr(plain, f.name) for f in fields(SplitReport)},
         cut_at=[cut.name for cut in way.pieces.cuts],
         chosen=_chosen(way.shares),
         joined=joined,
-        own=own,
+        own=alone,
         costs={name: cost.to_dict() for name, cost in costs(way).items()},
         cut_bytes_predicted=way.crossing_bytes(),
         cut_bytes_measured=way.crossed if way.lag else way.crossing_bytes(),
     )
-    found.method = str(way.settings["method"])
-    found.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
-    found.peak_predicted = {name: cost["peak_bytes"] for name, cost in found.costs.items()}
-    found.advice = advice(way, joined, own)
-    return found
+    full.method = str(way.settings["method"])
+    full.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
+    full.peak_predicted = {name: cost["peak_bytes"] for name, cost in full.costs.items()}
+    full.advice = advice(way, joined, alone)
+    return full
 
 
 def _chosen(shares: list[float] | None) -> str:
     if shares is None:
         return ""
-    told = ", ".join(f"{share:.0%}" for share in shares)
-    return f"chosen: parts hold or do at most {told} of the whole"
+    text = ", ".join(f"{share:.0%}" for share in shares)
+    return f"chosen: parts hold or do at most {text} of the whole"
 
 
 def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -137,18 +137,18 @@ def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict
         for place, part in enumerate(parts):
             with evaluating(part):
                 value = _through(way, place, part, value, batch, sums[place])
-    *own, joined = [total.values() for total in sums]
-    return joined, own
+    *alone, joined = [total.values() for total in sums]
+    return joined, alone
 
 
 def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
-    """One part on one batch: what it says of the targets is added up, what it gives goes on."""
+    """One part on one batch: its loss and accuracy are added up; its output is the next part's input."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
-    found: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
+    output: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
     total.rows += rows
     if last or isinstance(part, WithHead):
-        said = part.head(found) if isinstance(part, WithHead) else found
+        said = part.head(output) if isinstance(part, WithHead) else output
         assert loss is not None
         total.add("loss", float(loss(said, target)) * rows)
         if _classes(said, target):
@@ -156,10 +156,10 @@ def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any
     else:
         table = way.tables[place]
         assert way.labels is not None
-        total.add("loss", float(way.labels.loss(found, table, target)) * rows)
-        total.add("accuracy", float((nearest(found, table) == target).sum()))
-        total.add("spread", float(_spread(found, table, target).sum()))
-    return (found,)
+        total.add("loss", float(way.labels.loss(output, table, target)) * rows)
+        total.add("accuracy", float((nearest(output, table) == target).sum()))
+        total.add("spread", float(_spread(output, table, target).sum()))
+    return (output,)
 
 
 class _Sum:
@@ -194,7 +194,7 @@ def costs(way: SILMethod) -> dict[str, Cost]:
     """Of a step of the whole network and of each part, on a batch of the job's size."""
     job = way.source
     batch = tuple(way.data.take(0, min(job.batch_size, len(way.data))))
-    found = {WHOLE: measure(job, way.model, lambda network, given: run_step(job, network, given)[0], batch)}
+    costs_by_part = {WHOLE: measure(job, way.model, lambda network, given: run_step(job, network, given)[0], batch)}
     for place in range(way.count):
         part = Part(number=place, role=str(place))
         given = batch
@@ -203,28 +203,28 @@ def costs(way: SILMethod) -> dict[str, Cost]:
             given = (torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1])
         elif place:
             given = (batch[-1],)
-        found[str(place)] = measure(way.job(job, part), way.network(part), way.step(part), given)
-    return found
+        costs_by_part[str(place)] = measure(way.job(job, part), way.network(part), way.step(part), given)
+    return costs_by_part
 
 
-def advice(way: SILMethod, joined: dict[str, float], own: list[dict[str, float]]) -> str:
+def advice(way: SILMethod, joined: dict[str, float], alone: list[dict[str, float]]) -> str:
     """What to do about a part that is weak, or about one that adds nothing; empty where all is well."""
     if way.way != "labels" or "accuracy" not in joined:
         return ""
-    reached, first = joined["accuracy"], own[0]["accuracy"]
+    reached, first = joined["accuracy"], alone[0]["accuracy"]
     if first < WEAK or reached < first - LOSES:
         return (
             f"advice   part 0 alone reaches {first:.1%} and the joined network {reached:.1%}: the labels ask more of a "
             "weak part than it can give; use method='heads', or cut later"
         )
-    if abs(reached - own[-1]["accuracy"]) < NOTHING:
+    if abs(reached - alone[-1]["accuracy"]) < NOTHING:
         return (
             f"advice   the last part adds nothing: the one before it, by its nearest label, reaches "
-            f"{own[-1]['accuracy']:.1%} and the joined network {reached:.1%}, since labels leave one point a class "
-            f"(spread {own[-1]['spread']:.2f}); method='heads' lets later parts learn"
+            f"{alone[-1]['accuracy']:.1%} and the joined network {reached:.1%}, since labels leave one point a class "
+            f"(spread {alone[-1]['spread']:.2f}); method='heads' lets later parts learn"
         )
     return ""
 
 
-def _value(found: dict[str, float]) -> str:
-    return f"{found['accuracy']:.1%}" if "accuracy" in found else f"loss {found.get('loss', float('nan')):.4g}"
+def _value(values: dict[str, float]) -> str:
+    return f"{values['accuracy']:.1%}" if "accuracy" in values else f"loss {values.get('loss', float('nan')):.4g}"

@@ -298,7 +298,7 @@ class _Run:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Be where `state()` was taken."""
+        """Restore what `state()` returned."""
         self.tensors.load_state(state)
         for name in _PLAIN:
             setattr(self, name, state[name])

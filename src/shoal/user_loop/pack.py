@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.engine.members.member import Member, draws
-from shoal.engine.proof.group import explain_group
+from shoal.engine.proof.group import explain_reason
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
@@ -311,7 +311,7 @@ class Pack:
             batches.give(member)
         groups = self._changes.group(members)
         for candidates in groups:
-            reason = explain_group(candidates, groups)
+            reason = explain_reason(candidates, groups)
             if candidates.stackable and self._join(candidates.recipes, batches):
                 reason = "one computation"
             elif candidates.stackable:

@@ -67,13 +67,13 @@ def test_nobody_starves_and_nothing_exceeds_the_room(policy: Policy, queue: list
     check_moments(policy, iter(moments), queue, room=room, tick=1.0)
     assert set(joins(moments)) == set(range(len(queue)))
     if not policy.preempts:
-        assert len(joins(moments)) == len(queue), "rode to its end"
+        assert len(joins(moments)) == len(queue), "ran to its end"
 
 
 @settings(max_examples=60, deadline=None)
 @given(loads(sizes=3), st.integers(3, 6), st.sampled_from([2.0, 10.0, math.inf]))
 def test_fifo(queue: list[Load], room: int, patience: float) -> None:
-    """Who came later rides earlier only in room that was too small for the other, and only within its patience."""
+    """A job that came later runs earlier only in room too small for the other, and only within its patience."""
     came = sorted(range(len(queue)), key=lambda i: (queue[i].arrives, i))
     for moment in simulate(Fifo(patience=patience), queue, room=room):
         used = sum(t.bytes for t in moment.running)
@@ -92,7 +92,7 @@ def test_fifo_with_equal_sizes_is_the_order_of_arrival(queue: list[Load], seats:
 
 
 def check_best_ride(policy: Policy, queue: list[Load], seats: int, worth: Callable[[Ticket], float]) -> None:
-    """Nobody waits while one of less worth has its place, ageing and rides that must not end yet excepted."""
+    """No job waits while one of less worth has its place, ageing and slices that must not end yet excepted."""
     for moment in simulate(policy, queue, room=seats):
         before = {t.index: t for t in moment.tickets}
         free = [
@@ -175,7 +175,7 @@ STREAMS = {
     "shortest": ([Load(seconds=3)], Load(seconds=50), Load(seconds=2)),
     "fifo": ([Load(seconds=s) for s in (2, 3, 4)], Load(seconds=5, bytes=3), Load(seconds=4)),
 }
-"""Who rides first; a job that waits; and those that come every second and go before it, or leave it no room."""
+"""A job that runs first; one that waits; and those that come every second and go before it, or leave it no room."""
 
 
 def rides_of_the_job_that_waits(policy: Policy, name: str) -> list[float]:
@@ -205,7 +205,7 @@ def test_ageing_leaves_the_policy_in_force_on_a_long_queue() -> None:
     queue = [Load(seconds=900, priority=1), *(Load(seconds=900, arrives=float(i)) for i in range(15))]
     moments = takewhile(lambda m: m.now < 800, simulate(policy, queue, room=1))
     had = Counter(t.index for moment in moments for t in moment.running)
-    assert len(had) == 16, "everybody rides"
+    assert len(had) == 16, "all of them run"
     assert had[0] >= 800 * (1 - 2 / 10)
 
 
@@ -243,7 +243,7 @@ class Moody(Policy):
 
 
 class Impatient(Policy):
-    """Would have its decision taken back at once, if rides could end at once."""
+    """Would have its decision taken back at once, if slices could end at once."""
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
         return sorted(tickets, key=lambda t: t.running)

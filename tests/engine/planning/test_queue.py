@@ -1,4 +1,4 @@
-"""Decisions: who joins and who leaves, for any queue, any policy and any room."""
+"""Decisions: which jobs join and which leave, for any queue, any policy and any room."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def overdue(t: Ticket, tickets: Sequence[Ticket], patience: float) -> bool:
 
 
 def kept(t: Ticket, policy: Policy) -> bool:
-    """Whether a ride must not end yet."""
+    """Whether a job must not be sent back yet."""
     return t.running and (policy.slice_seconds is None or NOW - t.since < policy.slice_seconds)
 
 
@@ -43,7 +43,7 @@ def policies(draw: st.DrawFn) -> Policy:
 
 @st.composite
 def queues(draw: st.DrawFn) -> tuple[list[Ticket], Fits]:
-    """Tickets of which those that ride fit together."""
+    """Tickets of which those that run fit together."""
     fits = room_for(draw(st.integers(1, 20)), draw(st.integers(1, 6)))
     tickets: list[Ticket] = []
     for index in range(draw(st.integers(0, 10))):
@@ -103,8 +103,8 @@ def test_a_decision(queue: tuple[list[Ticket], Fits], policy: Policy, shuffler: 
 
 @settings(max_examples=200, deadline=None)
 @given(queues(), policies())
-def test_nobody_rides_in_the_place_of_one_who_goes_before(queue: tuple[list[Ticket], Fits], policy: Policy) -> None:
-    """Whoever is left out does not fit beside those that go before it, or room is held back for another."""
+def test_no_job_runs_in_the_place_of_one_that_goes_before(queue: tuple[list[Ticket], Fits], policy: Policy) -> None:
+    """A job that is left out does not fit beside those that go before it, or room is held back for another."""
     tickets, fits = queue
     admission = admit(tickets, policy, fits, NOW)
     runners = {t.index for t in apply(tickets, admission) if t.running}
@@ -130,7 +130,7 @@ def test_ranks_are_as_stated(queue: tuple[list[Ticket], Fits], policy: Policy) -
     rest = [t for t in order if t not in first and t not in late]
     assert ranked(tickets, policy, NOW) == first + late + rest
     waiting = [t for t in order if not t.running and t not in late]
-    assert all(t.since <= u.since for t in late for u in waiting), "who began to wait earlier is late earlier"
+    assert all(t.since <= u.since for t in late for u in waiting), "one that began to wait earlier is late earlier"
 
 
 def ticket(index: int, *, size: int = 1, waits: float = 0.0, runners: float | None = None, priority: int = 0) -> Ticket:
@@ -148,8 +148,8 @@ def test_small_jobs_fill_the_room_until_one_has_waited_too_long() -> None:
     assert admit(tickets[1:], Fifo(patience=10), fits, NOW).join == [1, 2]
 
 
-def test_while_room_is_held_back_those_that_ride_go_on() -> None:
-    """The one that waits for room needs all of it, and one ride must not end yet."""
+def test_while_room_is_held_back_those_that_run_continue() -> None:
+    """The one that waits for room needs all of it, and one job must not be sent back yet."""
     waits = ticket(0, size=4, waits=50, priority=5)
     runners = [ticket(1, runners=1), ticket(2, runners=50), ticket(3, runners=50)]
     policy = Priority(slice_seconds=10, patience=20)
@@ -164,8 +164,8 @@ def test_a_job_that_fits_nowhere_holds_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Priority()])
-def test_who_does_not_fit_any_more_leaves(policy: Policy) -> None:
-    """Room can shrink: the decision fits all the same, and who came first stays."""
+def test_what_does_not_fit_any_more_leaves(policy: Policy) -> None:
+    """Room can shrink: the decision fits all the same, and the first that came stays."""
     tickets = [ticket(i, size=2, runners=9 - i) for i in range(4)]
     assert admit(tickets, policy, room_for(5, 9), NOW) == Admission([], [2, 3])
 

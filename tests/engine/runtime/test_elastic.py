@@ -1,4 +1,4 @@
-"""Elastic runs: whoever joins, leaves or waits, and however often one is sent away or saved, its bits are its own."""
+"""Elastic runs: a member's bits do not depend on which others join, leave or wait, or on how often it is preempted."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ MIXED = [
 
 
 class Seats(PlanningContext):
-    """A board on which every member takes one seat."""
+    """Planning in which every member takes one byte."""
 
     def bytes(self, members: Sequence[Member]) -> float:
         return float(len(members))
 
 
-def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, **more: Any) -> list[Member]:
+def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, **more: Any) -> list[Member]:
     members = prepare(jobs, CPU)
     planning = Seats(members, timed=False)
     planning.budget = seats
@@ -96,7 +96,7 @@ def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None
 
 @pytest.fixture(scope="module")
 def alone() -> list[Member]:
-    return [ridden([own], 1)[0] for own in MIXED]
+    return [run_jobs([own], 1)[0] for own in MIXED]
 
 
 def assert_same(a: Member, b: Member) -> None:
@@ -115,7 +115,7 @@ def assert_same(a: Member, b: Member) -> None:
 
 @pytest.mark.parametrize("seats", [2, 5, 16])
 def test_a_queue_longer_than_the_pack(seats: int, alone: list[Member]) -> None:
-    for ours, theirs in zip(ridden(MIXED, seats), alone, strict=True):
+    for ours, theirs in zip(run_jobs(MIXED, seats), alone, strict=True):
         assert_same(ours, theirs)
 
 
@@ -123,7 +123,7 @@ def test_a_queue_longer_than_the_pack(seats: int, alone: list[Member]) -> None:
 def test_places_taken_away_and_given_back(policy: Policy, alone: list[Member]) -> None:
     told: list[Event] = []
     jobs = [replace(own, priority=i) for i, own in enumerate(MIXED)]
-    for ours, theirs in zip(ridden(jobs, 3, policy, tell=told.append), alone, strict=True):
+    for ours, theirs in zip(run_jobs(jobs, 3, policy, tell=told.append), alone, strict=True):
         assert_same(ours, theirs)
     if isinstance(policy, RoundRobin):
         assert sum(event.kind == "preempt" for event in told) > 5
@@ -228,5 +228,5 @@ def test_a_state_goes_on_in_another_member_at_any_batch(alone: list[Member]) -> 
 
 def test_fifo_order() -> None:
     told: list[Event] = []
-    ridden([job(i, epochs=1) for i in range(6)], 1, Fifo(), tell=told.append)
+    run_jobs([job(i, epochs=1) for i in range(6)], 1, Fifo(), tell=told.append)
     assert [e.member.index for e in told if e.kind == "join" and e.member is not None] == list(range(6))

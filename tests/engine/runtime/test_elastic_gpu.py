@@ -48,13 +48,13 @@ def job(i: int, **changes: Any) -> shoal.Job:
 
 
 class Seats(PlanningContext):
-    """A board on which every member takes one seat."""
+    """Planning in which every member takes one byte."""
 
     def bytes(self, members: Sequence[Member]) -> float:
         return float(len(members))
 
 
-def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, tell: Any = None) -> list[Member]:
+def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, tell: Any = None) -> list[Member]:
     members = prepare(jobs, torch.device("cuda", 0))
     planning = Seats(members, compile=False)
     planning.budget = seats
@@ -76,25 +76,25 @@ def assert_as_solo(member: Member, tolerance: float = 1e-9) -> None:
 @pytest.mark.parametrize("seats", [2, 4])
 def test_a_queue_longer_than_the_pack(seats: int) -> None:
     jobs = [job(i) if i % 3 else job(i, epochs=None, steps=3 + i) for i in range(10)]
-    for member in ridden(jobs, seats):
+    for member in run_jobs(jobs, seats):
         assert_as_solo(member)
 
 
 def test_free_seats_are_taken_without_new_units() -> None:
     told: list[Event] = []
-    ridden([job(i, epochs=1 + i % 2) for i in range(12)], 4, tell=told.append)
+    run_jobs([job(i, epochs=1 + i % 2) for i in range(12)], 4, tell=told.append)
     joins = [event for event in told if event.kind == "join"]
     assert len(joins) == 12 and len({event.data["unit"] for event in joins}) < 12
 
 
 @pytest.mark.parametrize("kinds", [False, True], ids=["one optimizer", "two"])
 def test_several_leave_and_join_at_once(kinds: bool) -> None:
-    """Five leave together, and five of those who wait join together, in another order of optimizers than they left."""
+    """Five leave together, and five of those that wait join together, in another order of optimizers than they left."""
     told: list[Event] = []
     optimizers = [torch.optim.Adam, torch.optim.SGD, torch.optim.SGD, torch.optim.Adam]
     more = [{"optimizer": optimizers[(i + i // 6) % 4]} if kinds else {} for i in range(18)]
     jobs = [job(i, epochs=4 if i == 5 else 1 + i // 6, **more[i]) for i in range(18)]
-    for member in ridden(jobs, 6, tell=told.append):
+    for member in run_jobs(jobs, 6, tell=told.append):
         assert_as_solo(member)
     joins = [event.data["unit"] for event in told if event.kind == "join"]
     assert len(joins) == 18 and len(set(joins)) < 18
@@ -103,9 +103,9 @@ def test_several_leave_and_join_at_once(kinds: bool) -> None:
 def test_what_comes_and_goes_in_few_copies_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same members, whether their tensors are copied side by side or one by one."""
     jobs = [job(i, epochs=3) for i in range(6)]
-    together = ridden(jobs, 3, RoundRobin(slice_seconds=5e-3))
+    together = run_jobs(jobs, 3, RoundRobin(slice_seconds=5e-3))
     monkeypatch.setattr(transfer, "MOST_BYTES", 0)
-    for ours, theirs in zip(together, ridden(jobs, 3, RoundRobin(slice_seconds=5e-3)), strict=True):
+    for ours, theirs in zip(together, run_jobs(jobs, 3, RoundRobin(slice_seconds=5e-3)), strict=True):
         held = pytree.tree_leaves([dict(ours.model.state_dict()), ours.optimizer_state["state"]])
         assert not any(value.is_cuda or value.is_pinned() for value in held)
         assert_as_solo(ours)
@@ -113,7 +113,7 @@ def test_what_comes_and_goes_in_few_copies_is_what_it_was(monkeypatch: pytest.Mo
 
 
 def test_places_taken_away_and_given_back() -> None:
-    for member in ridden([job(i, epochs=3) for i in range(5)], 2, RoundRobin(slice_seconds=5e-3)):
+    for member in run_jobs([job(i, epochs=3) for i in range(5)], 2, RoundRobin(slice_seconds=5e-3)):
         assert_as_solo(member)
 
 
@@ -125,7 +125,7 @@ def test_streams_too() -> None:
         return nn.Sequential(*layers).double()
 
     jobs = [job(i, model=conv, data=(images, Y[:40]), val=None, epochs=1 + i % 3) for i in range(7)]
-    for member in ridden(jobs, 3):
+    for member in run_jobs(jobs, 3):
         assert_as_solo(member)
 
 

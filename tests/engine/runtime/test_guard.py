@@ -1,4 +1,4 @@
-"""Runs kept apart in a child process: a member that loses the device's context fails alone, and the others go on."""
+"""Runs in a child process: a member that loses the device's context fails alone, and the others continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -
 
 
 def late_reader(self: Connection, size: int, read: Callable[[int, int], bytes] = os.read) -> BytesIO:
-    """`Connection._recv`, where whoever reads in another thread is held up between its look at the pipe's number and
+    """`Connection._recv`, where a reader in another thread is held up between its look at the pipe's number and
     its reading, as happens on a busy machine."""
     handle, found = self.fileno(), BytesIO()
     if threading.current_thread() is not threading.main_thread():

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.row_order import deal
-from shoal.engine.tiers.serial import SerialUnit, serial_units
+from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import Unit
 from shoal.errors import MemberError
 from shoal.preparation.checks import prepare
@@ -101,7 +101,7 @@ def assert_same(a: shoal.Result, b: shoal.Result) -> None:
 def serial(jobs: list[shoal.Job]) -> shoal.Results:
     """What `shoal.train` does, with every job on the serial tier: it alone is held to the reference's very bits."""
     members = prepare(jobs, CPU)
-    run(serial_units(members))
+    run([SerialUnit(member) for member in members])
     return collect(members, {})
 
 
@@ -248,7 +248,7 @@ def test_ctrl_c_cancels_and_is_passed_on() -> None:
 
     members = prepare([job(loss=None, step=step)], CPU)
     with pytest.raises(KeyboardInterrupt):
-        run(serial_units(members))
+        run([SerialUnit(member) for member in members])
     assert members[0].status == "cancelled"
     assert members[0].optimizer_state["state"]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.evidence.bench import networks, published
-from shoal.evidence.bench.workloads import Spec, names, workload
+from shoal import models
+from shoal.evidence.bench import published
+from shoal.evidence.bench.workloads import TINY, Spec, names, workload
 
 
 def parameters(model: nn.Module) -> int:
@@ -17,11 +18,11 @@ def parameters(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("make", "number"),
     [
-        (networks.TinyMLP, 64 * 32 + 32 + 32 * 10 + 10),
-        (networks.MLP, 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10),
-        (networks.CNN, 32 * 9 + 32 + 64 * 32 * 9 + 64 + 64 * 49 * 128 + 128 + 128 * 10 + 10),
-        (networks.ResNet18, 11_173_962),
-        (networks.GPT, 2 * 256 * 128 + 256 + 128 * 128 + 2 * 128 + 4 * (12 * 128 * 128 + 13 * 128)),
+        (TINY, 64 * 32 + 32 + 32 * 10 + 10),
+        (models.MLP, 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10),
+        (models.CNN, 32 * 9 + 32 + 64 * 32 * 9 + 64 + 64 * 49 * 128 + 128 + 128 * 10 + 10),
+        (models.ResNet18, 11_173_962),
+        (models.GPT, 2 * 256 * 128 + 256 + 128 * 128 + 2 * 128 + 4 * (12 * 128 * 128 + 13 * 128)),
         (published.MobileNetV2, 3_504_872),
         (published.ResNet50, 25_557_032),
         (published.DenseNet121, 7_978_856),

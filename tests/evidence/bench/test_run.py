@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.app import main
-from shoal.evidence.bench.child import deaf
+from shoal.evidence.bench.child import ignoring_interrupts
 from shoal.evidence.bench.floor import Ceilings, count
 from shoal.evidence.bench.memory import Memory
 from shoal.evidence.bench.report import _plain, peak, size
@@ -105,7 +105,7 @@ def test_quick_bench_writes_a_table_json_and_a_picture(tmp_path: Path, capsys: p
 def test_a_process_that_still_imports_does_not_hear_an_interrupt() -> None:
     command = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
     before = signal.getsignal(signal.SIGINT)
-    with deaf():
+    with ignoring_interrupts():
         started = subprocess.run(command, capture_output=True, text=True, check=True)
     assert started.stdout.strip() == "True"
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,4 +1,4 @@
-"""Every way is handed the same work."""
+"""Every way gets the same work."""
 
 import pickle
 

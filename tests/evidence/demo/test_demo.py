@@ -16,39 +16,39 @@ from shoal.evidence.demo import task, worker
 from shoal.evidence.demo.compare import Comparison, compare, draw, largest_difference
 
 
-def ways(tmp_path: Path, trained: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def ways(trained: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two workers' results for four networks, of which so many were trained alone."""
     weights = {f"{i}/w": np.full(3, i + 1.0) for i in range(4)}
-    np.savez(tmp_path / "packed.npz", **weights)
-    np.savez(tmp_path / "alone.npz", **{f"{i}/w": weights[f"{i}/w"] for i in range(trained)})
     histories = [[{"accuracy": 0.1 * i, "val_loss": 1.0}] for i in (1, 3, 3, 2)]
     histories[2][0]["val_loss"] = 0.5
     common = {"before": 1, "peak": 2}
-    alone = {**common, "seconds": 10.0, "trained": trained, "histories": histories[:trained]}
-    return alone, {**common, "seconds": 2.0, "trained": 4, "histories": histories, "tiers": ["stacked"]}
+    some = {f"{i}/w": weights[f"{i}/w"] for i in range(trained)}
+    alone = {**common, "seconds": 10.0, "trained": trained, "histories": histories[:trained], "weights": some}
+    packed = {**common, "seconds": 2.0, "trained": 4, "histories": histories, "tiers": ["stacked"], "weights": weights}
+    return alone, packed
 
 
 CHECKED = {"difference": 3e-15, "trained": 3, "steps": 90}
 
 
-def compared(tmp_path: Path, trained: int) -> Comparison:
-    return compare(*ways(tmp_path, trained), CHECKED, list("abcd"), tmp_path)
+def compared(trained: int) -> Comparison:
+    return compare(*ways(trained), CHECKED, list("abcd"))
 
 
-def test_all_trained_alone_is_measured(tmp_path: Path) -> None:
-    found = compared(tmp_path, 4)
+def test_all_trained_alone_is_measured() -> None:
+    found = compared(4)
     assert (found.gain, found.alone_seconds_estimated) == (5.0, None)
     assert (found.best_name, found.same_accuracy, found.largest_difference) == ("c", 4, 0.0)
     assert found.verdict == "5.0 times faster"
 
 
-def test_a_part_trained_alone_is_estimated(tmp_path: Path) -> None:
-    found = compared(tmp_path, 1)
+def test_a_part_trained_alone_is_estimated() -> None:
+    found = compared(1)
     assert (found.gain, found.alone_seconds_estimated, found.alone_total) == (20.0, 40.0, 40.0)
 
 
-def test_no_gain_is_said_too(tmp_path: Path) -> None:
-    assert dataclasses.replace(compared(tmp_path, 4), gain=0.5).verdict == "2.0 times slower"
+def test_no_gain_is_said_too() -> None:
+    assert dataclasses.replace(compared(4), gain=0.5).verdict == "2.0 times slower"
 
 
 def test_a_difference_is_found() -> None:
@@ -67,9 +67,9 @@ def test_equality_is_judged_in_float64(
 ) -> None:
     """A ReLU that rounding flips in float32 is reported; only float64 makes the demo fail."""
 
-    def run(way: str, folder: Path, longest: float, progress: object) -> dict[str, Any]:
-        alone, packed = ways(folder, 4)
-        np.savez(folder / "alone.npz", **{f"{i}/w": np.full(3, (i + 1.0) / (1 + float32)) for i in range(4)})
+    def run(way: str, longest: float, progress: object) -> dict[str, Any]:
+        alone, packed = ways(4)
+        alone["weights"] = {f"{i}/w": np.full(3, (i + 1.0) / (1 + float32)) for i in range(4)}
         packed |= {"names": list("abcd"), "rates": [0.1, 0.1, 0.2, 0.3]}
         return {"alone": alone, "packed": packed, "checked": CHECKED | {"difference": float64}}[way]
 
@@ -81,13 +81,12 @@ def test_equality_is_judged_in_float64(
     assert ("in float64 a packed network differs" in captured.err) == (status == 1)
 
 
-def test_check_in_float64(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker compares weights of packed networks with those of a plain loop, and agrees."""
     picked = [task.settings()[i] for i in (0, 21, 63)]
     monkeypatch.setattr(task, "settings", lambda: picked)
     monkeypatch.setattr(task, "CHECKED_EPOCHS", 1)
-    worker.checked(longest=60.0)
-    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    reported = worker.checked(lambda progress: None, longest=60.0)
     assert reported["difference"] <= 1e-9 and (reported["trained"], reported["steps"]) == (3, 45)
 
 
@@ -98,8 +97,8 @@ def test_a_part_of_the_check_covers_the_sweep() -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    alone, packed = ways(tmp_path, 1)
-    found = compare(alone, packed, CHECKED, list("abcd"), tmp_path)
+    alone, packed = ways(1)
+    found = compare(alone, packed, CHECKED, list("abcd"))
     draw(tmp_path / "demo.png", found, packed["histories"], [0.1, 0.1, 0.2, 0.3])
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 

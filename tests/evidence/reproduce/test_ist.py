@@ -51,7 +51,6 @@ def test_what_is_said() -> None:
     assert {line["target"] for line in lines} == {0.8}
     assert [line["seconds_to_target"] for line in lines] == [100, 60, 5, None]
     assert ist_report.faster(lines, LOCAL_SGD) == 12 and ist_report.faster(lines, DATA_PARALLEL) == 20
-    assert ist.frontier(rows, IST) == [(0, 0.1), (1, 0.8), (2, 0.9)]
 
 
 def test_a_file_that_is_no_earlier_run(tmp_path: Path) -> None:

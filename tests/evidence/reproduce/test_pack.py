@@ -9,10 +9,10 @@ from rich.console import Console
 
 from shoal.cli.app import main
 from shoal.evidence.bench.memory import Memory
+from shoal.evidence.bench.report import draw_bars
 from shoal.evidence.bench.run import Outcome
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.pack import bars, line, scale, table
-from shoal.evidence.reproduce.picture import draw
 
 
 def found(ratio: float | None) -> list[Outcome]:
@@ -38,7 +38,7 @@ def test_gain_is_the_share_of_sequential_time_saved(tmp_path: Path) -> None:
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     for text in ("37.5 %", "27.0 %", "no room", "out of (memory]", "Input 3 x 64 x 64, batch 4"):
         assert text in shown
-    draw(tmp_path / "p.png", bars(result), ylabel="gain", title="test")
+    draw_bars(tmp_path / "p.png", bars(result), ylabel="gain", title="test")
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 

@@ -20,7 +20,7 @@ from shoal.engine.members.ownership import build_model
 from shoal.errors import SplitError
 from shoal.split.core.method import Worker
 from shoal.split.core.state import State
-from shoal.split.executors.executors import Serial
+from shoal.split.executors.local import Serial
 from shoal.split.methods.ist import IST
 from shoal.split.methods.renorm import renormalise
 from shoal.split.subnets.deal import neighbours

@@ -14,7 +14,7 @@ from shoal.errors import SplitError
 from shoal.split.core.method import Worker
 from shoal.split.core.parts import Part, Task
 from shoal.split.core.state import State, tensors_of
-from shoal.split.executors.local import carry_out
+from shoal.split.executors.local import train_task
 from shoal.split.methods.labels import Labels, nearest
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.sil import SilReport, costs, sil
@@ -118,7 +118,7 @@ def test_the_right_part_of_variant_a_never_touches_the_inputs() -> None:
         view = (poisoned or way).data
         if inputs is not x:
             view.source.leaves[0] = inputs  # type: ignore[attr-defined]
-        outcomes.append(carry_out(way.source, way, task, torch.device("cpu"), view))
+        outcomes.append(train_task(way.source, way, task, torch.device("cpu"), view))
     first, second = outcomes
     assert set(first.tensors) == {"fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"}
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
@@ -245,7 +245,7 @@ def test_a_lost_part_stops_nobody() -> None:
     way.see(0, [left], [None])
     assert [part.role for part in way.parts(1, executor)] == ["0"]
     task = task_of(way, "0")
-    given = carry_out(way.source, way, task, torch.device("cpu"), way.data)
+    given = train_task(way.source, way, task, torch.device("cpu"), way.data)
     way.see(1, way.parts(1, executor), [given])
     assert [part.role for part in way.parts(2, executor)] == ["0", "1"]
     kept = copy.deepcopy(way.stored())

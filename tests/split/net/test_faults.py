@@ -66,7 +66,9 @@ def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 3, local_steps=4), list[str]()
     with local_workers(job, method, 3, tell=lines.append) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].pid)) if n == 2 else None)  # type: ignore[arg-type]
+        between = Between(
+            executor, lambda n: (tmp_path / "who").write_text(str(local[1].child.pid)) if n == 2 else None
+        )  # type: ignore[arg-type]
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 3, 2, 2]
     (lost,) = executor.lost
@@ -82,9 +84,9 @@ def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: P
 
         def act(number: int) -> None:
             if number == 1:
-                (tmp_path / "who").write_text(str(local[2].pid))
+                (tmp_path / "who").write_text(str(local[2].child.pid))
             if number == 4:
-                os.kill(local[2].pid, signal.SIGCONT)
+                os.kill(local[2].child.pid, signal.SIGCONT)
                 until(lambda: len(executor._lobby.waiting) == 1)
 
         between = Between(executor, act)
@@ -99,11 +101,11 @@ def test_those_who_finish_set_the_time_of_those_who_do_not(tmp_path: Path) -> No
     job = sick_job(tmp_path / "who", stop, steps=8)
     method = LocalSGD(job, 3, local_steps=4)
     with local_workers(job, method, 3) as (executor, local):
-        (tmp_path / "who").write_text(str(local[0].pid))  # in the very first round: nothing has been measured
+        (tmp_path / "who").write_text(str(local[0].child.pid))  # in the very first round: nothing has been measured
         executor.deadline.margin = 0.5
         between = Between(executor, lambda number: None)
         result = train_split(job, method, between)
-        os.kill(local[0].pid, signal.SIGKILL)
+        os.kill(local[0].child.pid, signal.SIGKILL)
     (lost,) = executor.lost
     assert result.status == "done" and between.sizes == [3, 2]
     assert lost.waited < 0.5 * executor.deadline.first and lost.allowed < 0.5 * executor.deadline.first
@@ -134,7 +136,7 @@ def test_all_are_lost_and_one_comes_back(tmp_path: Path) -> None:
 
         def act(number: int) -> None:
             if number == 1:
-                (tmp_path / "who").write_text(str(local[0].pid))
+                (tmp_path / "who").write_text(str(local[0].child.pid))
             if number == 2:
                 late.go(executor.address)
 
@@ -222,7 +224,9 @@ def test_a_step_that_raises_on_one_machine_costs_that_machine(tmp_path: Path) ->
     job = sick_job(tmp_path / "who", fail)
     method = LocalSGD(job, 2, local_steps=4)
     with local_workers(job, method, 2) as (executor, local):
-        between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[0].pid)) if n == 1 else None)  # type: ignore[arg-type]
+        between = Between(
+            executor, lambda n: (tmp_path / "who").write_text(str(local[0].child.pid)) if n == 1 else None
+        )  # type: ignore[arg-type]
         assert train_split(job, method, between).status == "done"
     assert [lost.why for lost in executor.lost] == ["RuntimeError: the step is broken"]
 

@@ -70,7 +70,7 @@ def split_hparams(
     """One group's settings as (flags, numbers per column); None when there is no rule and the real class must run.
 
     `scheduled` names the columns a schedule may change (`ScheduleRunner.moves`): a term that is zero now but may not
-    stay so is kept in. No rule: a class that is not exactly one of torch's (a subclass may override anything),
+    stay so stays in. No rule: a class that is not exactly one of torch's (a subclass may override anything),
     differentiable=True, a tensor that requires grad, an unknown key, or a number that is none.
 
     >>> split_hparams(torch.optim.SGD, {"lr": 0.1, "nesterov": True})

@@ -103,7 +103,7 @@ def why_apart(a: Group, b: Group) -> str:
     return "a step of its own against a loss" if (job.step is None) != (other.step is None) else "other frozen weights"
 
 
-def explain_group(group: Group, groups: list[Group]) -> str:
+def explain_reason(group: Group, groups: list[Group]) -> str:
     """Say in one line why a group is run as it is."""
     others = [other for other in groups if other is not group and other.stackable]
     if not group.stackable:

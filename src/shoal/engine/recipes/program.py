@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine import rules
 from shoal.engine.rules.op_context import NotStackable, OpContext
-from shoal.engine.tracing.signature import Path, PerMember, difference, lift, skeleton
+from shoal.engine.tracing.signature import PerMember, arguments_of, difference, lift, skeleton
 from shoal.engine.tracing.trace import Trace, origin, written_params
 from shoal.utils.randomness import Draw
 
@@ -104,18 +104,12 @@ class Program:
         while True:
             carries = {node for i, node in enumerate(self._inputs) if i < owned or stacked_batch[i - owned]} | forced
             for index, node in enumerate(self.trace.nodes):
-                own_numbers = any(path[0] == index for path in self._scalars)
-                if (
-                    own_numbers
-                    or index in self._constants
-                    or self._is_random(node)
-                    or any(n in carries for n in node.all_input_nodes)
-                ):
+                if self._varies(index, node) or any(n in carries for n in node.all_input_nodes):
                     carries.add(node)
             written = {
                 node.all_input_nodes[0]
                 for node in self.trace.nodes
-                if _mutates(node) and node in carries and node.all_input_nodes[0] not in carries
+                if rules.mutates(node) and node in carries and node.all_input_nodes[0] not in carries
             }
             if not written:
                 return carries
@@ -129,9 +123,12 @@ class Program:
 
     def _widened(self, node: Node) -> bool:
         """Must a value that no member's own data went into be given the member axis all the same?"""
-        index = self._position[node]
-        varies = any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
+        varies = self._varies(self._position[node], node)
         return node in self._carries and not varies and not any(n in self._carries for n in node.all_input_nodes)
+
+    def _varies(self, index: int, node: Node) -> bool:
+        """Do members' own numbers, constants or draws go in here?"""
+        return any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
 
     def _enter(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         values = [*state, *batch]
@@ -175,7 +172,7 @@ class Program:
         return self._widened(node) and not self._stacked_batch[leaf]
 
     def _constant(self, index: int, node: Node) -> Tensor:
-        if any(_mutates(user) and user.all_input_nodes[0] is node for user in node.users) and node.users:
+        if any(rules.mutates(user) and user.all_input_nodes[0] is node for user in node.users) and node.users:
             raise NotStackable("it changes a tensor that is neither a parameter nor a buffer")
         if index in self._constants:
             return torch.stack([value.detach().to(self.device) for value in self._constants[index]])
@@ -189,14 +186,13 @@ class Program:
         arguments = self._arguments(index, node)
         ruled = self._is_random(node) or node.target in rules.ALONE
         if not ruled and (node not in self._carries or self._widened(node)):
-            names = [argument.name for argument in node.target._schema.arguments]
-            run = _plain(node.target, names, node, self.members if self._widened(node) else 0)
+            run = _plain(node.target, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
-        site = OpContext(
+        ctx = OpContext(
             node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw,
             self.deterministic,
         )  # fmt: skip
-        return rules.find(site), self._slots(arguments)
+        return rules.find(ctx), self._slots(arguments)
 
     def _is_random(self, node: Node) -> bool:
         return hasattr(node.target, "_schema") and _draws(node, self._arguments(self._position[node], node))
@@ -207,24 +203,14 @@ class Program:
     def _arguments(self, index: int, node: Node) -> tuple[Any, ...]:
         """All arguments in the schema's order, with members' own numbers put in."""
         values = []
-        for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            if place < len(node.args):
-                value = node.args[place]
-            elif argument.name in node.kwargs:
-                value = node.kwargs[argument.name]
-            else:
-                value = argument.default_value if argument.has_default_value() else None
-            for path, number in self._scalars.items():
-                if path[0] == index and path[1] == argument.name:
-                    value = self._put(value, path, number)
+        for slot, value in arguments_of(node):
+            for (position, name, path), number in self._scalars.items():
+                if (position, name) == (index, slot.key):
+                    if path:
+                        raise NotStackable("a list of numbers differs between members")
+                    value = number
             values.append(value)
         return tuple(values)
-
-    @staticmethod
-    def _put(value: Any, path: Path, number: PerMember) -> Any:
-        if path[2]:
-            raise NotStackable("a list of numbers differs between members")
-        return number
 
     def _slots(self, args: Any) -> list[Any]:
         return [self._slot(value) for value in args]
@@ -260,7 +246,7 @@ def _resolve(arg: Any, values: list[Any]) -> Any:
     return arg
 
 
-def _plain(op: Any, names: list[str], node: Node, widen: int) -> Callable[..., Any]:
+def _plain(op: Any, node: Node, widen: int) -> Callable[..., Any]:
     """An operator on shared values, with its keyword arguments; repeated for each member when written to later."""
     count, keys = len(node.args), list(node.kwargs)
 
@@ -306,11 +292,6 @@ def as_column(value: Any, rows: int) -> Tensor:
     if isinstance(value, Tensor) and value.dim():
         return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
     return torch.full((rows,), float(value), dtype=torch.float64)
-
-
-def _mutates(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
 
 
 def _no_noise(index: int) -> Tensor:

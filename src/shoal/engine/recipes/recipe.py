@@ -2,7 +2,7 @@
 
 A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see,
 and its optimizer as a rule. Members with equal recipe keys are one stack, whatever their optimizers; why a member has
-no recipe is told.
+no recipe is an `Untraceable` with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 MOST_PROGRAMS = 256
-"""Compositions of stacks whose programs are kept."""
+"""Compositions of stacks whose programs stay in the cache."""
 
 
 @dataclass(slots=True, eq=False)

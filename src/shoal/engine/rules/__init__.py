@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.engine.rules import (
-    _attention,
-    _conv,
-    _linear,
-    _losses,
-    _norm,
-    _pointwise,
-    _random,
-    _recurrent,
-    _shape,
-)
-from shoal.engine.rules._linear import ALONE
-from shoal.engine.rules._registry import find, refuse_side_writes
-
-__all__ = [
-    "ALONE",
-    "_attention",
-    "_conv",
-    "_linear",
-    "_losses",
-    "_norm",
-    "_pointwise",
-    "_random",
-    "_recurrent",
-    "_shape",
-    "find",
-    "refuse_side_writes",
-]
+from shoal.engine.rules import _attention, _conv, _losses, _norm, _pointwise, _random, _recurrent, _shape  # noqa: F401
+from shoal.engine.rules._linear import ALONE as ALONE
+from shoal.engine.rules._registry import find as find
+from shoal.engine.rules._registry import mutates as mutates
+from shoal.engine.rules._registry import refuse_side_writes as refuse_side_writes

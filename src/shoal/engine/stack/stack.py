@@ -7,6 +7,7 @@ the other members. Members are ordered by their kind of optimizer, see `optimize
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -171,10 +172,8 @@ class Stack:
             joined = torch.cat([a.detach()[:mine], b.detach()[:theirs]])
             return joined if in_order else joined[rows]
 
-        new = object.__new__(Stack)
+        new = copy.copy(self)
         new.recipes, new.rows = [recipes[place] for place in order], _padded(range(len(order)), size)
-        new.device, new.trained, new._channels_last = self.device, self.trained, False
-        new.param_names, new.buffer_names = self.param_names, self.buffer_names
         new.params = [
             both(a, b).requires_grad_(a.requires_grad) for a, b in zip(self.params, other.params, strict=True)
         ]
@@ -231,10 +230,8 @@ class Stack:
         """The same training with only these members, in the order they have."""
         assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
         rows = _padded(slots, size)
-        new = object.__new__(Stack)
+        new = copy.copy(self)
         new.recipes = [self.recipes[slot] for slot in slots]
-        new.device, new.trained, new._channels_last = self.device, self.trained, False
-        new.param_names, new.buffer_names = self.param_names, self.buffer_names
         new.rows = _padded(range(len(slots)), size)
         new.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
         new.buffers = [b[rows] for b in self.buffers]

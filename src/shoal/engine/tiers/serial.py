@@ -238,11 +238,6 @@ def serial_unit(member: Member, grads: Mapping[str, Tensor | None] | None = None
     return unit
 
 
-def serial_units(members: list[Member]) -> list[Unit]:
-    """Every member by itself."""
-    return [SerialUnit(member) for member in members]
-
-
 def _finite(value: float) -> bool:
     return value - value == 0.0
 

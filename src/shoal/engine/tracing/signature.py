@@ -41,7 +41,7 @@ def _skeleton(trace: Trace) -> Hashable:
     position = {node: index for index, node in enumerate(trace.nodes)}
     rows = []
     for node in trace.nodes:
-        arguments = tuple(_frozen(value, slot, position) for slot, value in _slots(node))
+        arguments = tuple(_frozen(value, slot, position) for slot, value in arguments_of(node))
         target = node.target if node.op == "call_function" else node.op
         rows.append((target, arguments, _meta(node)))
     return (tuple(rows), tuple(trace.params), tuple(trace.buffers), repr(trace.batch_spec), repr(trace.out_spec))
@@ -51,7 +51,7 @@ def numbers(trace: Trace) -> dict[Path, float | int | bool]:
     """Every liftable number of the graph, by place."""
     table: dict[Path, float | int | bool] = {}
     for index, node in enumerate(trace.nodes):
-        for slot, value in _slots(node):
+        for slot, value in arguments_of(node):
             for path, leaf in _leaves(value):
                 if liftable(leaf, slot.type):
                     table[(index, slot.key, path)] = leaf
@@ -91,7 +91,7 @@ def difference(a: Trace, b: Trace) -> str:
             return f"another operator ({x.target} against {y.target})"
         if _meta(x) != _meta(y):
             return f"other shapes or dtypes at {where} ({_meta(x)} against {_meta(y)})"
-        for (slot, value), (_, other) in zip(_slots(x), _slots(y), strict=False):
+        for (slot, value), (_, other) in zip(arguments_of(x), arguments_of(y), strict=False):
             if _frozen(value, slot, position_a) != _frozen(other, slot, position_b):
                 return f"{where} takes {slot.key}={value} against {other}"
     return "the graphs differ in length" if len(a.nodes) != len(b.nodes) else "inputs or outputs are folded differently"
@@ -103,7 +103,7 @@ class _Slot:
     type: str
 
 
-def _slots(node: Node) -> Iterator[tuple[_Slot, Any]]:
+def arguments_of(node: Node) -> Iterator[tuple[_Slot, Any]]:
     """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from shoal.engine.planning.planner import Part
-from shoal.engine.proof.group import Group, explain_group
+from shoal.engine.proof.group import Group, explain_reason
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.serial import SerialUnit
@@ -32,7 +32,7 @@ def arrange(
     units: list[Unit] = []
     cache: Cache = trace_cache.executables
     for alike in groups:
-        reason = explain_group(alike, groups)
+        reason = explain_reason(alike, groups)
         for member in alike.members:
             before = recorded.get(member.index) == "serial"
             if before or not alike.recipes:

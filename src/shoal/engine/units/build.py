@@ -9,7 +9,7 @@ from typing import Any
 from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.planner import Curve, Part, Request
-from shoal.engine.proof.group import Group, explain_group
+from shoal.engine.proof.group import Group, explain_reason
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -81,7 +81,7 @@ def requests(
     known: dict[object, dict[str, Any]] = {}
     """What members of one kind have in common is looked up once."""
     for number, alike in enumerate(groups):
-        reason = explain_group(alike, groups)
+        reason = explain_reason(alike, groups)
         recipes = {recipe.member.index: recipe for recipe in alike.recipes}
         key = perf_cache.computation(alike.recipes[0]) if alike.recipes else f"untraced {number}"
         key = key if keys.setdefault(key, number) == number else f"{key}-{number}"

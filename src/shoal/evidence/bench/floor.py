@@ -64,13 +64,13 @@ def count(kind: Kind, precision: str | None) -> Cost:
     narrow = 0.5 if precision == "bf16" else 1.0
     model = kind.make().to("meta").train()
     x, y = (t.to("meta") for t in kind.data(kind.batch_size))
-    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
+    weights_storage = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved_tensors: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
-        if key not in parameter_storages:
-            kept[key] = tensor
+        if key not in weights_storage:
+            saved_tensors[key] = tensor
         return tensor
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -79,7 +79,7 @@ def count(kind: Kind, precision: str | None) -> Cost:
         loss.backward()  # type: ignore[no-untyped-call]
     # The counter takes a grouped convolution's backward pass for a dense one; the first layer needs no input gradient.
     flops = min(counter.get_total_flops(), 3 * forward)
-    saved = sum(t.untyped_storage().nbytes() * (narrow if t.is_floating_point() else 1) for t in kept.values())
+    saved = sum(t.untyped_storage().nbytes() * (narrow if t.is_floating_point() else 1) for t in saved_tensors.values())
     parameters = sum(p.numel() for p in model.parameters())
     batch = sum(t.numel() * t.element_size() for t in (x, y))
     weights = 2 * 4 * narrow  # read in the forward and in the backward pass

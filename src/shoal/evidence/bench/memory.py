@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from multiprocessing import get_context
+import time
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+
+from shoal.evidence.bench.child import Child, ChildError
 
 
 @dataclass(kw_only=True)
@@ -28,30 +29,13 @@ class Memory:
 
     def plus(self, other: Memory) -> Memory:
         """Two processes together."""
-
-        def add(a: int | None, b: int | None) -> int | None:
-            return None if a is None or b is None else a + b
-
-        return Memory(
-            allocated=add(self.allocated, other.allocated),
-            reserved=add(self.reserved, other.reserved),
-            growth=add(self.growth, other.growth),
-            resident=add(self.resident, other.resident),
-        )
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return Memory(**{name: None if None in pair else sum(pair) for name, pair in pairs.items()})
 
     def times(self, factor: float) -> Memory:
         """Scaled from a sample of the processes to all of them."""
-
-        def scale(a: int | None) -> int | None:
-            return None if a is None else int(a * factor)
-
-        return Memory(
-            allocated=scale(self.allocated),
-            reserved=scale(self.reserved),
-            growth=scale(self.growth),
-            resident=scale(self.resident),
-            driver=scale(self.driver),
-        )
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Memory(**{name: None if size is None else int(size * factor) for name, size in sizes.items()})
 
 
 def _proc(file: str, field: str) -> int | None:
@@ -103,16 +87,13 @@ class Meter:
         return memory
 
 
-def _driver_process(device: str, pipe: Connection) -> None:
+def _answer_with_used(device: str, pipe: Connection) -> None:
     import torch
 
     torch.cuda.set_device(torch.device(device).index or 0)
     torch.zeros(1, device=device)
     while True:
-        try:
-            pipe.recv()
-        except (EOFError, OSError):
-            return
+        pipe.recv()
         free, total = torch.cuda.mem_get_info()
         pipe.send(total - free)
 
@@ -125,34 +106,22 @@ class Driver:
     """
 
     def __init__(self, device: str) -> None:
-        self.device = device
-        self.pipe: Connection | None = None
-        self.process: Any = None
+        self.child = Child(_answer_with_used, device) if device.startswith("cuda") else None
 
     def __enter__(self) -> Driver:
-        if self.device.startswith("cuda"):
-            context = get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=_driver_process, args=(self.device, theirs), daemon=True)
-            self.process.start()
-            theirs.close()
         return self
 
     def used(self) -> int | None:
-        if self.pipe is None:
+        if self.child is None:
             return None
         try:
-            self.pipe.send("used")
-            return int(self.pipe.recv()) if self.pipe.poll(60) else None
-        except (EOFError, OSError):
+            return int(self.child.ask(None, time.monotonic() + 60))
+        except ChildError:
             return None
 
     def __exit__(self, *_: object) -> None:
-        if self.pipe is not None:
-            self.pipe.close()
-            self.process.join(10)
-            if self.process.is_alive():
-                self.process.kill()
+        if self.child is not None:
+            self.child.close()
 
 
 def host_cores() -> int:

@@ -6,21 +6,22 @@ own folder, stopped with us; a service that already runs is never touched.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from shoal.evidence.bench.child import Child, ChildError, prepare_torch
 from shoal.evidence.bench.memory import Memory, Meter, host_cores
-from shoal.evidence.bench.ways import Eager, Way
+from shoal.evidence.bench.ways import Eager, Way, serve_way
 from shoal.evidence.bench.workloads import Workload
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -54,7 +55,7 @@ class Mps:
     def stop(self) -> None:
         if self.folder is None:
             return
-        with suppress(subprocess.TimeoutExpired):  # its clients are gone; an idle daemon in our folder harms nobody
+        with suppress(subprocess.TimeoutExpired):  # its clients are gone; an idle daemon in our folder does no harm
             subprocess.run(
                 [CONTROL], input=b"quit\n", env=self.environment(), capture_output=True, timeout=60, check=False
             )
@@ -62,45 +63,14 @@ class Mps:
         self.folder = None
 
 
-@contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    """What a spawned process inherits, for as long as we spawn."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _one(work: Workload, device: str, threads: int, pipe: Connection) -> None:
-    """A process with one network: answers each command on its pipe until the other end is gone."""
-    from shoal.evidence.bench.child import prepare
-
-    try:
-        prepare(device, threads)
-        meter = Meter(device)
-        kinds = {task.kind.name: task.kind for task in work.tasks}
-        data = {name: kind.rows() for name, kind in kinds.items()}
-        way = Eager(replace(work, tensors=data), torch.device(device))
-        pipe.send(None)
-        while True:
-            command, n = pipe.recv()
-            if command == "step":
-                way.step(n)
-                if device.startswith("cuda"):
-                    torch.cuda.synchronize()
-                pipe.send(None)
-            elif command == "losses":
-                pipe.send(way.losses())
-            elif command == "memory":
-                pipe.send(way.memory(meter))
-    except (EOFError, OSError, KeyboardInterrupt):
-        return
-    except Exception as error:  # told to the parent, who puts it in the table
-        with suppress(OSError):
-            pipe.send(error if isinstance(error, (RuntimeError, ValueError)) else RuntimeError(repr(error)))
+def _train_one(work: Workload, device: str, threads: int, pipe: Connection) -> None:
+    """A process with one network, which loads its own data."""
+    prepare_torch(device, threads)
+    meter = Meter(device)
+    kinds = {task.kind.name: task.kind for task in work.tasks}
+    way = Eager(replace(work, tensors={name: kind.rows() for name, kind in kinds.items()}), torch.device(device))
+    pipe.send(None)
+    serve_way(way, meter, device, pipe)
 
 
 class Processes(Way):
@@ -111,17 +81,17 @@ class Processes(Way):
         self.tasks = work.tasks[: max(1, at_once)]
         self.scale = self.members / len(self.tasks)
         self.mps = Mps()
-        self.workers: list[tuple[Any, Connection]] = []
+        self.children: list[Child] = []
         with_mps = device.type == "cuda" and self.mps.start()
         try:
             try:
-                self._spawn(work, device, threads)
-            except (RuntimeError, TimeoutError):
+                self._start(work, device, threads)
+            except ChildError:
                 if not with_mps:
                     raise
                 self.close()  # the service is installed but does not work here
                 with_mps = False
-                self._spawn(work, device, threads)
+                self._start(work, device, threads)
         except BaseException:
             self.close()
             raise
@@ -129,59 +99,36 @@ class Processes(Way):
         if device.type == "cuda":
             self.note = ", ".join(filter(None, [self.note, "with MPS" if with_mps else "no MPS here"]))
 
-    def _spawn(self, work: Workload, device: torch.device, threads: int) -> None:
-        context = get_context("spawn")
+    def _start(self, work: Workload, device: torch.device, threads: int) -> None:
         each = max(1, min(threads, host_cores() // len(self.tasks))) if device.type == "cpu" else 1
-        with environment({**self.mps.environment(), "OMP_NUM_THREADS": str(each)}):
-            for task in self.tasks:
-                ours, theirs = context.Pipe()
-                args = (replace(work, tasks=[task], tensors={}), str(device), each, theirs)
-                process = context.Process(target=_one, args=args)
-                process.start()
-                theirs.close()
-                self.workers.append((process, ours))
-        for _ in self._answers(START_SECONDS):
-            pass
+        environment = {**self.mps.environment(), "OMP_NUM_THREADS": str(each)}
+        for task in self.tasks:
+            one = replace(work, tasks=[task], tensors={})
+            self.children.append(Child(_train_one, one, str(device), each, environment=environment))
+        until = time.monotonic() + START_SECONDS
+        for child in self.children:
+            child.receive(until)
 
-    def _answers(self, timeout: float | None = None) -> Iterator[Any]:
-        for process, pipe in self.workers:
-            try:
-                if timeout is not None and not pipe.poll(timeout):
-                    raise TimeoutError(f"a process did not start within {timeout:.0f} s")
-                answer = pipe.recv()
-            except EOFError:
-                process.join(5)
-                raise RuntimeError(f"a process died (exit code {process.exitcode})") from None
-            if isinstance(answer, Exception):
-                raise answer
-            yield answer
-
-    def _tell(self, command: str, n: int = 0) -> Iterator[Any]:
-        for _, pipe in self.workers:
-            pipe.send((command, n))
-        return self._answers()
+    def _ask(self, command: str, n: int = 0) -> list[Any]:
+        for child in self.children:
+            child.send((command, n))
+        return [child.receive() for child in self.children]
 
     def step(self, n: int) -> None:
-        for _ in self._tell("step", n):
-            pass
+        self._ask("time", n)
 
     def losses(self) -> list[float]:
-        return [loss for losses in self._tell("losses") for loss in losses]
+        return [loss for losses in self._ask("losses") for loss in losses]
 
     def memory(self, meter: Meter) -> Memory:
-        total = meter.read()
-        total = Memory(**{f: 0 if getattr(total, f) is not None else None for f in total.__dataclass_fields__})
-        for memory in self._tell("memory"):
-            total = total.plus(memory)
+        first, *others = self._ask("memory")
+        total: Memory = functools.reduce(Memory.plus, others, first)
         return total.times(self.scale)
 
     def close(self) -> None:
-        for _, pipe in self.workers:
-            pipe.close()
-        for process, _ in self.workers:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self.workers = []
+        for child in self.children:
+            child.pipe.close()
+        for child in self.children:
+            child.close()
+        self.children = []
         self.mps.stop()

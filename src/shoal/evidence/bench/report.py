@@ -27,6 +27,11 @@ def size(value: float | None) -> str:
     return f"{value:.2f} GiB"
 
 
+def percent(value: float | None, missing: str = "") -> str:
+    """A share as per cent."""
+    return missing if value is None else f"{100 * value:.1f} %"
+
+
 def milliseconds(value: float | None) -> str:
     """Three digits."""
     if value is None:
@@ -38,8 +43,8 @@ def peak(memory: dict[str, Any] | None) -> int | None:
     """The figure for the table: what the allocator held at most (GPU), how far the resident set grew (CPU)."""
     if memory is None:
         return None
-    size: int | None = memory["reserved"] if memory["reserved"] is not None else memory["growth"]
-    return size
+    most: int | None = memory["reserved"] if memory["reserved"] is not None else memory["growth"]
+    return most
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -176,5 +181,21 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("ms for a step of all members (dotted: floor)")
     figure.legend(fontsize=7, loc="outside lower center", ncols=3)
     axes.set_title(heading(result), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(path: Path, bars: list[tuple[str, float | None, float]], *, ylabel: str, title: str) -> None:
+    """Ours beside the published numbers: two bars for each label, shares as per cent; a missing one is left out."""
+    figure = pyplot()(max(6.0, 0.8 * len(bars) + 2), 4.5)
+    axes = figure.subplots()
+    places = range(len(bars))
+    axes.bar([p - 0.2 for p in places], [100 * (ours or 0) for _, ours, _ in bars], 0.4, label="Shoal", color="C0")
+    axes.bar([p + 0.2 for p in places], [100 * there for *_, there in bars], 0.4, label="published", color="C7")
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set_xticks(list(places), [label for label, *_ in bars], rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel(f"{ylabel}, %")
+    axes.set_title(title, fontsize=7)
+    axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

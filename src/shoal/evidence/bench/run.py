@@ -1,27 +1,34 @@
 """Measure the ways against each other: in turn on a CPU, one at a time on a GPU.
 
-On a CPU, whose speed drifts with its neighbours, all ways are kept ready and take turns round by round; a ratio is
+On a CPU, whose speed drifts with its neighbours, all ways stay ready and take turns round by round; a ratio is
 the median over rounds of ratios within a round. On a GPU each way has the device to itself and leaves before the next.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from shoal.errors import describe
-from shoal.evidence.bench.child import Child, ChildError, Order, Ready
-from shoal.evidence.bench.floor import Ceilings, Cost, count_all
-from shoal.evidence.bench.memory import Driver, Memory
+from shoal.evidence.bench.child import Child, ChildError, prepare_torch
+from shoal.evidence.bench.floor import Ceilings, Cost, ceilings, count_all
+from shoal.evidence.bench.memory import Driver, Memory, Meter
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.bench.titles import TITLES
-from shoal.evidence.bench.workloads import Spec, workload
+from shoal.evidence.bench.ways import Eager, open_way, serve_way, synchronize
+from shoal.evidence.bench.workloads import Spec, Workload, workload
 
 BASE = "eager"
-SETUP_SHARE = 0.7  # of a network's time: the rest is kept for the rounds
+SETUP_SHARE = 0.7  # of a network's time: the rest is for the rounds
 Tell = Callable[[str], None]
 
 
@@ -81,6 +88,58 @@ class Outcome:
         return {**asdict(self), "ms": self.ms}
 
 
+def _measure_alone(work: Workload, settings: Settings) -> tuple[Memory, int | None]:
+    """Train the first network of each kind alone: the largest peak, and the sum of the reserved ones over members."""
+    largest, total = Memory(), 0
+    for name, number in Counter(task.kind.name for task in work.tasks).items():
+        meter = Meter(settings.device)
+        way = Eager(work.only([next(t for t in work.tasks if t.kind.name == name)]), torch.device(settings.device))
+        way.step(settings.warm_up)
+        synchronize(settings.device)
+        alone = meter.read()
+        total += number * (alone.reserved or 0)
+        if (alone.reserved or alone.growth or 0) >= (largest.reserved or largest.growth or 0):
+            largest = alone
+        del way
+        gc.collect()
+        if settings.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    return largest, total or None
+
+
+def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
+    """In a child: set a way up, send its outcome so far, its scale and the seconds of a step; then answer."""
+    device, threads = settings.device, settings.threads
+    prepare_torch(device, threads)
+    meter, work = Meter(device), workload(spec)
+    outcome = Outcome(network=spec.network, way=name, members=spec.members)
+    if name == BASE:  # a loop trains one network at a time: its memory is one network's
+        outcome.memory, outcome.solo_reserved = _measure_alone(work, settings)
+    start = time.perf_counter()
+    with closing(
+        open_way(
+            name, work, torch.device(device), processes=settings.processes, threads=threads or torch.get_num_threads()
+        )
+    ) as way:
+        way.step(1)
+        synchronize(device)
+        outcome.setup_s = time.perf_counter() - start
+        way.step(settings.warm_up)
+        synchronize(device)
+        start = time.perf_counter()
+        way.step(1)
+        synchronize(device)
+        step_s = time.perf_counter() - start
+        outcome.note, outcome.predicted_ms, outcome.predicted_bytes = way.note, way.predicted_ms, way.predicted_bytes
+        pipe.send((outcome, way.scale, step_s))
+        serve_way(way, meter, device, pipe)
+
+
+def _send_ceilings(precision: str | None, settings: Settings, pipe: Connection) -> None:
+    prepare_torch(settings.device, settings.threads)
+    pipe.send(ceilings(torch.device(settings.device), precision, quick=settings.warm_up < 2))
+
+
 class _Row:
     """An outcome while its child is alive."""
 
@@ -90,38 +149,22 @@ class _Row:
         self.child: Child | None = None
         self.steps = 1
         self.scale = 1.0
-        self.is_solo = outcome.way == BASE
 
     def start(self, spec: Spec, deadline: float) -> None:
-        s = self.settings
-        order = Order(
-            way=self.outcome.way,
-            spec=spec,
-            device=s.device,
-            threads=s.threads,
-            processes=s.processes,
-            warm_up=s.warm_up,
-        )
-        self.child = Child(order)
-        ready: Ready = self.child.wait(deadline)
-        out = self.outcome
-        out.setup_s, out.note, self.scale = ready.setup_s, ready.note, ready.scale
-        out.predicted_ms, out.predicted_bytes = ready.predicted_ms, ready.predicted_bytes
-        out.solo_reserved = ready.solo_reserved
-        out.memory = ready.solo  # a loop trains one network at a time: its memory is one network's
-        self.steps = max(1, round(s.round_seconds / max(ready.step_s, 1e-6)))
+        self.child = Child(_serve, self.outcome.way, spec, self.settings)
+        self.outcome, self.scale, step_s = self.child.receive(deadline)
+        self.steps = max(1, round(self.settings.round_seconds / max(step_s, 1e-6)))
 
-    def round(self, deadline: float) -> float:
+    def round(self, deadline: float) -> None:
         assert self.child is not None
-        seconds = self.child.ask("time", self.steps, deadline)
+        seconds = self.child.ask(("time", self.steps), deadline)
         self.outcome.times_ms.append(1e3 * self.scale * seconds / self.steps)
-        return float(seconds)
 
     def finish(self, driver: Driver, before: int | None, deadline: float) -> None:
         """Read its memory while it is all there."""
         assert self.child is not None
-        if not self.is_solo:
-            self.outcome.memory = self.child.ask("memory", 0, deadline)
+        if self.outcome.way != BASE:
+            self.outcome.memory = self.child.ask(("memory", 0), deadline)
             used = driver.used()
             if used is not None and before is not None and self.outcome.memory is not None:
                 self.outcome.memory.driver = int((used - before) * self.scale)
@@ -137,13 +180,16 @@ class _Row:
 
 
 def _share(end: float, left: int) -> float:
-    """When the first of `left` must be done, so that the others have as long: one slow compile starves nobody."""
+    """When the first of `left` must be done, so that one slow compile takes no time from the others."""
     now = time.monotonic()
     return now + (end - now) / left
 
 
-def _interleaved(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
-    setup_end = time.monotonic() + SETUP_SHARE * (deadline - time.monotonic())
+def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
+    """Set the rows up, then measure them round by round in turn, as long as there is time."""
+    before = driver.used()
+    share = SETUP_SHARE if len(rows) > 1 else 1.0
+    setup_end = time.monotonic() + share * (deadline - time.monotonic())
     for i, row in enumerate(rows):
         tell(f"{spec.network}: setting up {TITLES[row.outcome.way]}")
         try:
@@ -166,24 +212,6 @@ def _interleaved(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, 
         longest = max(longest, time.monotonic() - start)
     for row in rows:
         if row.child is not None:
-            _finish(row, driver, None, deadline)
-
-
-def _one_at_a_time(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
-    for i, row in enumerate(rows):
-        tell(f"{spec.network}: {TITLES[row.outcome.way]}")
-        before = driver.used()
-        end = _share(deadline, len(rows) - i)
-        try:
-            row.start(spec, end)
-            longest = 0.0
-            for number in range(row.settings.rounds):
-                if number > 0 and time.monotonic() + longest > end:
-                    break
-                longest = max(longest, row.round(deadline))
-        except (ChildError, OSError) as error:
-            row.fail(error)
-        else:
             _finish(row, driver, before, deadline)
 
 
@@ -202,10 +230,9 @@ def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, tel
     ways = sorted(dict.fromkeys(settings.ways), key=list(TITLES).index)
     rows = [_Row(Outcome(network=spec.network, way=way, members=spec.members), settings) for way in ways]
     try:
-        if settings.device.startswith("cuda"):
-            _one_at_a_time(spec, rows, deadline, driver, tell)
-        else:
-            _interleaved(spec, rows, deadline, driver, tell)
+        groups = [[row] for row in rows] if settings.device.startswith("cuda") else [rows]
+        for i, group in enumerate(groups):
+            _take_turns(spec, group, _share(deadline, len(groups) - i), driver, tell)
     finally:
         for row in rows:
             row.close()
@@ -231,11 +258,10 @@ def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
 
 def measure_ceilings(spec: Spec, settings: Settings, deadline: float) -> Ceilings | None:
     """What the device does at best; None where it cannot be measured."""
-    order = Order(way=BASE, spec=spec, device=settings.device, threads=settings.threads, warm_up=settings.warm_up)
-    child = Child(order, ceilings=True)
+    child = Child(_send_ceilings, spec.precision, settings)
     try:
-        found: Ceilings = child.wait(min(deadline, time.monotonic() + 120))
-        return found
+        best: Ceilings = child.receive(min(deadline, time.monotonic() + 120))
+        return best
     except ChildError:
         return None
     finally:
@@ -255,11 +281,11 @@ def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) ->
         best = measure_ceilings(specs[0], settings, end)
         for i, spec in enumerate(specs):
             cost: Cost = count_all(workload(spec))
-            found = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
+            rows = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
             floor = None if best is None else best.floor_ms(cost)
-            for outcome in found:
+            for outcome in rows:
                 outcome.floor_ms = floor
-            outcomes += found
+            outcomes += rows
             floors[spec.network] = {**asdict(cost), "bytes": cost.bytes, "ms": floor}
     return {
         "stamp": stamp(settings.device, settings.threads),

@@ -1,4 +1,4 @@
-"""The same work, several ways. Each is written as well as one would write it who had only that way.
+"""The same work, several ways. Each is written as well as it can be without the others.
 
 A way is opened on a workload and then stepped: `step(n)` trains every member for n more batches.
 All do the same work: gather the batch from the data set on the device, forward, loss, backward, Adam with the
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -139,19 +141,24 @@ class _CapturedSolo:
 
 
 class Feed:
-    """Hands a step its rows, from an order that lies on the device with its own counter.
+    """Gives a step its rows, from an order that lies on the device with its own counter.
 
     The counter moves inside the captured graph, so that a step costs the host one launch.
     """
 
-    def __init__(self, epoch: Callable[[], Tensor], one: Callable[[Tensor], None], device: torch.device, *, pool: Any):
+    def __init__(
+        self, epoch: Callable[[], Tensor], one: Callable[[Tensor], None], device: torch.device, *,
+        pool: Any = None, capture: bool = True,
+    ) -> None:  # fmt: skip
         self.epoch = epoch
         self.one = one
         self.order = epoch().to(device)  # [batches, ...]
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.done = 0
         self.replay: Callable[[], None] = self._step
-        if device.type == "cuda":
+        if not capture:
+            self.replay = lambda: self.one(self.order[self.done])  # every step is launched from the host
+        elif device.type == "cuda":
             self.replay = self._capture(pool)
 
     def _step(self) -> None:
@@ -214,16 +221,16 @@ class Vmap(Way):
             return torch.stack([orders.epoch() for orders in feeds], 1)  # [batches, M, batch size]
 
         captured = compiled and device.type == "cuda"
-        self.feed = Feed(epoch, self._one, device, pool=None) if captured else _Uncaptured(epoch, self._one, device)
+        self.feed = Feed(epoch, self._one, device, capture=captured)
         if compiled and not captured:
             self.note = "compiled; nothing to capture on a CPU"
 
     def _loss(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        own = dict(buffers)  # batch norm writes its running statistics into these
-        out = functional_call(self.base, (params, own), (x,))
-        return self.criterion(out, y), own
+        written = dict(buffers)  # batch norm writes its running statistics into these
+        out = functional_call(self.base, (params, written), (x,))
+        return self.criterion(out, y), written
 
     def _update(self, rows_MB: Tensor) -> Tensor:
         x, y = self.inputs[rows_MB], self.targets[rows_MB]
@@ -260,21 +267,6 @@ class Vmap(Way):
         return [float(value) for value in self.last_M]
 
 
-class _Uncaptured(Feed):
-    """The same, with every step launched from the host."""
-
-    def __init__(self, epoch: Callable[[], Tensor], one: Callable[[Tensor], None], device: torch.device) -> None:
-        self.epoch = epoch
-        self.one = one
-        self.order = epoch().to(device)
-        self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        self.done = 0
-        self.replay = self._step
-
-    def _step(self) -> None:
-        self.one(self.order[self.done])
-
-
 class Packed(Way):
     """Shoal. The only place that touches the engine."""
 
@@ -302,6 +294,28 @@ def allow_recompiles(members: int) -> None:
 
     config.recompile_limit = max(8, 4 * members)
     config.accumulated_recompile_limit = max(256, 8 * members)
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def serve_way(way: Way, meter: Meter, device: str, pipe: Connection) -> None:
+    """Answer what is asked about an open way, until the other end of the pipe is closed."""
+    while True:
+        command, n = pipe.recv()
+        if command == "time":
+            synchronize(device)
+            start = time.perf_counter()
+            way.step(n)
+            synchronize(device)
+            pipe.send(time.perf_counter() - start)
+        elif command == "memory":
+            pipe.send(way.memory(meter))
+        elif command == "losses":
+            pipe.send(way.losses())
 
 
 def open_way(name: str, work: Workload, device: torch.device, *, processes: int = 16, threads: int = 1) -> Way:

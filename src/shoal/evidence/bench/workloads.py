@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.evidence.bench import networks, published
+from shoal import models
+from shoal.evidence.bench import published
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+TINY = partial(models.MLP, 64, 32, layers=1)
+"""One hidden layer: a step is almost all overhead, so packing has the most to give."""
 MIXED = ("mlp", "cnn", "gpt", "resnet")
 MIXED_BATCHES = 64
 """Of networks in one list, all with epochs of one length."""
@@ -102,7 +105,7 @@ class Workload:
     tasks: list[Task]
     precision: str | None
     tensors: dict[str, tuple[Tensor, Tensor]]
-    """Kind name -> its data, kept once."""
+    """Kind name -> its data, once for all members."""
 
     def data(self, task: Task) -> tuple[Tensor, Tensor]:
         return self.tensors[task.kind.name]
@@ -165,26 +168,26 @@ def _channels_last(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _kinds() -> dict[str, Kind]:
     kinds = (
-        Kind(name="tiny", make=networks.TinyMLP, data=partial(_images, (64,), 10), batch_size=32),
-        Kind(name="mlp", make=networks.MLP, data=partial(_images, (784,), 10), batch_size=64, batches=937),
-        Kind(name="cnn", make=networks.CNN, data=partial(_images, (1, 28, 28), 10), batch_size=64, batches=937),
+        Kind(name="tiny", make=TINY, data=partial(_images, (64,), 10), batch_size=32),
+        Kind(name="mlp", make=models.MLP, data=partial(_images, (784,), 10), batch_size=64, batches=937),
+        Kind(name="cnn", make=models.CNN, data=partial(_images, (1, 28, 28), 10), batch_size=64, batches=937),
         Kind(
             name="resnet",
-            make=partial(_channels_last, networks.ResNet18),
+            make=partial(_channels_last, models.ResNet18),
             data=partial(_images, (3, 32, 32), 10),
             batch_size=128,
             batches=390,
         ),
         Kind(
             name="gpt",
-            make=networks.GPT,
+            make=models.GPT,
             data=partial(_tokens, 128, 256),
             batch_size=16,
             batches=540,
             loss=token_loss,
         ),
-        Kind(name="lstm", make=networks.LSTMClassifier, data=partial(_images, (32, 32), 10), batch_size=64),
-        Kind(name="encoder", make=networks.Encoder, data=partial(_images, (32, 32), 10), batch_size=64),
+        Kind(name="lstm", make=models.LSTMClassifier, data=partial(_images, (32, 32), 10), batch_size=64),
+        Kind(name="encoder", make=models.Encoder, data=partial(_images, (32, 32), 10), batch_size=64),
     )
     return {k.name: k for k in kinds}
 

@@ -73,16 +73,13 @@ def largest_difference(alone: Mapping[str, np.ndarray[Any, Any]], packed: Mappin
     return worst
 
 
-def compare(
-    alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, Any], names: list[str], folder: Path
-) -> Comparison:
+def compare(alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, Any], names: list[str]) -> Comparison:
     """Put the two workers' results beside each other, with what the check in float64 measured."""
     networks, trained = len(names), int(alone["trained"])
     seconds = float(alone["seconds"])
     estimated = None if trained == networks else seconds * networks / trained
     final = [history[-1] for history in packed["histories"]]
-    with np.load(folder / "alone.npz") as weights_alone, np.load(folder / "packed.npz") as weights_packed:
-        difference = largest_difference(weights_alone, weights_packed)
+    difference = largest_difference(alone["weights"], packed["weights"])
     best = max(range(networks), key=lambda i: (final[i]["accuracy"], -final[i]["val_loss"]))
     same = sum(final[i]["accuracy"] == history[-1]["accuracy"] for i, history in enumerate(alone["histories"]))
     return Comparison(
@@ -106,7 +103,7 @@ def compare(
     )
 
 
-def draw(path: Path, found: Comparison, histories: list[list[dict[str, float]]], rates: list[float]) -> None:
+def draw(path: Path, comparison: Comparison, histories: list[list[dict[str, float]]], rates: list[float]) -> None:
     """Learning curves of all networks, one colour for each learning rate, beside the two times."""
     import matplotlib
 
@@ -120,14 +117,18 @@ def draw(path: Path, found: Comparison, histories: list[list[dict[str, float]]],
         curves.plot(epochs, [row["accuracy"] for row in history], color=colours[rate], alpha=0.45, linewidth=1)
     for rate, colour in colours.items():
         curves.plot([], [], color=colour, label=f"learning rate {rate:g}")
-    curves.axhline(found.best_accuracy, color="grey", linewidth=0.8, linestyle="--")
+    curves.axhline(comparison.best_accuracy, color="grey", linewidth=0.8, linestyle="--")
     curves.set(
-        xlabel="epoch", ylabel="validation accuracy", title=f"{found.networks} networks; best: {found.best_name}"
+        xlabel="epoch",
+        ylabel="validation accuracy",
+        title=f"{comparison.networks} networks; best: {comparison.best_name}",
     )
     curves.legend(loc="lower right")
-    alone = "alone" if found.alone_seconds_estimated is None else "alone\n(estimated)"
-    drawn = bars.bar([alone, "packed"], [found.alone_total, found.packed_seconds], color=["#b0b0b0", "#2a788e"])
+    alone = "alone" if comparison.alone_seconds_estimated is None else "alone\n(estimated)"
+    drawn = bars.bar(
+        [alone, "packed"], [comparison.alone_total, comparison.packed_seconds], color=["#b0b0b0", "#2a788e"]
+    )
     bars.bar_label(drawn, fmt="%.1f s")
-    bars.set(ylabel="seconds for all networks", title=found.verdict)
+    bars.set(ylabel="seconds for all networks", title=comparison.verdict)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,49 +1,29 @@
 """One way of training, in a process of its own so that its peak memory can be compared with the other way's.
 
-`python -m shoal.evidence.demo.worker alone|packed|checked FOLDER SECONDS` prints one JSON line for each event;
-`alone` and `packed` leave the weights in FOLDER as NumPy arrays, `checked` compares both ways in float64.
+Every way sends (networks done, networks in all) while it trains, then a dictionary: `alone` and `packed` with the
+weights as NumPy arrays, `checked` with the largest difference of both in float64.
 """
 
-import json
 import math
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from shoal.evidence.bench.memory import peak_resident
 from shoal.evidence.demo import task
 from shoal.evidence.demo.compare import largest_difference
 
 if TYPE_CHECKING:
     import shoal
 
+Send = Callable[[Any], None]
 THREADS = 1
 """For both ways: the fastest choice for networks this small, and steady on a busy machine."""
-
-
-def peak_memory() -> int | None:
-    """The largest resident size of this process so far, in bytes; None where the system does not tell."""
-    status = Path("/proc/self/status")
-    if status.exists():  # not getrusage: on Linux its peak is inherited from the parent process
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def tell(event: str, **values: Any) -> None:
-    """One event, as one line of JSON."""
-    print(json.dumps({"event": event, **values}), flush=True)
 
 
 def weights(model: nn.Module, index: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -51,46 +31,38 @@ def weights(model: nn.Module, index: int) -> dict[str, np.ndarray[Any, Any]]:
     return {f"{index}/{key}": value.numpy() for key, value in model.state_dict().items()}
 
 
-def save(folder: Path, way: str, models: Sequence[nn.Module]) -> None:
-    arrays = {key: value for i, model in enumerate(models) for key, value in weights(model, i).items()}
-    np.savez(folder / f"{way}.npz", **arrays)  # type: ignore[arg-type]
-
-
-def alone(folder: Path, longest: float) -> None:
+def alone(send: Send, longest: float) -> dict[str, Any]:
     """One network after the other, as many of them as there is time for."""
     torch.set_num_threads(THREADS)
     digits, settings = task.Digits.load(), task.settings()
-    before, start = peak_memory(), time.perf_counter()
+    before, start = peak_resident(), time.perf_counter()
     models, histories = [], []
     for done, setting in enumerate(settings, 1):
         model, history = task.train_alone(setting, digits)
         models.append(model)
         histories.append(history)
         seconds = time.perf_counter() - start
-        tell("progress", done=done, total=len(settings))
+        send((done, len(settings)))
         if seconds > longest:
             break
-    save(folder, "alone", models)
-    finish(seconds, before, histories)
+    return summary(seconds, before, models, histories)
 
 
-def packed(folder: Path) -> None:
+def packed(send: Send, longest: float) -> dict[str, Any]:
     """All networks together."""
     import shoal
 
-    digits = task.Digits.load()
-    jobs = task.jobs(digits)
-    before, start = peak_memory(), time.perf_counter()
+    jobs = task.jobs(task.Digits.load())
+    before, start = peak_resident(), time.perf_counter()
     results = shoal.train(jobs, device="cpu", threads=THREADS)
     seconds = time.perf_counter() - start
     raise_unless_done(results)
-    save(folder, "packed", [result.model for result in results])
-    tiers = sorted({result.tier for result in results})
     histories = [[dict(row) for row in result.history] for result in results]
-    finish(seconds, before, histories, tiers=tiers)
+    tiers = sorted({result.tier for result in results})
+    return summary(seconds, before, [result.model for result in results], histories) | {"tiers": tiers}
 
 
-def checked(longest: float) -> None:
+def checked(send: Send, longest: float) -> dict[str, Any]:
     """Both ways in float64 for a few epochs, where they must be equal: as many networks as there is time for.
 
     In float32 that is not well defined: another order of summation may flip a ReLU, and Adam makes a full step of it.
@@ -104,10 +76,10 @@ def checked(longest: float) -> None:
     for done, index in enumerate(spread(len(settings)), 1):
         model, _ = task.train_alone(settings[index], digits, task.CHECKED_EPOCHS)
         difference = max(difference, largest_difference(weights(model, index), weights(results[index].model, index)))
-        tell("progress", done=done, total=len(settings))
+        send((done, len(settings)))
         if time.perf_counter() - start > longest:
             break
-    tell("result", trained=done, total=len(settings), difference=difference, steps=results[0].steps)
+    return {"trained": done, "total": len(settings), "difference": difference, "steps": results[0].steps}
 
 
 def spread(count: int) -> list[int]:
@@ -122,33 +94,25 @@ def raise_unless_done(results: "shoal.Results") -> None:
             raise ValueError(f"{result.name} ended as {result.status}: {result.error}")
 
 
-def finish(seconds: float, before: int | None, histories: list[list[dict[str, float]]], **more: Any) -> None:
-    """The last event: what the parent process compares."""
+def summary(
+    seconds: float, before: int | None, models: Sequence[nn.Module], histories: list[list[dict[str, float]]]
+) -> dict[str, Any]:
+    """What the parent process compares."""
     settings = task.settings()
-    tell(
-        "result",
-        seconds=seconds,
-        trained=len(histories),
-        total=len(settings),
-        before=before,
-        peak=peak_memory(),
-        histories=histories,
-        names=[setting.name for setting in settings],
-        rates=[setting.lr for setting in settings],
-        **more,
-    )
+    return {
+        "seconds": seconds,
+        "trained": len(histories),
+        "total": len(settings),
+        "before": before,
+        "peak": peak_resident(),
+        "histories": histories,
+        "names": [setting.name for setting in settings],
+        "rates": [setting.lr for setting in settings],
+        "weights": {key: value for i, model in enumerate(models) for key, value in weights(model, i).items()},
+    }
 
 
-def main(argv: Sequence[str]) -> int:
-    way, folder, longest = argv
-    if way == "alone":
-        alone(Path(folder), float(longest))
-    elif way == "packed":
-        packed(Path(folder))
-    else:
-        checked(float(longest))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(way: str, longest: float, pipe: Connection) -> None:
+    """Train one way, and send what came of it."""
+    ways = {"alone": alone, "packed": packed, "checked": checked}
+    pipe.send(ways[way](pipe.send, longest))

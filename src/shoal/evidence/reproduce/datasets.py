@@ -39,16 +39,16 @@ class Data:
 
 def load(folder: Path | None = None, rows: int | None = None) -> Data:
     """MNIST from `mnist.npz` in this folder, or digits; `rows` of the training rows, the first of one fixed order."""
-    loaded = _digits() if folder is None else _mnist(folder)
-    mixed = torch.randperm(len(loaded.x), generator=torch.Generator().manual_seed(0))
-    picked = mixed if rows is None else mixed[:rows]
-    mean, deviation = loaded.x[picked].mean(), loaded.x[picked].std()
+    data = _digits() if folder is None else _mnist(folder)
+    mixed = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))
+    chosen = mixed if rows is None else mixed[:rows]
+    mean, deviation = data.x[chosen].mean(), data.x[chosen].std()
     return Data(
-        loaded.name,
-        (loaded.x[picked] - mean) / deviation,
-        loaded.y[picked],
-        (loaded.x_test - mean) / deviation,
-        loaded.y_test,
+        data.name,
+        (data.x[chosen] - mean) / deviation,
+        data.y[chosen],
+        (data.x_test - mean) / deviation,
+        data.y_test,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.evidence.bench.networks import CNN, MLP, Encoder, LSTMClassifier
+from shoal.models import CNN, MLP, Encoder, LSTMClassifier
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job

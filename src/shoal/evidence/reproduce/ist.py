@@ -133,17 +133,17 @@ def trained(
     look_every: int = LOOK_EVERY,
 ) -> dict[str, Any]:
     """One training: its settings, and its accuracy by steps, bytes and seconds."""
-    from shoal.split.executors.executors import Serial
+    from shoal.split.executors.local import Serial
     from shoal.split.executors.packed import Packed
     from shoal.split.trainer import train_split
 
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting, device)
     if executor is not None:
-        workers = executor(job, method)
+        made = executor(job, method)
     else:
-        workers = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
-    result = train_split(job, method, workers, device=device, val_every=max(1, look_every // setting.window))
+        made = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
+    result = train_split(job, method, made, device=device, val_every=max(1, look_every // setting.window))
     report = result.split
     assert report is not None
     columns = ("step", "bytes", "seconds", "accuracy")
@@ -172,7 +172,7 @@ def choose(
 ) -> list[Setting]:
     """For each method and window the rate that does best on rows held out, in as many steps as it will have."""
     inner = replace(scene, data=scene.data.held_out())
-    chosen = []
+    settings = []
     for method in methods:
         for window in (1,) if method == DATA_PARALLEL else windows:
             scores = {}
@@ -182,8 +182,8 @@ def choose(
                 row = trained(inner, setting, seed, device=device, look_every=setting.steps)
                 scores[rate] = last(row) if row["status"] == "done" else 0.0
             best = max(scores, key=lambda rate: scores[rate])
-            chosen.append(Setting(method=method, window=window, rate=best, steps=scene.length(method)))
-    return chosen
+            settings.append(Setting(method=method, window=window, rate=best, steps=scene.length(method)))
+    return settings
 
 
 def windows_of(text: str, *, small: bool) -> tuple[int, ...]:
@@ -226,21 +226,6 @@ def target_of(rows: Sequence[dict[str, Any]]) -> float:
 def reaching(curve: Sequence[dict[str, float]], target: float) -> dict[str, float] | None:
     """The first point of a curve at or above an accuracy."""
     return next((point for point in curve if point["accuracy"] >= target), None)
-
-
-def frontier(rows: Sequence[dict[str, Any]], method: str) -> list[tuple[float, float]]:
-    """(bytes, best accuracy for at most so many bytes) of a method over all its windows, ascending."""
-    points = [
-        (point["bytes"], point["accuracy"])
-        for (name, _, _), seeds in grouped(rows).items()
-        if name == method
-        for point in averaged(seeds)
-    ]
-    found: list[tuple[float, float]] = []
-    for count, reached in sorted(points):
-        if not found or reached > found[-1][1]:
-            found.append((count, reached))
-    return found
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -62,8 +62,8 @@ def compare(
 def earlier(path: Path) -> tuple[list[Setting], list[dict[str, Any]]]:
     """Settings and trainings from the file of an earlier run."""
     try:
-        stored = json.loads(path.read_text())
-        return [Setting(**setting) for setting in stored["settings"]], list(stored["rows"])
+        result = json.loads(path.read_text())
+        return [Setting(**setting) for setting in result["settings"]], list(result["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no earlier run ({describe(error)}); name a file that --out wrote") from None
 
@@ -73,7 +73,7 @@ def _timed(
 ) -> dict[str, Any]:
     """The seconds of the best settings over links of this rate."""
     target = ist.target_of(rows)
-    lines: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     with namespaces.shaped(scene.workers, link) as links:
         tell("timing data parallel: torch's own")
         reduced = seconds_a_step(scene, links, TIMED_STEPS)
@@ -82,18 +82,18 @@ def _timed(
         short = Setting(method=DATA_PARALLEL, window=1, rate=plain.rate, steps=TIMED_STEPS)
         served = over_links(scene, short, seeds[0], links, look_every=TIMED_STEPS)
         step = min(reduced, served["seconds"] / TIMED_STEPS)
-        lines += [timed_steps(row, step) for row in rows if row["method"] == DATA_PARALLEL]
+        timed += [timed_steps(row, step) for row in rows if row["method"] == DATA_PARALLEL]
         for method in (LOCAL_SGD, IST):
             for setting in _promising(chosen, rows, method, target):
                 for seed in seeds:
                     tell(f"timing {method}, {setting.window} steps a round, seed {seed}")
-                    lines.append(over_links(scene, setting, seed, links))
+                    timed.append(over_links(scene, setting, seed, links))
     return {
         "rate": link,
         "data_parallel_step": {"torch": reduced, "coordinator": served["seconds"] / TIMED_STEPS},
         "data_parallel_bytes": {"measured": served["bytes"], "predicted": served["bytes_predicted"]},
-        "rows": lines,
-        "summary": ist.summary(lines),
+        "rows": timed,
+        "summary": ist.summary(timed),
     }
 
 
@@ -200,8 +200,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 def _curves(axes: Any, rows: Sequence[dict[str, Any]], column: str, label: str) -> None:
     colors = {DATA_PARALLEL: "C7", LOCAL_SGD: "C1", IST: "C0"}
     seen: set[str] = set()
-    for (method, window, _), group in ist.grouped(rows).items():
-        curve = ist.averaged(group)
+    for (method, window, _), trainings in ist.grouped(rows).items():
+        curve = ist.averaged(trainings)
         axes.plot(
             [point[column] for point in curve], [100 * point["accuracy"] for point in curve], color=colors[method],
             alpha=0.7, linewidth=1, marker=".", markersize=3, label=None if method in seen else method,

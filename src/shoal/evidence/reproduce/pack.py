@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.evidence.bench.memory import Driver
-from shoal.evidence.bench.report import heading, milliseconds, peak
+from shoal.evidence.bench.report import heading, milliseconds, peak, percent
 from shoal.evidence.bench.run import Outcome, Settings, Tell, compare
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.bench.workloads import Spec
@@ -91,10 +91,6 @@ def pack(
     }
 
 
-def _percent(value: float | None, missing: str = "") -> str:
-    return missing if value is None else f"{100 * value:.1f} %"
-
-
 def table(result: dict[str, Any], console: Any) -> None:
     """Ours beside the published."""
     from rich.table import Table
@@ -109,9 +105,9 @@ def table(result: dict[str, Any], console: Any) -> None:
             str(row["packed"]),
             milliseconds(row["sequential_ms"]),
             milliseconds(row["packed_ms"]),
-            _percent(row["gain"]),
-            _percent(row["published"], "no room"),
-            _percent(row["ceiling"]),
+            percent(row["gain"]),
+            percent(row["published"], "no room"),
+            percent(row["ceiling"]),
             "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}x one",
             str(row["error"] or row["note"])[:90].replace("[", "("),
         )

@@ -1,7 +1,7 @@
 """SIL's table: networks cut in two and trained apart, against ordinary training of the whole.
 
 By synthetic labels (A: the right part reads labels; B: it reads activations) and by a local head at the cut. Beside
-ours stand the numbers that were measured before, on 8,000 rows of MNIST and 2,000 others for testing; ours are means
+ours are the numbers that were measured before, on 8,000 rows of MNIST and 2,000 others for testing; ours are means
 over seeds on the whole test set. Labels A are asked for before the activation function of the cut layer, where any
 number can be given, and read with noise; B and heads cut behind it.
 """
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.evidence.bench.report import heading, size
+from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 
@@ -82,15 +82,15 @@ def apart(job: Job, way: str, left: int, device: str) -> dict[str, Any]:
     result = sil(job, **settings[way], device=device, val_every=10**6)
     if result.status != "done":
         raise RuntimeError(f"{WAYS[way]}, {job.name}: {result.error}")
-    found = result.split
+    report = result.split
     return {
-        "accuracy": found.joined["accuracy"],
-        "left": found.own[0]["accuracy"],
-        "spread": found.own[0].get("spread"),
-        "cut_bytes": found.cut_bytes_measured,
-        "cut_bytes_predicted": found.cut_bytes_predicted,
-        "costs": found.costs,
-        "advice": found.advice,
+        "accuracy": report.joined["accuracy"],
+        "left": report.own[0]["accuracy"],
+        "spread": report.own[0].get("spread"),
+        "cut_bytes": report.cut_bytes_measured,
+        "cut_bytes_predicted": report.cut_bytes_predicted,
+        "costs": report.costs,
+        "advice": report.advice,
         "seconds": result.seconds,
     }
 
@@ -110,7 +110,7 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
     """One network, every way."""
     left, right, before = LINES[number]
     title = _title(data.features, left, right, data.classes)
-    found: dict[str, Any] = {"network": title, "before": before, "ways": {}}
+    row: dict[str, Any] = {"network": title, "before": before, "ways": {}}
     jobs = [job_of(data, (*left, *right), seed, epochs) for seed in range(seeds)]
     for way in WAYS:
         started = time.perf_counter()
@@ -123,7 +123,7 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
                 tell(f"{title}: {WAYS[way]}, {job.name}")
                 runs.append(apart(job, way, len(left), device))
         values = [run["accuracy"] for run in runs]
-        found["ways"][way] = {
+        row["ways"][way] = {
             "accuracy": statistics.fmean(values),
             "deviation": statistics.stdev(values) if seeds > 1 else 0.0,
             "before": before[way],
@@ -131,7 +131,7 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
             "wall_seconds": time.perf_counter() - started,
             "runs": runs,
         }
-    return found
+    return row
 
 
 def memory(data: Data, epochs: int) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
     from shoal.split.methods.sil_method import SILMethod
     from shoal.split.sil import costs
 
-    found: dict[str, Any] = {"network": "-".join(map(str, (data.features, *EQUAL, data.classes))), "ways": {}}
+    result: dict[str, Any] = {"network": "-".join(map(str, (data.features, *EQUAL, data.classes))), "ways": {}}
     for way in ("A", "B", "heads"):
         settings = {"method": "heads"} if way == "heads" else {"method": "labels", "variant": way}
         method = SILMethod(job_of(data, EQUAL, 0, epochs), None, **settings)
         measured = {name: cost.to_dict() for name, cost in costs(method).items()}
         parts = [cost for name, cost in measured.items() if name != "whole"]
-        found["ways"][way] = {
+        result["ways"][way] = {
             "cuts": [cut.name for cut in method.pieces.cuts],
             "costs": measured,
             **{
@@ -153,7 +153,7 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
                 for key in ("peak_bytes", "operations")
             },
         }
-    return found
+    return result
 
 
 def sil(
@@ -181,10 +181,6 @@ def _title(features: int, left: tuple[int, ...], right: tuple[int, ...], classes
     return f"{'-'.join(map(str, (features, *left)))} / {'-'.join(map(str, (*right, classes)))}"
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
 def table(result: dict[str, Any], console: Any) -> None:
     """Ours beside what was measured before."""
     from rich.table import Table
@@ -193,27 +189,27 @@ def table(result: dict[str, Any], console: Any) -> None:
         "network", "way", "accuracy", "+-", "before", "left part alone", "part's memory", "operations", "crossed"
     )
     for row in result["lines"]:
-        for way, found in row["ways"].items():
-            costs = found["runs"][0].get("costs")
+        for way, cell in row["ways"].items():
+            costs = cell["runs"][0].get("costs")
             shown.add_row(
                 row["network"] if way == "ordinary" else "",
                 WAYS[way],
-                _percent(found["accuracy"]),
-                f"{100 * found['deviation']:.1f}",
-                _percent(found["before"]),
-                _percent(found["left"]),
+                percent(cell["accuracy"]),
+                f"{100 * cell['deviation']:.1f}",
+                percent(cell["before"]),
+                percent(cell["left"]),
                 _largest(costs, "peak_bytes"),
                 _largest(costs, "operations"),
-                size(found["runs"][0].get("cut_bytes")),
+                size(cell["runs"][0].get("cut_bytes")),
             )
         shown.add_section()
     console.print(shown)
     six = result["memory"]
-    for way, found in six["ways"].items():
-        whole = found["costs"]["whole"]["peak_bytes"]
+    for way, cell in six["ways"].items():
+        whole = cell["costs"]["whole"]["peak_bytes"]
         console.print(
-            f"{six['network']} in two, {WAYS[way]}: the larger part holds {found['largest_peak_bytes_share']:.0%} "
-            f"of the whole's {size(whole)}, and does {found['largest_operations_share']:.0%} of its operations"
+            f"{six['network']} in two, {WAYS[way]}: the larger part holds {cell['largest_peak_bytes_share']:.0%} "
+            f"of the whole's {size(whole)}, and does {cell['largest_operations_share']:.0%} of its operations"
         )
     settings = result["settings"]
     console.print(
@@ -234,7 +230,7 @@ def _largest(costs: dict[str, dict[str, int]] | None, key: str) -> str:
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
     """Label, ours, before: for the picture."""
     return [
-        (f"{row['network'].partition(' / ')[0]}: {WAYS[way]}", found["accuracy"], found["before"])
+        (f"{row['network'].partition(' / ')[0]}: {WAYS[way]}", cell["accuracy"], cell["before"])
         for row in result["lines"]
-        for way, found in row["ways"].items()
+        for way, cell in row["ways"].items()
     ]

@@ -9,15 +9,12 @@ set size of all processes, when all have trained and are still there.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shoal.errors import describe
-from shoal.evidence.bench.child import ChildError
+from shoal.evidence.bench.child import Child, ChildError
 from shoal.evidence.bench.memory import Driver, Memory, Meter, host_cores
-from shoal.evidence.bench.report import heading, size
+from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.digits import User, users
@@ -52,28 +49,22 @@ def _trained(way: str, of: list[User], device: str) -> tuple[list[Any], float]:
 
 
 def _process(way: str, of: list[User], device: str, threads: int | None, pipe: Connection) -> None:
-    """Train, tell the seconds, then on request the memory and the accuracies."""
+    """Train, send the seconds, then on request the memory and the accuracies."""
     import torch
 
     from shoal.evidence.reproduce.digits import accuracy, load
 
-    try:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        meter = Meter(device)
-        models, seconds = _trained(way, of, device)
-        pipe.send(seconds)
-        pipe.recv()
-        pipe.send(meter.read())
-        pipe.recv()
-        x, y, xt, yt = load()
-        pipe.send([(accuracy(m, x, y), accuracy(m, xt, yt)) for m in models])
-        pipe.recv()
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        pass  # the other end has no more questions
-    except Exception as error:
-        with suppress(ConnectionError):
-            pipe.send(ChildError(describe(error)))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    meter = Meter(device)
+    models, seconds = _trained(way, of, device)
+    pipe.send(seconds)
+    pipe.recv()
+    pipe.send(meter.read())
+    pipe.recv()
+    x, y, xt, yt = load()
+    pipe.send([(accuracy(m, x, y), accuracy(m, xt, yt)) for m in models])
+    pipe.recv()
 
 
 class _Watch:
@@ -94,68 +85,47 @@ class _Watch:
         return None if self.most is None or self.before is None else self.most - self.before
 
 
-class _Group:
+def _start(way: str, of: list[User], device: str) -> list[Child]:
     """The processes of one way."""
+    shares = [[user] for user in of] if way == "processes" else [of]
+    threads = max(1, host_cores() // len(shares)) if way == "processes" and device == "cpu" else None
+    return [Child(_process, way, share, device, threads) for share in shares]
 
-    def __init__(self, way: str, of: list[User], device: str) -> None:
-        context = get_context("spawn")
-        shares = [[user] for user in of] if way == "processes" else [of]
-        threads = max(1, host_cores() // len(shares)) if way == "processes" and device == "cpu" else None
-        self.members: list[tuple[Any, Connection]] = []
-        for share in shares:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_process, args=(way, share, device, threads, theirs))
-            process.start()
-            theirs.close()
-            self.members.append((process, ours))
 
-    def answers(self, end: float, watch: _Watch) -> list[Any]:
-        found = []
-        for process, pipe in self.members:
-            while not pipe.poll(LOOK_SECONDS):
-                watch.look()
-                if time.monotonic() > end:
-                    raise ChildError("no time left: raise --limit")
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                process.join(5)
-                raise ChildError(f"a process died (exit code {process.exitcode})") from None
-            if isinstance(answer, ChildError):
-                raise answer
-            found.append(answer)
-        return found
+def _receive(children: list[Child], end: float, watch: _Watch) -> list[Any]:
+    """The next message of each, while the driver is watched."""
+    messages = []
+    for child in children:
+        while not child.pipe.poll(LOOK_SECONDS) and time.monotonic() < end:
+            watch.look()
+        messages.append(child.receive(end))
+    return messages
 
-    def ask(self, end: float, watch: _Watch) -> list[Any]:
-        for _, pipe in self.members:
-            pipe.send("next")
-        return self.answers(end, watch)
 
-    def close(self) -> None:
-        for _, pipe in self.members:
-            pipe.close()
-        for process, _ in self.members:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+def _ask(children: list[Child], end: float, watch: _Watch) -> list[Any]:
+    for child in children:
+        child.send()
+    return _receive(children, end, watch)
 
 
 def measure(way: str, of: list[User], device: str, driver: Driver, end: float) -> dict[str, Any]:
     """One way's time, memory and accuracies, or its error."""
     watch = _Watch(driver)
     start = time.monotonic()
-    group = _Group(way, of, device)
+    children = _start(way, of, device)
     try:
-        training = max(group.answers(end, watch))
+        training = max(_receive(children, end, watch))
         seconds = time.monotonic() - start
         watch.look()
-        memories: list[Memory] = group.ask(end, watch)
-        accuracies = [pair for share in group.ask(end, watch) for pair in share]
+        memories: list[Memory] = _ask(children, end, watch)
+        accuracies = [pair for share in _ask(children, end, watch) for pair in share]
     except (ChildError, OSError) as error:
         return {"way": way, "error": str(error)}
     finally:
-        group.close()
+        for child in children:
+            child.pipe.close()
+        for child in children:
+            child.close()
     resident = sum(m.resident or 0 for m in memories) or None
     return {
         "way": way,
@@ -178,11 +148,11 @@ def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tel
         for same in (True, False):
             of = users(members, epochs, same=same)
             label = f"{members} CNNs" if same else f"{members} of CNN, MLP, LSTM, encoder"
-            found = []
+            rows = []
             for way in WAYS:
                 tell(f"{label}: {TITLES[way]}")
-                found.append(measure(way, of, device, driver, end))
-            lines.append({"networks": label, "ways": found, **saved(*found)})
+                rows.append(measure(way, of, device, driver, end))
+            lines.append({"networks": label, "ways": rows, **saved(*rows)})
     return {"stamp": stamp(device, None), "members": members, "epochs": epochs, "published": PUBLISHED, "lines": lines}
 
 
@@ -207,10 +177,6 @@ def saved(vanilla: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
 def table(result: dict[str, Any], console: Any) -> None:
     """Ours beside the published."""
     from rich.table import Table
@@ -228,7 +194,7 @@ def table(result: dict[str, Any], console: Any) -> None:
                 f"{row['seconds']:.1f}",
                 f"{row['training_seconds']:.1f}",
                 size(row["memory"]),
-                *map(_percent, means),
+                *map(percent, means),
             )
     console.print(shown)
     gains = Table(
@@ -238,12 +204,12 @@ def table(result: dict[str, Any], console: Any) -> None:
         published = result["published"]
         gains.add_row(
             line["networks"],
-            _percent(line["memory_saved"]),
-            f"up to {_percent(published['memory'])}",
-            _percent(line["time_saved"]),
-            f"up to {_percent(published['time'])}",
-            _percent(line["training_saved"]),
-            _percent(line["largest_accuracy_change"]),
+            percent(line["memory_saved"]),
+            f"up to {percent(published['memory'])}",
+            percent(line["time_saved"]),
+            f"up to {percent(published['time'])}",
+            percent(line["training_saved"]),
+            percent(line["largest_accuracy_change"]),
         )
     console.print(gains)
     console.print(

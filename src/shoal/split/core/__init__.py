@@ -1,1 +1,0 @@
-"""What all split methods share: parts, state, rows, reports and checks."""

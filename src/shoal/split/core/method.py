@@ -105,7 +105,7 @@ class Method(ABC):
     # --- what only some methods need --------------------------------------------------------------------------------
 
     def companions(self) -> Tensors:
-        """Tensors that train beside the network's own and are kept in the same state, such as local heads: by names
+        """Tensors that train beside the network's own and are part of the same state, such as local heads: by names
         that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
         return {}
 
@@ -137,7 +137,7 @@ class Method(ABC):
         return {}
 
     def restore(self, tensors: Tensors) -> None:  # noqa: B027
-        """Be as when `stored` gave these."""
+        """Restore what `stored` returned."""
 
 
 class TaskExecutor(Protocol):

@@ -15,16 +15,16 @@ from shoal.split.core.parts import Slice, Tensors
 def moments_of(optimizer: Optimizer, network: nn.Module) -> Tensors:
     """What the optimizer keeps for each parameter: "<parameter>/<name>" -> tensor, numbers as tensors too."""
     places = {id(parameter): place for place, parameter in enumerate(_parameters(optimizer))}
-    state = {places[id(parameter)]: kept for parameter, kept in optimizer.state.items() if id(parameter) in places}
+    state = {places[id(parameter)]: values for parameter, values in optimizer.state.items() if id(parameter) in places}
     return moments_in(state, order_of(optimizer, network))
 
 
 def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str, Tensor]) -> None:
-    """Let the optimizer go on from these, which must be of its parameters' shapes."""
+    """Load these into the optimizer; they must have its parameters' shapes."""
     if not moments:
         return
     state = state_of(moments, order_of(optimizer, network))
-    state = {place: {name: value.clone() for name, value in kept.items()} for place, kept in state.items()}
+    state = {place: {name: value.clone() for name, value in values.items()} for place, values in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -36,21 +36,21 @@ def order_of(optimizer: Optimizer, network: nn.Module) -> list[str]:
 
 def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, dict[str, Tensor]]:
     """Moments as an optimizer's state_dict has them, by the places of its parameters."""
-    kept: dict[str, dict[str, Tensor]] = {}
+    by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in moments.items():
         parameter, _, name = key.rpartition("/")
-        kept.setdefault(parameter, {})[name] = value
-    return {place: kept[name] for place, name in enumerate(order) if name in kept}
+        by_parameter.setdefault(parameter, {})[name] = value
+    return {place: by_parameter[name] for place, name in enumerate(order) if name in by_parameter}
 
 
 def moments_in(state: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> Tensors:
     """The reverse of `state_of`: "<parameter>/<name>" -> tensor."""
-    found: Tensors = {}
-    for place, kept in state.items():
-        for name, value in kept.items():
+    moments: Tensors = {}
+    for place, values in state.items():
+        for name, value in values.items():
             if isinstance(value, (Tensor, float, int)) and order[place]:
-                found[f"{order[place]}/{name}"] = torch.as_tensor(value).detach()
-    return found
+                moments[f"{order[place]}/{name}"] = torch.as_tensor(value).detach()
+    return moments
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:
@@ -67,8 +67,8 @@ def moment_slice(piece: Slice, weight: torch.Size, moment: torch.Size) -> Slice 
         return Slice(piece.name)
     if len(moment) != len(weight) or any(m not in (1, w) for m, w in zip(moment, weight, strict=True)):
         return None
-    kept = zip(piece.index, moment, weight, strict=False)
-    return Slice(piece.name, tuple(rows if m == w else None for rows, m, w in kept))
+    dims = zip(piece.index, moment, weight, strict=False)
+    return Slice(piece.name, tuple(rows if m == w else None for rows, m, w in dims))
 
 
 def whole_shape(piece: Slice, weight: torch.Size, cut: tuple[int, ...], moment: torch.Size) -> torch.Size | None:

@@ -1,11 +1,11 @@
-"""A split as plain data: who trains which slices of which tensors, on which rows, for how many steps.
+"""A split as plain data: which worker trains which slices of which tensors, on which rows, for how many steps.
 
 Every way to train one network as many parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a list
 of rounds, and a round is a list of parts. Nothing here knows which way it is.
 
     state -> parts of the round -> tasks -> outcomes -> state
 
-A task is complete: what comes of it depends on the task and the job alone, not on who carries it out. So the parts may
+A task is complete: its outcome depends on the task and the job alone, not on where it is trained. So the parts may
 be trained one after another in this process (the reference), as a pack on one device, or by workers on other machines.
 """
 
@@ -70,17 +70,17 @@ class Slice:
     def shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The piece's shape."""
         rows = (*self.index, *(None for _ in range(len(whole) - len(self.index))))
-        return tuple(size if kept is None else len(kept) for size, kept in zip(whole, rows, strict=True))
+        return tuple(size if taken is None else len(taken) for size, taken in zip(whole, rows, strict=True))
 
     def _at(self, whole: Tensor) -> tuple[Tensor | slice, ...]:
         """Index tensors that broadcast against one another, from the first dimension that is cut to the last."""
         first, last = self.cut[0][0], self.cut[-1][0]
-        found: list[Tensor | slice] = [slice(None)] * first
+        index: list[Tensor | slice] = [slice(None)] * first
         for dim in range(first, last + 1):
-            kept = self.index[dim]
-            rows = torch.arange(whole.shape[dim], device=whole.device) if kept is None else kept
-            found.append(rows.to(whole.device).view([-1 if d == dim else 1 for d in range(first, last + 1)]))
-        return tuple(found)
+            taken = self.index[dim]
+            rows = torch.arange(whole.shape[dim], device=whole.device) if taken is None else taken
+            index.append(rows.to(whole.device).view([-1 if d == dim else 1 for d in range(first, last + 1)]))
+        return tuple(index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

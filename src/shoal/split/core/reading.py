@@ -1,7 +1,7 @@
 """What a part reads: the rows of its shard, in an order that is a pure function of (seed, shard, epoch).
 
-Nothing is drawn along the way, so that anybody who is given (shard, start, steps) reads the same batches: this process,
-another machine, or a run that goes on after a kill.
+Nothing is drawn along the way, so that (shard, start, steps) give the same batches everywhere: in this process, on
+another machine, or in a run that resumes after a kill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mixed(*numbers: int) -> int:
 
 @lru_cache(maxsize=8)
 def shuffled(count: int, *seed: int) -> Tensor:
-    """A permutation that depends on the seed alone. It is kept for whoever asks next: it must not be written to."""
+    """A permutation that depends on the seed alone. It is cached: it must not be written to."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(*seed)))
 
 

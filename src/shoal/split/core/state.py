@@ -1,4 +1,4 @@
-"""The whole network while it is trained in parts: pieces are taken from it, and what came of them is put back.
+"""The whole network while it is trained in parts: pieces are taken from it, and outcomes are written back.
 
 A commit is the same bit for bit wherever the parts were trained: sums are taken in the order of the parts, and a block
 with one owner is copied.
@@ -61,16 +61,16 @@ class State:
     def task(
         self, number: int, part: Part, slices: Slices, *, moments: bool = True, extras: Tensors | None = None
     ) -> Task:
-        """A part with what it starts from: copies, which nothing that happens here changes."""
+        """A part with what it starts from: copies, which nothing here changes."""
         tensors = {name: self._near(piece).take(self._whole(piece)) for name, piece in slices.items()}
-        kept: Tensors = {}
+        task_moments: Tensors = {}
         known = self._moments_by_owner() if moments else {}
         for name, piece in slices.items():
             for key, moment in known.get(piece.name, {}).items():
                 place = moment_slice(piece, self._whole(piece).shape, moment.shape)
                 if place is not None:
-                    kept[f"{name}/{key}"] = self._near(place).take(moment)
-        return Task(round=number, part=part, tensors=tensors, moments=kept, extras=extras or {})
+                    task_moments[f"{name}/{key}"] = self._near(place).take(moment)
+        return Task(round=number, part=part, tensors=tensors, moments=task_moments, extras=extras or {})
 
     def load_into(self, network: nn.Module) -> None:
         """Give a network of the same names the whole's weights and buffers."""
@@ -83,11 +83,11 @@ class State:
             raise SplitError(f"a part has a slice of {piece.name!r}; the network has no tensor of that name") from None
 
     def _moments_by_owner(self) -> dict[str, Tensors]:
-        found: dict[str, Tensors] = {}
+        by_owner: dict[str, Tensors] = {}
         for key, moment in self.moments.items():
             owner, _, name = key.rpartition("/")
-            found.setdefault(owner, {})[name] = moment
-        return found
+            by_owner.setdefault(owner, {})[name] = moment
+        return by_owner
 
     def _near(self, piece: Slice) -> Slice:
         """A slice whose rows are where the state is: they are sent there once in a round."""
@@ -114,31 +114,31 @@ class State:
         """
         pieces: dict[str, list[Piece]] = {}
         moments: dict[str, list[Piece]] = {}
-        for part, own, outcome in zip(parts, slices, outcomes, strict=True):
+        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
             if outcome is None or not part.steps:
                 continue
             for name, value in outcome.tensors.items():
-                pieces.setdefault(own[name].name, []).append((own[name], value, 1.0))
+                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, 1.0))
             for key, value in outcome.moments.items():
-                self._place_moment(own, key, value, moments)
+                self._place_moment(part_slices, key, value, moments)
         self._merge(self.tensors, pieces)
         self._merge(self.moments, moments)
         self._rows = {}
 
     def _merge(self, into: Tensors, pieces: Mapping[str, list[Piece]]) -> None:
-        """Write pieces into the tensors that they belong to; those that nobody shares are copied."""
+        """Write pieces into the tensors that they belong to; those that no other part has are copied."""
         known: dict[tuple[int, ...], bool] = {}
-        for name, found in pieces.items():
-            near = self._near_all(found, into[name].device)
-            if disjoint([place for place, _, _ in found], known):
+        for name, tensor_pieces in pieces.items():
+            near = self._near_all(tensor_pieces, into[name].device)
+            if disjoint([place for place, _, _ in tensor_pieces], known):
                 for place, value, _ in near:
                     place.put(into[name], value)
             else:
                 merge_(into[name], near, largest=into is self.moments and name.endswith("/step"))
 
-    def _place_moment(self, own: Slices, key: str, value: Tensor, found: dict[str, list[Piece]]) -> None:
+    def _place_moment(self, part_slices: Slices, key: str, value: Tensor, pieces: dict[str, list[Piece]]) -> None:
         parameter, _, name = key.rpartition("/")
-        piece = own[parameter]
+        piece = part_slices[parameter]
         weight, whole = self._whole(piece), f"{piece.name}/{name}"
         shape = whole_shape(piece, weight.shape, piece.shape(weight.shape), value.shape)
         if shape is None:
@@ -148,7 +148,7 @@ class State:
             self.moments[whole] = begun
         place = moment_slice(piece, weight.shape, self.moments[whole].shape)
         if place is not None:
-            found.setdefault(whole, []).append((place, value, 1.0))
+            pieces.setdefault(whole, []).append((place, value, 1.0))
 
     def gradients(
         self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None], trained: set[str]
@@ -158,21 +158,21 @@ class State:
         What is not in `trained` (buffers) is committed as it is.
         """
         pieces: dict[str, list[Piece]] = {}
-        for part, own, outcome in zip(parts, slices, outcomes, strict=True):
+        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
             if outcome is None or not part.steps:
                 continue
             for name, value in outcome.tensors.items():
-                pieces.setdefault(own[name].name, []).append((own[name], value, float(outcome.rows)))
-        found: Tensors = {}
+                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, float(outcome.rows)))
+        gradients: Tensors = {}
         for name, own_pieces in pieces.items():
             near = self._near_all(own_pieces, self.tensors[name].device)
             if name in trained:
-                found[name] = torch.zeros_like(self.tensors[name])
-                merge_(found[name], near)
+                gradients[name] = torch.zeros_like(self.tensors[name])
+                merge_(gradients[name], near)
             else:
                 merge_(self.tensors[name], near)
         self._rows = {}
-        return found
+        return gradients
 
     # --- for a checkpoint -----------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class State:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Be where `state()` was taken."""
+        """Restore what `state()` returned."""
         if set(state["tensors"]) != set(self.tensors):
             odd = sorted(set(state["tensors"]) ^ set(self.tensors))[0]
             raise SplitError(f"the checkpoint and the network do not agree about {odd!r}; put the code back as it was")
@@ -198,22 +198,24 @@ class State:
 
 def tensors_of(network: nn.Module) -> Tensors:
     """A network's parameters and buffers by name; tied ones once."""
-    found = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    lazy = next((name for name, tensor in found.items() if is_lazy(tensor)), None)
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    lazy = next((name for name, tensor in tensors.items() if is_lazy(tensor)), None)
     if lazy is not None:
         raise SplitError(f"{lazy!r} has no shape yet; run one batch through the network before it is split")
-    return {name: tensor.detach() for name, tensor in found.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put these values into a network that has these names and shapes."""
-    own = tensors_of(network)
-    if own.keys() != tensors.keys():
-        odd = sorted(own.keys() ^ tensors.keys())[0]
-        where = "the network but not among the slices" if odd in own else "the slices but not in the network"
+    network_tensors = tensors_of(network)
+    if network_tensors.keys() != tensors.keys():
+        odd = sorted(network_tensors.keys() ^ tensors.keys())[0]
+        where = (
+            "the network but not among the slices" if odd in network_tensors else "the slices but not in the network"
+        )
         raise SplitError(f"{odd!r} is in {where}; a part's network and its slices must have the same names")
-    for name, tensor in own.items():
+    for name, tensor in network_tensors.items():
         if tensor.shape != tensors[name].shape:
             shapes = f"{list(tensor.shape)} in the part's network and {list(tensors[name].shape)} in its slice"
             raise SplitError(f"{name!r} has shape {shapes}; they must agree")
@@ -226,7 +228,7 @@ def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> boo
     `known` remembers what was found about rows, which many tensors have in common.
     """
     for rows in zip(*(place.index for place in places), strict=False):
-        if any(own is None for own in rows):
+        if any(taken is None for taken in rows):
             continue
         key = tuple(map(id, rows))
         if key not in known:

@@ -1,1 +1,0 @@
-"""Executors on this machine: parts one after another, or as a pack."""

@@ -1,6 +1,6 @@
-"""A task carried out: the plain loop, on the part's own network and the part's own rows.
+"""A task trained: the plain loop, on the part's network and the part's rows.
 
-What comes of it depends on the task and the job alone: the network is built anew, its weights and optimizer state are
+The outcome depends on the task and the job alone: the network is built anew, its weights and optimizer state are
 the task's, its rows are a pure function of (shard, start), its random draws follow the part's seed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -21,18 +21,18 @@ from shoal.data import View
 from shoal.data.pool import batch_rows
 from shoal.engine.members.member import autocast, counted, make_optimizer, number, seeded
 from shoal.jobs.job import Job
-from shoal.split.core.masks import Masks
+from shoal.split.core.checks import check_count
 from shoal.split.core.memory import Meter, step_of
-from shoal.split.core.method import Method
-from shoal.split.core.moments import load_moments, moments_of
-from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.core.method import Method, Worker
+from shoal.split.core.moments import load_moments, moment_slice, moments_of
+from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading
 from shoal.split.core.state import load_tensors, tensors_of
 
 CPU = torch.device("cpu")
 
 
-def carry_out(
+def train_task(
     job: Job,
     method: Method,
     task: Task,
@@ -44,7 +44,7 @@ def carry_out(
 ) -> Outcome:
     """Train a part as its task says, on this device; `data` is the job's, opened there; `home`: where its weights go.
 
-    With `private` the data is the part's own shard and nothing else. A loss or a weight that is not finite ends it:
+    With `private` the data is the part's shard and nothing else. A loss or a weight that is not finite ends it:
     the outcome then has no tensors, and its last loss says why.
     """
     part, job = task.part, method.job(job, task.part)
@@ -55,41 +55,41 @@ def carry_out(
         network = method.network(part).to(device)
         load_tensors(network, task.tensors)
         torch.manual_seed(part.seed)
-        hand = _FixedBatches(job, method, part, network, device)
-        load_moments(hand.optimizer, network, task.moments)
+        training = _PartTraining(job, method, part, network, device)
+        load_moments(training.optimizer, network, task.moments)
         started = time.perf_counter()
         reading = Reading(job, len(data), part.shard, private)
-        hand.train(reading, method.batches(task, _read(reading, data, part)), meter)
-        losses = torch.stack(hand.losses).double().tolist()
+        training.train(reading, method.batches(task, _read(reading, data, part)), meter)
+        losses = torch.stack(training.losses).double().tolist()
         seconds = time.perf_counter() - started
     fine = all(math.isfinite(loss) for loss in losses)
-    tensors = {name: value.to(home) for name, value in hand.found().items()} if fine else {}
+    tensors = {name: value.to(home) for name, value in training.result().items()} if fine else {}
     if not all_finite(tensors):
         tensors, losses = {}, [*losses[:-1], math.nan]
-    extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in hand.logs.items()}
+    extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in training.logs.items()}
     if tensors:
         extras |= method.yields(task, network, lambda: method.batches(task, _read(reading, data, part)))
     return Outcome(
         round=task.round,
         number=part.number,
         tensors=tensors,
-        moments=at_home(hand.moments(), home)
+        moments=at_home(training.moments(), home)
         if tensors and method.merge == "weights" and method.moments == "travel"
         else {},
         extras={name: value.cpu() for name, value in extras.items()},
         losses=tuple(losses),
-        rows=hand.rows,
+        rows=training.rows,
         seconds=seconds,
         peak_bytes=meter.peak(network),
     )
 
 
 def diverged(outcome: Outcome | None) -> bool:
-    """Whether a part was trained and came to nothing."""
+    """Whether a part was trained and its loss is not finite."""
     return outcome is not None and bool(outcome.losses) and not math.isfinite(sum(outcome.losses))
 
 
-class _FixedBatches:
+class _PartTraining:
     """A part's network with what trains it."""
 
     def __init__(self, job: Job, method: Method, part: Part, network: nn.Module, device: torch.device) -> None:
@@ -111,20 +111,20 @@ class _FixedBatches:
             batches += len(group)
 
     def _step(self, group: list[Any], batches: int) -> None:
-        """One optimizer step over a group of batches; where gradients are what is wanted, without the step itself."""
+        """One optimizer step over a group of batches; where gradients are what is wanted, without the update."""
         self.optimizer.zero_grad()
         self.network.zero_grad()  # parameters that the optimizer does not have
-        found = []
+        losses = []
         for place, batch in enumerate(group):
             with _drawing(self.part.seed, self.device, batches + place):
                 with autocast(self.job, self.device):
                     loss, logs = self.step_of(self.network, batch)
                 (loss / len(group) if len(group) > 1 else loss).backward()  # type: ignore[no-untyped-call]
-            found.append(loss.detach())
+            losses.append(loss.detach())
             self.rows += batch_rows(batch)
             for name, value in logs.items():
                 self.logs.setdefault(name, []).append(number(value))
-        self.losses.append(torch.stack(found).mean() if len(found) > 1 else found[0])
+        self.losses.append(torch.stack(losses).mean() if len(losses) > 1 else losses[0])
         if self.method.merge == "gradients":
             return
         if self.masks is not None:
@@ -135,22 +135,22 @@ class _FixedBatches:
         if self.masks is not None:
             self.masks.weights()
 
-    def found(self) -> Tensors:
-        """What goes back: weights or gradients, and buffers."""
-        own = tensors_of(self.network)
+    def result(self) -> Tensors:
+        """What is sent back: weights or gradients, and buffers."""
+        tensors = tensors_of(self.network)
         if self.method.merge == "gradients":
             grads = {name: p.grad for name, p in self.network.named_parameters()}
-            own = {name: grads.get(name, value) for name, value in own.items()}  # type: ignore[misc]
+            tensors = {name: grads.get(name, value) for name, value in tensors.items()}  # type: ignore[misc]
         if self.part.learn is not None:
-            own = {name: piece.take(own[name]) for name, piece in self.method.returns(self.part).items()}
-        return {name: value for name, value in own.items() if value is not None}
+            tensors = {name: piece.take(tensors[name]) for name, piece in self.method.returns(self.part).items()}
+        return {name: value for name, value in tensors.items() if value is not None}
 
     def moments(self) -> Tensors:
         """The optimizer's state of what goes back."""
-        found = moments_of(self.optimizer, self.network)
+        moments = moments_of(self.optimizer, self.network)
         if self.masks is not None:
-            found = self.masks.moments(found)
-        return found
+            moments = self.masks.moments(moments)
+        return moments
 
 
 def at_home(moments: Tensors, home: torch.device) -> Tensors:
@@ -160,14 +160,14 @@ def at_home(moments: Tensors, home: torch.device) -> Tensors:
 
 def all_finite(tensors: Tensors) -> bool:
     """Whether all numbers are; a device is asked once."""
-    found = [torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point()]
-    return not found or bool(torch.stack(found).all())
+    finite = [torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point()]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def _read(reading: Reading, data: View, part: Part) -> Iterator[Any]:
     """A part's batches. Their order is found now, before a step is watched: it is not what training holds."""
-    found = [(epoch, rows) for epoch, group in reading.groups(part.start, part.steps) for rows in group]
-    return (data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch) for epoch, rows in found)
+    batches = [(epoch, rows) for epoch, group in reading.groups(part.start, part.steps) for rows in group]
+    return (data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch) for epoch, rows in batches)
 
 
 def set_rates(job: Job, optimizer: Optimizer, base: list[Any], step: int, steps_per_epoch: int) -> None:
@@ -189,3 +189,64 @@ def _drawing(seed: int, device: torch.device, batches: int) -> Iterator[None]:
         if mode is not None:
             mode.begin(batches)
         yield
+
+
+class Masks:
+    """Keeps all but the learning slices of a network's parameters where they are."""
+
+    def __init__(self, network: nn.Module, learning: Mapping[str, Slice]) -> None:
+        self.learning = learning
+        self.shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+        self._kept = []
+        for name, parameter in network.named_parameters():
+            piece = learning.get(name)
+            if piece is not None and piece.whole:
+                continue
+            mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+            if piece is not None:
+                piece.put(mask, torch.ones(piece.shape(parameter.shape), dtype=torch.bool, device=mask.device))
+            self._kept.append((parameter, mask, parameter.detach().clone()))
+
+    def gradients(self) -> None:
+        """Take away what others learn."""
+        for parameter, mask, _ in self._kept:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(~mask, 0.0)
+
+    @torch.no_grad()
+    def weights(self) -> None:
+        """Put back what an optimizer moves without a gradient: by weight decay, or by momentum."""
+        for parameter, mask, start in self._kept:
+            parameter.copy_(torch.where(mask, parameter, start))
+
+    def moments(self, moments: Tensors) -> Tensors:
+        """Of the optimizer's state, what belongs to the learning slices."""
+        out: Tensors = {}
+        for key, value in moments.items():
+            parameter = key.rpartition("/")[0]
+            piece = self.learning.get(parameter)
+            place = moment_slice(piece, self.shapes[parameter], value.shape) if piece is not None else None
+            if place is not None:
+                out[key] = place.take(value)
+        return out
+
+
+class Serial:
+    """Trains the parts in this process, one after another: the reference for every other executor."""
+
+    tier = "serial"
+    home: torch.device
+    """Where outcomes are: on the device itself, so that the state stays there and rounds cross no bus."""
+
+    def __init__(self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu") -> None:
+        check_count("workers", workers)
+        self.job, self.method = job, method
+        self.device = self.home = torch.device(device)
+        self.data = method.data_on(self.device)
+        self.workers = [Worker(number) for number in range(workers)]
+
+    def roll(self, number: int) -> Sequence[Worker]:
+        return self.workers
+
+    def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
+        return [train_task(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]

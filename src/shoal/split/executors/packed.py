@@ -1,7 +1,7 @@
 """Parts of equal shapes as one pack: many narrow networks in one step.
 
-A pack is kept from round to round: the units are other ones each time, their number is not, so new weights are loaded
-into the seats and nothing is traced again. What a pack cannot do goes part after part.
+A pack is reused from round to round: the units change, their number does not, so new weights are loaded into its
+members and nothing is traced again. Parts that cannot be packed are trained one after another.
 """
 
 from __future__ import annotations
@@ -26,53 +26,52 @@ from shoal.split.core.moments import moments_in, order_of, state_of
 from shoal.split.core.parts import Outcome, Task, Tensors
 from shoal.split.core.reading import Reading
 from shoal.split.core.state import tensors_of
-from shoal.split.executors.executors import Serial
-from shoal.split.executors.local import all_finite, at_home
+from shoal.split.executors.local import Serial, all_finite, at_home
 from shoal.user_loop.pack import Pack
 
 
 class Packed(Serial):
-    """This process and one device: parts of equal shapes ride together."""
+    """Trains parts of equal shapes as one pack, on one device in this process."""
 
     tier = "packed"
     MOST = 4
-    """Packs that are kept: of the usual rounds, of the last ones, and where widths do not divide."""
+    """Packs that are reused: of the usual rounds, of the last ones, and where widths do not divide."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._packs: dict[Hashable, _RunningPart] = {}
+        self._packs: dict[Hashable, _PackedParts] = {}
         self._refusal = _refusal(self)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        found: list[Outcome | None] = [None] * len(tasks)
+        outcomes_by_place: list[Outcome | None] = [None] * len(tasks)
         for key, places in self._alike(tasks).items():
-            own = [tasks[place] for place in places]
-            outcomes = super().run(own) if key is None or len(own) == 1 else self._together(key[1:], own)
+            alike = [tasks[place] for place in places]
+            outcomes = super().run(alike) if key is None or len(alike) == 1 else self._together(key[1:], alike)
             for place, outcome in zip(places, outcomes, strict=True):
-                found[place] = outcome
-        return found
+                outcomes_by_place[place] = outcome
+        return outcomes_by_place
 
     def _alike(self, tasks: Sequence[Task]) -> dict[tuple[Hashable, ...] | None, list[int]]:
-        """Places of tasks that can ride together; under None those that ride alone."""
+        """Places of tasks that can be one pack; under None those that are trained alone."""
         groups: dict[tuple[Hashable, ...] | None, list[int]] = {}
         for place, task in enumerate(tasks):
             groups.setdefault(None if self._refusal else _key(task), []).append(place)
         return groups
 
     def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
-        seats = (shapes, len(tasks))
-        runner = self._packs.pop(seats, None)
-        if runner is None:
-            runner = _RunningPart(self, tasks)
-        found = runner.go(tasks)
-        self._packs[seats] = runner
+        key = (shapes, len(tasks))
+        pack = self._packs.pop(key, None)
+        if pack is None:
+            pack = _PackedParts(self, tasks)
+        outcomes = pack.train(tasks)
+        self._packs[key] = pack
         while len(self._packs) > self.MOST:
             self._packs.pop(next(iter(self._packs)))
-        return found
+        return outcomes
 
 
 def _key(task: Task) -> tuple[Hashable, ...] | None:
-    """Parts with equal keys are one computation of so many steps; None: it has to ride alone."""
+    """Parts with equal keys are one computation of so many steps; None: it is trained alone."""
     clocks = {float(value) for name, value in task.moments.items() if name.endswith("/step")}
     if task.part.learn is not None or not task.part.steps or len(clocks) > 1:
         return None
@@ -81,19 +80,19 @@ def _key(task: Task) -> tuple[Hashable, ...] | None:
 
 
 def _refusal(executor: Serial) -> str:
-    """Why nothing of this job can ride as a pack; empty: it can."""
+    """Why nothing of this job can be packed; empty: it can."""
     method, job = executor.method, executor.job
     if method.merge == "gradients":
         return "its parts give gradients back"
     if any(getattr(type(method), name) is not getattr(Method, name) for name in ("job", "batches", "yields")):
-        return "its parts are trained in ways of their own"
+        return "its method trains parts in its own way"
     if job.accumulate > 1:
         return "it accumulates gradients over batches"
     return ""
 
 
-class _RunningPart:
-    """A pack and what its members were made of."""
+class _PackedParts:
+    """A pack, and the networks that its members were made of."""
 
     def __init__(self, executor: Serial, tasks: list[Task]) -> None:
         self.executor = executor
@@ -104,19 +103,19 @@ class _RunningPart:
         self.orders = [order_of(optimizer, n) for optimizer, n in zip(optimizers, self.networks, strict=True)]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         self.held = 0
-        """Bytes that the pack itself keeps on a GPU between rounds."""
+        """Bytes that the pack itself holds on a GPU between rounds."""
         self.working: int | None = None
         """What a step holds besides state, for one member: on a CPU counted once."""
         self.logs = bool(job.step) and self._has_logs(tasks[0])
         self.steps_per_epoch = [reading.steps for reading in self._readings(tasks)]
-        steps = [self._own_step(task) for task in tasks]
-        own = job.step is not None or type(method).step is not Method.step
+        steps = [self._step_of(task) for task in tasks]
+        has_step = job.step is not None or type(method).step is not Method.step
         self.pack = Pack(
             self.networks,
             optimizer=job.optimizer,
             hparams=job.hparams,
-            loss=None if own else job.loss,
-            step=steps if own else None,
+            loss=None if has_step else job.loss,
+            step=steps if has_step else None,
             params=job.params,
             clip_norm=job.clip_norm,
             precision=job.precision,
@@ -125,12 +124,12 @@ class _RunningPart:
             seeds=[task.part.seed for task in tasks],
         )
 
-    def _own_step(self, task: Task) -> Any:
+    def _step_of(self, task: Task) -> Any:
         step = step_of(self.executor.job, self.executor.method, task.part)
         return lambda network, batch: step(network, batch)[0]
 
     def _has_logs(self, task: Task) -> bool:
-        """Whether the job's own step logs numbers, which a pack does not hand out."""
+        """Whether the job's step logs numbers, which a pack does not return."""
         data = self.executor.data
         network = self.executor.method.network(task.part).to(self.executor.device)
         with torch.no_grad(), seeded(0, self.executor.device):
@@ -150,12 +149,12 @@ class _RunningPart:
 
     # --- one round ------------------------------------------------------------------------------------------------
 
-    def go(self, tasks: list[Task]) -> Sequence[Outcome | None]:
-        """Load the tasks into the seats, train, and read what came of them."""
+    def train(self, tasks: list[Task]) -> Sequence[Outcome | None]:
+        """Load the tasks into the members, train, and read the outcomes."""
         if self.logs:
             return Serial.run(self.executor, tasks)
         readings = self._readings(tasks)
-        self._seat(tasks, readings)
+        self._load(tasks, readings)
         started = time.perf_counter()
         with self._metered() as peak:
             losses, rows = self._train(tasks, readings)
@@ -182,10 +181,10 @@ class _RunningPart:
         peak.append(torch.cuda.max_memory_allocated(device) - before + self.held)
         self.held += torch.cuda.memory_allocated(device) - before
 
-    def _seat(self, tasks: list[Task], readings: list[Reading]) -> None:
+    def _load(self, tasks: list[Task], readings: list[Reading]) -> None:
         job = self.executor.job
         for place, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
-            weights = {name: task.tensors[own] for name, own in self.names[place].items()}
+            weights = {name: task.tensors[part_name] for name, part_name in self.names[place].items()}
             state: dict[str, Any] | None = None
             if task.moments:
                 state = {
@@ -210,16 +209,16 @@ class _RunningPart:
                     self._watched(next(feed)) if len(losses) == 1 else self.pack.step(next(feed), per_member=True)
                 )
                 continue
-            found: dict[int, Tensor] = {}
+            step_losses: dict[int, Tensor] = {}
             for places in sizes.values():
                 batch = self._batch([turn[place] for place in places])
                 several = self.pack.step(batch, per_member=True, members=[ids[place] for place in places])
-                found |= dict(zip(places, several, strict=True))
-            losses.append(torch.stack([found[place] for place in range(len(tasks))]))
+                step_losses |= dict(zip(places, several, strict=True))
+            losses.append(torch.stack([step_losses[place] for place in range(len(tasks))]))
         return losses, [sum(len(turn[place][1]) for turn in turns) for place in range(len(tasks))]
 
     def _watched(self, batch: Any) -> Tensor:
-        """A step, in which what it holds is counted where nobody else does."""
+        """A step, whose memory is counted on a CPU."""
         if self.executor.device.type == "cuda" or self.working is not None:
             return self.pack.step(batch, per_member=True)
         with Ledger() as ledger:
@@ -228,7 +227,7 @@ class _RunningPart:
         return losses
 
     def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
-        """The turns in which everybody has a full batch, their rows brought to the device at once."""
+        """The turns in which every member has a full batch, their rows moved to the device at once."""
         source, size = self.executor.data.source, self.executor.job.batch_size
         full = [turn for turn in turns if all(len(rows) == size for _, rows in turn)]
         if not full or not isinstance(source, TensorSource):
@@ -262,7 +261,7 @@ class _RunningPart:
         )
 
     def _result(self, place: int) -> tuple[Tensors, Tensors]:
-        """A member's weights and moments, where it is trained; without moments where nobody wants them."""
+        """A member's weights and moments, where it is trained; without moments where they do not travel."""
         id = self.pack.ids[place]
         tensors = {name: tensor.to(self.executor.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
         if self.executor.method.moments == "fresh" and self.executor.device.type == "cuda":

@@ -1,1 +1,0 @@
-"""The split methods: IST, SIL, local SGD and data parallel."""

@@ -51,9 +51,9 @@ class _Costing(fx.Interpreter):
             out = super().run_node(n)
         weights = 0
         if n.op in ("call_module", "get_attr"):
-            found = self.fetch_attr(str(n.target))
-            own = list(found.parameters()) if isinstance(found, nn.Module) else [found]
-            fresh = [p for p in own if isinstance(p, Tensor) and id(p) not in self._weighed]
+            target = self.fetch_attr(str(n.target))
+            params = list(target.parameters()) if isinstance(target, nn.Module) else [target]
+            fresh = [p for p in params if isinstance(p, Tensor) and id(p) not in self._weighed]
             self._weighed |= {id(p) for p in fresh}
             weights = count_bytes(fresh)
         fresh = [] if n.op in ("get_attr", "output") else [x for x in pytree.tree_leaves(out) if not _view(x)]
@@ -98,8 +98,8 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
     places = candidates(recorded)
     weights = weights_before(recorded)
     if len({weights[border] for _, border in places}) < parts - 1:
-        found = ", ".join(repr(name) for name, _ in places) or "none"
-        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {found}")
+        cut_names = ", ".join(repr(name) for name, _ in places) or "none"
+        raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {cut_names}")
     measured = profile(recorded, job, inputs)
     ends = [0, *(border for _, border in places), len(recorded.nodes)]
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]

@@ -22,7 +22,7 @@ from shoal.split.methods._tracing import Recorded, copy_node, record
 
 AFTER = "after:"
 MOST_NAMES = 8
-"""Names told in an error."""
+"""Names shown in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,35 +119,35 @@ def border_of(recorded: Recorded, cut: str) -> int:
 
 def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
     """The one tensor that crosses a border; SplitError where there is more than one."""
-    found = recorded.crossing(border)
-    if len(found) == 1 and found[0].op not in ("placeholder", "get_attr"):
-        return found[0]
+    crossing = recorded.crossing(border)
+    if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
+        return crossing[0]
     whole = [name for name, where in candidates(recorded) if where != border]
     advice = f"; cut at one of {_near(cut.removeprefix(AFTER), whole)}" if whole else ""
-    if any(node.op == "get_attr" for node in found):
-        shared = next(str(node.target) for node in found if node.op == "get_attr")
+    if any(node.op == "get_attr" for node in crossing):
+        shared = next(str(node.target) for node in crossing if node.op == "get_attr")
         raise SplitError(f"cut {cut!r}: {shared!r} is used on both sides, so neither part could own it{advice}")
-    if all(node.op == "placeholder" for node in found):
+    if all(node.op == "placeholder" for node in crossing):
         raise SplitError(f"cut {cut!r}: no weights come before it, so there is nothing to train apart{advice}")
-    told = ", ".join(str(node) for node in found[:4])
-    raise SplitError(f"cut {cut!r} splits a skip or a residual: {len(found)} tensors cross it ({told}){advice}")
+    names = ", ".join(str(node) for node in crossing[:4])
+    raise SplitError(f"cut {cut!r} splits a skip or a residual: {len(crossing)} tensors cross it ({names}){advice}")
 
 
 def candidates(recorded: Recorded) -> list[tuple[str, int]]:
     """Modules before which the network can be cut, with their places; one for each place, the outermost."""
     weights = weights_before(recorded)
-    found: dict[int, str] = {}
+    by_border: dict[int, str] = {}
     for name in recorded.names():
         calls = recorded.before[name]
-        if len(calls) != 1 or calls[0] in found or not name:
+        if len(calls) != 1 or calls[0] in by_border or not name:
             continue
         border = calls[0]
         if weights[border] == 0 or weights[border] == weights[-1]:
             continue
         crossing = recorded.crossing(border)
         if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
-            found[border] = name
-    return [(name, border) for border, name in sorted(found.items())]
+            by_border[border] = name
+    return [(name, border) for border, name in sorted(by_border.items())]
 
 
 def weights_before(recorded: Recorded) -> list[int]:

@@ -1,7 +1,7 @@
 """A network's forward pass as a list of calls, with the places between them where it can be cut.
 
 The forward pass is recorded by torch.fx: layers stay calls of the user's own modules, so that a part keeps their names,
-their modes and their hooks. A module whose forward cannot be recorded (control flow on values) is kept whole, as one
+their modes and their hooks. A module whose forward cannot be recorded (control flow on values) stays whole, as one
 call. Python that asks for the mode, such as `F.dropout(x, training=self.training)`, is recorded in both modes, and what
 differs is asked again in the part.
 """
@@ -24,7 +24,7 @@ OTHER_MODE = (
     "modules that know their mode, such as nn.Dropout"
 )
 MOST_OPAQUE = 200
-"""Modules that are kept whole because they cannot be recorded, at the most."""
+"""Modules that stay whole because they cannot be recorded, at the most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Recorded:
     """Module -> for each of its calls, how many nodes there were after it."""
 
     modes: dict[fx.Node, list[int]] = field(default_factory=dict)
-    """Calls that are told the mode -> which of their arguments it is."""
+    """Calls that take the mode -> which of their arguments it is."""
 
     def crossing(self, border: int) -> list[fx.Node]:
         """What is computed before this place and used after it, constants left out: those can be computed again."""
@@ -103,7 +103,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Recorded:
         _, still = _trace(twin, len(inputs), opaque)
     if len(nodes) != len(still):
         raise SplitError(OTHER_MODE)
-    modes = {node: found for node, other in zip(nodes, still, strict=True) if (found := _by_mode(node, other))}
+    modes = {node: arguments for node, other in zip(nodes, still, strict=True) if (arguments := _by_mode(node, other))}
     return Recorded(twin, nodes, tracer.before, tracer.after, modes)
 
 
@@ -138,13 +138,13 @@ def _by_mode(node: fx.Node, other: fx.Node) -> list[int]:
     still, other_spec = pytree.tree_flatten((other.args, other.kwargs))
     if (node.op, str(node.target), spec) != (other.op, str(other.target), other_spec):
         raise SplitError(OTHER_MODE)
-    found = []
+    arguments = []
     for i, (a, b) in enumerate(zip(leaves, still, strict=True)):
         if a is True and b is False:
-            found.append(i)
+            arguments.append(i)
         elif (a.name != b.name) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else repr(a) != repr(b):
             raise SplitError(OTHER_MODE)
-    return found
+    return arguments
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, recorded: Recorded, known: dict[fx.Node, fx.Node]) -> fx.Node:

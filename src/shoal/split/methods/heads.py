@@ -30,13 +30,13 @@ class Head(nn.Module):
         self.out = nn.Linear(width if width is not None else features, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.active(x)
+        features: Tensor = self.active(x)
         if not self.by_place:
-            found = self.pool(found).flatten(1)
+            features = self.pool(features).flatten(1)
         if self.hidden is not None:
-            found = self.active(self.hidden(found))
-        found = self.out(found)
-        return found if self.by_place else found.view(len(found), *self.output)
+            features = self.active(self.hidden(features))
+        features = self.out(features)
+        return features if self.by_place else features.view(len(features), *self.output)
 
 
 class WithHead(nn.Module):
@@ -48,8 +48,8 @@ class WithHead(nn.Module):
         self.head = head
 
     def forward(self, *inputs: Any) -> Tensor:
-        found: Tensor = self.head(self.body(*inputs))
-        return found
+        output: Tensor = self.head(self.body(*inputs))
+        return output
 
 
 def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:

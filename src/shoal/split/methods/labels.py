@@ -54,12 +54,12 @@ class Labels:
         width = shape if self.layout == "full" else (*shape[:1], *(1 for _ in shape[1:]))
         size = (classes, self.vectors, *width)
         if self.distribution == "normal":
-            found = torch.randn(size, generator=generator)
+            drawn = torch.randn(size, generator=generator)
         elif self.distribution == "uniform":
-            found = (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
+            drawn = (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
         else:
-            found = torch.randint(0, 2, size, generator=generator) * 2.0 - 1.0
-        return (found * self.scale).expand(classes, self.vectors, *shape).contiguous()
+            drawn = torch.randint(0, 2, size, generator=generator) * 2.0 - 1.0
+        return (drawn * self.scale).expand(classes, self.vectors, *shape).contiguous()
 
     def loss(self, given: Tensor, table: Tensor, target: Tensor) -> Tensor:
         """How far a part's output is from the labels of its rows' classes; of several the nearest counts."""
@@ -71,8 +71,8 @@ class Labels:
     def read(self, table: Tensor, target: Tensor) -> Tensor:
         """What the part after a cut reads in place of activations: its rows' labels, with noise."""
         which = torch.randint(0, self.vectors, target.shape, device=target.device) if self.vectors > 1 else 0
-        found = table[target, which]
-        return found + self.noise * self.scale * torch.randn_like(found) if self.noise else found
+        labels = table[target, which]
+        return labels + self.noise * self.scale * torch.randn_like(labels) if self.noise else labels
 
 
 def nearest(given: Tensor, table: Tensor) -> Tensor:

@@ -147,7 +147,9 @@ class SILMethod(Method):
                 "recovery": given.recovery,
                 "head_width": given.head_width,
                 "moments": given.moments,
-                "per_part": {str(part): repr(sorted(own.items())) for part, own in sorted(self.per_part.items())},
+                "per_part": {
+                    str(part): repr(sorted(changes.items())) for part, changes in sorted(self.per_part.items())
+                },
                 **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
             }
         )
@@ -169,9 +171,9 @@ class SILMethod(Method):
         output = self.pieces.output
         whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
         if not whole or len(output) != 1:
-            told = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
+            what = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
             raise SplitError(
-                f"labels need classes: targets are {told} and the output has rows of shape {list(output)}; use whole "
+                f"labels need classes: targets are {what} and the output has rows of shape {list(output)}; use whole "
                 "numbers and one output for each class, or method='heads'"
             )
         assert self.labels is not None
@@ -195,8 +197,8 @@ class SILMethod(Method):
         }
 
     def job(self, job: Job, part: Part) -> Job:
-        own = self.per_part.get(int(part.role), {}) if part.role != WHOLE else {}
-        return dataclasses.replace(job, **own) if own else job
+        changes = self.per_part.get(int(part.role), {}) if part.role != WHOLE else {}
+        return dataclasses.replace(job, **changes) if changes else job
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +243,8 @@ class SILMethod(Method):
         names = self.pieces.names[place]
         if place >= len(self.heads):
             return {name: Slice(whole) for name, whole in names.items()}
-        own = {f"body.{name}": Slice(whole) for name, whole in names.items()}
-        return own | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
+        slices = {f"body.{name}": Slice(whole) for name, whole in names.items()}
+        return slices | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
 
     # --- a part's training ------------------------------------------------------------------------------------------
 
@@ -288,17 +290,17 @@ class SILMethod(Method):
         body = network.body if isinstance(network, WithHead) else network
         device = next(body.parameters()).device
         with evaluating(body), autocast(self.job(self.source, task.part), device):
-            found = torch.cat([body(*batch[:-1]).cpu() for batch in read()])
-        return {ACROSS: found.to(self.pieces.cuts[int(task.part.role)].dtype)}
+            activations = torch.cat([body(*batch[:-1]).cpu() for batch in read()])
+        return {ACROSS: activations.to(self.pieces.cuts[int(task.part.role)].dtype)}
 
     # --- between parts ----------------------------------------------------------------------------------------------
 
     def extras(self, number: int, part: Part) -> Tensors:
         if not self.lag or part.role in (WHOLE, "0") or not part.steps:
             return {}
-        window, found = self._known[int(part.role) - 1]
+        window, activations = self._known[int(part.role) - 1]
         assert window == number - int(part.role), "activations of another window"
-        return {ACROSS: found}
+        return {ACROSS: activations}
 
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
         if not self.lag or part.role == WHOLE or not part.steps:
@@ -320,23 +322,25 @@ class SILMethod(Method):
             window = number - place
             if not 0 <= window < self.windows:
                 continue
-            found = came[str(place)].extras.get(ACROSS) if str(place) in came else None
-            if found is None:  # lost with its worker, or nobody was there to train it
+            activations = came[str(place)].extras.get(ACROSS) if str(place) in came else None
+            if activations is None:  # lost with its worker, or no worker was there to train it
                 self._missing.add((place, window))
             else:
-                self._known[place] = (window, found)
-                self.crossed += found.nbytes
+                self._known[place] = (window, activations)
+                self.crossed += activations.nbytes
 
     def _keep_head(self, place: int, tensors: Tensors) -> None:
-        own = {name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")}
-        if own:
-            self.heads[place].load_state_dict(own)
+        head_tensors = {
+            name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")
+        }
+        if head_tensors:
+            self.heads[place].load_state_dict(head_tensors)
 
     def stored(self) -> Tensors:
-        found = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
-        found |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
-        found |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
-        return found | {
+        tensors = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
+        tensors |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
+        tensors |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
+        return tensors | {
             "missing": torch.tensor(sorted(self._missing), dtype=torch.int64).view(-1, 2),
             "crossed": torch.tensor(self.crossed),
             **self.companions(),

@@ -17,7 +17,7 @@ from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Part
 from shoal.split.core.report import Forecast
 from shoal.split.core.state import State
-from shoal.split.executors.local import carry_out
+from shoal.split.executors.local import train_task
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._codec import codec_named
@@ -124,7 +124,7 @@ def _time_step(method: Method, part: Part, device: torch.device) -> float:
     for steps in (1, min(TIMED_STEPS, max(part.steps, 1))):
         task = state.task(0, replace(part, steps=steps), slices, extras=method.extras(0, part))
         began = time.perf_counter()
-        outcome = carry_out(method.member.job, method, task, device, method.data_on(device))
+        outcome = train_task(method.member.job, method, task, device, method.data_on(device))
         seconds = (outcome.seconds or time.perf_counter() - began) / steps
     return seconds
 

@@ -1,4 +1,4 @@
-"""How long a worker may take: learned from the rounds so far, and from who has already finished this one."""
+"""How long a worker may take: learned from the rounds so far, and from the workers that have finished this one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Deadline:
         self._misses.pop(worker, None)
 
     def missed(self, worker: str) -> None:
-        """A worker was too late: if it returns, it gets twice as long, so that a slow one is not sent away for ever."""
+        """A worker was too late: if it returns, it gets twice as long, so that a slow one is not excluded for ever."""
         self._misses[worker] = min(self._misses.get(worker, 0) + 1, 6)
 
     def limit(self, worker: str, finished: Sequence[float] = ()) -> float:

@@ -198,16 +198,16 @@ class Distributed:
 
     def probe(self) -> LinkSpeed:
         """How fast the slowest link is, measured; between rounds, after a roll."""
-        found = []
+        speeds = []
         for worker in list(self._workers):
             try:
-                found.append(probe_link(worker.link))
+                speeds.append(probe_link(worker.link))
             except ShoalError as error:
                 self._tell(f"lost worker {worker.number} ({worker.name}) while its link was measured: {error}")
                 self._drop(worker)
-        if not found:
+        if not speeds:
             raise SplitError("no worker is left to measure the link of; start them again")
-        return min(found, key=lambda speed: speed.bits)
+        return min(speeds, key=lambda speed: speed.bits)
 
     # --- a round ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
-from shoal.split.executors.local import carry_out
+from shoal.split.executors.local import train_task
 from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._handshake import describe_job
 from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, WireError, read_task, text_message, to_message
@@ -102,7 +102,7 @@ class _Worker:
     def _train(self, message: Message, outcomes: OutcomeCodec) -> Message:
         task = read_task(message)
         try:
-            outcome = carry_out(
+            outcome = train_task(
                 self.job, self.method, task, self.device, self.data, private=self.shard is not None
             )  # fmt: skip
         except Exception as error:

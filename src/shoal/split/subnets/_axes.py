@@ -2,7 +2,7 @@
 
 Every dimension of every tensor is an axis. Operators say which axes are one and the same (`unify`), which are made of
 others (a view that takes (heads, width) out of one dimension makes it a product; a concatenation makes a sum), and
-which must stay whole (`fix`, with the reason). What is left at the end, leaves that nobody fixed, can be cut.
+which must stay whole (`fix`, with the reason). What is left at the end, leaves that were not fixed, can be cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Axis:
 
 
 def find(axis: Axis) -> Axis:
-    """The axis that stands for all that are the same as this one."""
+    """The axis that represents all that are the same as this one."""
     while axis.into is not None:
         axis = axis.into
     return axis
@@ -164,7 +164,7 @@ def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
 
 
 def twice(axis: Axis) -> list[Axis]:
-    """The leaves that stand in more than one factor of a product, as in an outer product of an axis with itself."""
+    """The leaves that are in more than one factor of a product, as in an outer product of an axis with itself."""
     axis = find(axis)
     inside = [set(leaves(f)) for f in axis.factors]
     met = [leaf for i, some in enumerate(inside) for leaf in some if any(leaf in other for other in inside[:i])]

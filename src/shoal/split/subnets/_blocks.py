@@ -30,30 +30,29 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
 
     traced = record(model, inputs)
     whole = {}
-    candidates = {}
+    by_name = {}
     for name in _innermost(_adding(traced)):
         tensors, reason = _own_tensors(model, name)
         if reason:
             whole[name] = reason
         else:
-            candidates[name] = tensors
+            by_name[name] = tensors
     with quiet():
-        for name in list(candidates):
+        for name in list(by_name):
             if reason := _fault(Probe(model, inputs), name):
                 whole[name] = reason
-                del candidates[name]
-    if len(candidates) < 2:
+                del by_name[name]
+    if len(by_name) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in whole.items())
-        count = f"{len(candidates)} residual block{'s' * (len(candidates) != 1)}"
         raise SplitError(
-            f"{type(model).__name__} has {count} that can be dealt"
+            f"{type(model).__name__} has {len(by_name)} residual block{'s' * (len(by_name) != 1)} that can be dealt"
             f"{f' ({why})' * bool(why)}: a split by blocks needs two or more; use blocks=False"
         )
-    blocks = Blocks(GROUP, tuple(candidates), tuple(candidates.values()))
-    dealt = frozenset().union(*candidates.values())
+    blocks = Blocks(GROUP, tuple(by_name), tuple(by_name.values()))
+    dealt = frozenset().union(*by_name.values())
     state = named_state(model)
     return Units(
-        groups={GROUP: Group(GROUP, len(candidates), "block", ())},
+        groups={GROUP: Group(GROUP, len(by_name), "block", ())},
         whole=whole | {name: "it is outside the residual blocks" for name in state if name not in dealt},
         spans={name: tuple(Span(n) for n in tensor.shape) for name, tensor in state.items()},
         blocks=blocks,
@@ -64,8 +63,8 @@ def without_blocks(
     model: nn.Module, blocks: Blocks, keep: Keep, piece: Callable[[str, Tensor], Tensor | None], *, scale: bool
 ) -> nn.Module:
     """The network with the identity in place of the blocks that are not kept, which have no tensors then."""
-    narrow = shell(model, piece)
-    modules = dict(narrow.named_modules())
+    network = shell(model, piece)
+    modules = dict(network.named_modules())
     gone = blocks.gone(keep)
     factor = len(blocks.modules) / (len(blocks.modules) - len(gone))
     for name in blocks.modules:
@@ -74,7 +73,7 @@ def without_blocks(
         elif scale and gone:
             modules[name].shoal_scale = factor
             modules[name].__class__ = subclass(type(modules[name]), _counting)
-    return narrow
+    return network
 
 
 def _skipping(_: Any) -> Any:
@@ -128,17 +127,17 @@ def _own_tensors(model: nn.Module, name: str) -> tuple[frozenset[str], str]:
         *model.named_buffers(remove_duplicate=False),
     ):
         names.setdefault(id(tensor), []).append(known)
-    inside = [aliases for aliases in names.values() if any(n.startswith(f"{name}.") for n in aliases)]
-    shared = [aliases for aliases in inside if not all(n.startswith(f"{name}.") for n in aliases)]
+    inside = [same for same in names.values() if any(n.startswith(f"{name}.") for n in same)]
+    shared = [same for same in inside if not all(n.startswith(f"{name}.") for n in same)]
     if shared:
         return frozenset(), f"it shares {shared[0][0]} with other modules"
     if not inside:
         return frozenset(), "it has no weights"
-    return frozenset(aliases[0] for aliases in inside), ""
+    return frozenset(same[0] for same in inside), ""
 
 
 def _fault(probe: Any, name: str) -> str:
-    """What is wrong with leaving the block out: against the whole network in which it hands its input through."""
+    """What is wrong with leaving the block out: against the whole network in which it passes its input through."""
     tensors, _ = _own_tensors(probe.whole, name)
     blocks = Blocks(GROUP, (name, ""), (tensors, frozenset()))
     keep = {GROUP: torch.tensor([1])}

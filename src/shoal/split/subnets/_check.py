@@ -51,11 +51,11 @@ def _failing(probe: Probe, units: Units) -> dict[str, str]:
     """Group -> why it fails; all at once first, each alone only where that fails."""
     if not probe.fault(units):
         return {}
-    faults = {}
+    failing = {}
     for name in units.groups:
         if fault := probe.fault(units.only([name], {})):
-            faults[name] = fault
-    return faults or dict.fromkeys(units.groups, "groups that hold alone do not hold together")
+            failing[name] = fault
+    return failing or dict.fromkeys(units.groups, "groups that hold alone do not hold together")
 
 
 class Probe:
@@ -90,7 +90,7 @@ class Probe:
                 for name, group in units.groups.items()
             }
             try:
-                exact = {name: indices for name, indices in keep.items() if units.groups[name].exact}
+                exact = {name: rows for name, rows in keep.items() if units.groups[name].exact}
                 wrong = self._differs(units, exact) if exact else ""
                 if not wrong and len(exact) < len(keep):
                     with _PlainNorms():
@@ -122,14 +122,16 @@ class Probe:
         readers = {(r.tensor, r.dim): r.span for r in units.readers}
 
         def silent(name: str, tensor: Tensor) -> Tensor:
-            kepts = {dim: readers[name, dim].kept(keep) for dim in range(tensor.dim()) if (name, dim) in readers}
-            if all(indices is None for indices in kepts.values()):
+            rows_by_dim = {
+                dim: readers[name, dim].rows_of(keep) for dim in range(tensor.dim()) if (name, dim) in readers
+            }
+            if all(rows is None for rows in rows_by_dim.values()):
                 return tensor
             made = tensor.detach().clone()
-            for dim, indices in kepts.items():
-                if indices is not None:
+            for dim, rows in rows_by_dim.items():
+                if rows is not None:
                     gone = torch.ones(made.shape[dim], dtype=torch.bool)
-                    gone[indices] = False
+                    gone[rows] = False
                     made[(slice(None),) * dim + (gone,)] = 0
             return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
@@ -147,7 +149,7 @@ class Probe:
 
 
 class _PlainNorms(TorchFunctionMode):
-    """Norms over units do nothing but apply their weights, so that what they read does not depend on who is there."""
+    """Norms over units only apply their weights, so that what they read does not depend on which units are there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,8 +160,8 @@ class _PlainNorms(TorchFunctionMode):
         given = dict(zip(("input", "over", "weight", "bias"), args, strict=False)) | (kwargs or {})
         x = given["input"]
         for key, apply in (("weight", torch.mul), ("bias", torch.add)):
-            if isinstance(affine := given.get(key), Tensor):
-                x = apply(x, affine.view([-1, *(1 for _ in x.shape[2:])]) if name == "group_norm" else affine)
+            if isinstance(value := given.get(key), Tensor):
+                x = apply(x, value.view([-1, *(1 for _ in x.shape[2:])]) if name == "group_norm" else value)
         return x
 
 

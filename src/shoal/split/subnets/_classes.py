@@ -18,7 +18,7 @@ from shoal.split.subnets._sizes import Entry, Factor, Sizes, own_code, times
 
 
 def rescale(module: nn.Module, factor: Factor) -> None:
-    """Have a layer multiply what it reads; once, also where it is told so for each of its runs."""
+    """Have a layer multiply what it reads; once, also where this is called for each of its runs."""
     if not hasattr(module, "shoal_scale"):
         module.__class__ = subclass(type(module), _scaled)
     module.shoal_scale = factor  # type: ignore[assignment]

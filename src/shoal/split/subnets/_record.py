@@ -94,12 +94,12 @@ class Record:
     def live(self) -> list[Op]:
         """The operators that something of the output depends on."""
         wanted = {_storage(t) for t in self.outputs}
-        needed = []
+        live_ops = []
         for op in reversed(self.ops):
             if any(_storage(t) in wanted for t in op.outs):
-                needed.append(op)
+                live_ops.append(op)
                 wanted.update(_storage(t) for t in op.tensors)
-        return needed[::-1]
+        return live_ops[::-1]
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
     return recorded
 
 
-def _watch(module: nn.Module, name: str, record: Record, stack: list[tuple[str, int]]) -> None:
+def _watch(module: nn.Module, name: str, recorded: Record, stack: list[tuple[str, int]]) -> None:
     """Keep the stack of the modules at work, and note what each is given and makes."""
     count = itertools.count()
     open_runs: list[Run] = []
@@ -166,8 +166,8 @@ def _watch(module: nn.Module, name: str, record: Record, stack: list[tuple[str, 
 
     def leave(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         stack.pop()
-        record.runs.append(open_runs.pop())
-        record.runs[-1].made = made
+        recorded.runs.append(open_runs.pop())
+        recorded.runs[-1].made = made
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
@@ -180,9 +180,9 @@ def _storage(tensor: Tensor) -> int:
 class _Calls(TorchFunctionMode):
     """Notes the calls that name sizes or sum over features."""
 
-    def __init__(self, record: Record, stack: list[tuple[str, int]]) -> None:
+    def __init__(self, recorded: Record, stack: list[tuple[str, int]]) -> None:
         super().__init__()
-        self.record = record
+        self.found = recorded
         self.stack = stack
         self.current: Call | None = None
 
@@ -194,7 +194,7 @@ class _Calls(TorchFunctionMode):
         if name not in SIZED | SUMS:
             return func(*args, **kwargs)
         call = Call(name, tuple(name for name, _ in self.stack), tuple(run for _, run in self.stack))
-        self.record.calls.append(call)
+        self.found.calls.append(call)
         before, self.current = self.current, call
         try:
             result = func(*args, **kwargs)
@@ -210,9 +210,9 @@ class _Calls(TorchFunctionMode):
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator."""
 
-    def __init__(self, record: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
+    def __init__(self, recorded: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record = record
+        self.found = recorded
         self.stack = stack
         self.calls = calls
 
@@ -226,7 +226,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bound = dict(_bound(func, args, kwargs or {}))
             modules = tuple(module for module, _ in self.stack)
             pointwise = torch.Tag.pointwise in func.tags
-            self.record.ops.append(Op(name, pointwise, bound, outs, modules, self.calls.current))
+            self.found.ops.append(Op(name, pointwise, bound, outs, modules, self.calls.current))
         return result
 
 

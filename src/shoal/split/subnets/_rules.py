@@ -34,9 +34,9 @@ def pointwise(c: Coupling, op: Op) -> None:
             c.align(c.of(tensor), axes)
         if op.name in ("clone", "detach", "alias", "contiguous", "_to_copy") and id(op.tensors[0]) in c.origin:
             c.origin[id(tensor)] = c.origin[id(op.tensors[0])]
-    computed = [axes for axes, t in zip(given, op.tensors, strict=True) if id(t) not in c.origin and len(axes) > 1]
-    if op.name.startswith("add") and len(computed) == 2:
-        for a, b in zip(reversed(computed[0]), reversed(computed[1]), strict=False):
+    inner = [axes for axes, t in zip(given, op.tensors, strict=True) if id(t) not in c.origin and len(axes) > 1]
+    if op.name.startswith("add") and len(inner) == 2:
+        for a, b in zip(reversed(inner[0]), reversed(inner[1]), strict=False):
             if find(a) is find(b):
                 note(a, "residual")
 

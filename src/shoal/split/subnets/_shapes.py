@@ -165,8 +165,8 @@ def _squeeze(c: Coupling, op: Op) -> None:
 def _expand(c: Coupling, op: Op) -> None:
     given, sizes = c.of(op.args["self"]), op.outs[0].shape
     missing = len(sizes) - len(given)
-    trailing = [Axis(n) if find(axis).size != n else axis for axis, n in zip(given, sizes[missing:], strict=True)]
-    c.give(op.outs[0], [*(Axis(n) for n in sizes[:missing]), *trailing])
+    axes = [Axis(n) if find(axis).size != n else axis for axis, n in zip(given, sizes[missing:], strict=True)]
+    c.give(op.outs[0], [*(Axis(n) for n in sizes[:missing]), *axes])
     if id(op.args["self"]) in c.origin:
         name, dims = c.origin[id(op.args["self"])]
         c.origin[id(op.outs[0])] = (name, [-1] * missing + dims)
@@ -215,7 +215,7 @@ def _dims(asked: Any, count: int) -> set[int]:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "reflection_pad1d", "reflection_pad2d",
       "replication_pad1d", "replication_pad2d")  # fmt: skip
 def _pool(c: Coupling, op: Op) -> None:
-    """Works on an image's sides alone; what stands before them (rows, channels) is untouched."""
+    """Works on an image's sides alone; what comes before them (rows, channels) is untouched."""
     given = c.of(op.tensors[0])
     sides = 3 if "3d" in op.name else 1 if "1d" in op.name else 2
     for axis in given[-sides:]:

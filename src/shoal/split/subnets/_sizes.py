@@ -23,7 +23,7 @@ from shoal.split.subnets._record import SIZED, SUMS
 Factor = float | tuple[float, ...]
 Size = int | Fraction | None
 FIRST = {"einsum": 1, "addmm": 1, "baddbmm": 1}
-"""Where the first operand stands, if not first."""
+"""The place of the first operand, if not the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,12 @@ def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def _merged(asked: Sequence[int], wanted: Sequence[Size], *, infer: bool) -> list[int]:
     """The caller's sizes with the narrow network's; one that rows and units share follows from the rest if it can."""
     infer = infer and -1 not in asked and sum(isinstance(new, Fraction) for new in wanted) == 1
-    sizes = []
+    merged = []
     for size, new in zip(asked, wanted, strict=True):
         if isinstance(new, Fraction):
             new = -1 if infer or size == -1 else int(size * new)
-        sizes.append(size if new is None else new)
-    return sizes
+        merged.append(size if new is None else new)
+    return merged
 
 
 def _scaled(entry: Entry, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -44,14 +44,14 @@ def deal(
         overlap: The fraction of a group's units that every worker gets, besides its own.
     """
     _check(shares, overlap)
-    shares_of_workers: list[dict[str, Tensor]] = [{} for _ in shares]
+    dealt: list[dict[str, Tensor]] = [{} for _ in shares]
     for group in units.groups.values():
         order = shuffled(group.name, group.size, seed, round)
         common = round_half_up(overlap * group.size)
-        for worker_units, dealt in zip(shares_of_workers, _dealt(group, order[common:], shares, common), strict=True):
-            indices = np.sort(np.concatenate([order[:common], dealt]))
-            worker_units[group.name] = torch.from_numpy(indices)
-    return shares_of_workers
+        for part, share_units in zip(dealt, _dealt(group, order[common:], shares, common), strict=True):
+            units_of_part = np.sort(np.concatenate([order[:common], share_units]))
+            part[group.name] = torch.from_numpy(units_of_part)
+    return dealt
 
 
 def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
@@ -62,15 +62,15 @@ def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
     """
     whole = math.fsum(shares)
     exact = [size * share / whole for share in shares]
-    numbers = [int(e) for e in exact]
-    remainders = sorted(range(len(shares)), key=lambda i: (numbers[i] - exact[i], i))
-    for i in remainders[: size - sum(numbers)]:
-        numbers[i] += 1
-    while min(numbers) < least:
-        most = max(range(len(numbers)), key=lambda i: (numbers[i], -i))
-        numbers[numbers.index(min(numbers))] += 1
-        numbers[most] -= 1
-    return numbers
+    whole_parts = [int(e) for e in exact]
+    remainders = sorted(range(len(shares)), key=lambda i: (whole_parts[i] - exact[i], i))
+    for i in remainders[: size - sum(whole_parts)]:
+        whole_parts[i] += 1
+    while min(whole_parts) < least:
+        most = max(range(len(whole_parts)), key=lambda i: (whole_parts[i], -i))
+        whole_parts[whole_parts.index(min(whole_parts))] += 1
+        whole_parts[most] -= 1
+    return whole_parts
 
 
 def _dealt(group: Group, order: Rows, shares: Sequence[float], common: int) -> list[Rows]:
@@ -108,16 +108,16 @@ def _check(shares: Sequence[float], overlap: float) -> None:
 
 def neighbours(units: Units) -> dict[str, set[str]]:
     """For each group those that a weight lies between: units of both in two dimensions of one tensor."""
-    near: dict[str, set[str]] = {name: set() for name in units.groups}
+    pairs: dict[str, set[str]] = {name: set() for name in units.groups}
     for spans in units.spans.values():
         dims = [{use.group for use in span.uses} for span in spans]
         for place, one in enumerate(dims):
             for other in dims[place + 1 :]:
                 for a in one:
                     for b in other - {a}:
-                        near[a].add(b)
-                        near[b].add(a)
-    return near
+                        pairs[a].add(b)
+                        pairs[b].add(a)
+    return pairs
 
 
 def dealt_layers(units: Units, layers: str) -> Units:
@@ -143,11 +143,11 @@ def every_other(chain: dict[str, int], near: dict[str, set[str]]) -> set[str]:
     none is dealt itself."""
     if len(chain) == 1:
         return set(chain)
-    dealt: set[str] = set()
+    chosen: set[str] = set()
     for name, distance in chain.items():
-        if distance % 2 and not near[name] & dealt:
-            dealt.add(name)
-    return dealt
+        if distance % 2 and not near[name] & chosen:
+            chosen.add(name)
+    return chosen
 
 
 def _chains(near: dict[str, set[str]]) -> list[dict[str, int]]:

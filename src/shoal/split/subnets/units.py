@@ -2,7 +2,7 @@
 
 A unit is whatever must stay together: a neuron with its row in one layer and its column in the next, a channel with
 its batch norm, an attention head with its rows of query, key and value. Units of one group are interchangeable. All of
-it is plain data; how it is found stands in the files called coupling.
+it is plain data; `_coupling.py` finds it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Span:
     rows: bool = False
     """Whether the inputs' rows have a part in its size too."""
 
-    def kept(self, keep: Keep) -> Tensor | None:
+    def rows_of(self, keep: Keep) -> Tensor | None:
         """The places that are left, ascending; None: all."""
         mask = None
         for use in self.uses:
@@ -74,17 +74,17 @@ class Span:
 
     def left(self, keep: Keep) -> int:
         """How many places are left."""
-        indices = self.kept(keep)
-        return self.size if indices is None else len(indices)
+        rows = self.rows_of(keep)
+        return self.size if rows is None else len(rows)
 
     def factors(self, keep: Keep) -> Tensor:
-        """For each place that is left, by how much its share of a sum has to grow to stand for those that are not."""
+        """For each place that is left, by how much its share of a sum has to grow to make up for those that are not."""
         factors = torch.ones(self.size, dtype=torch.float64)
         for use in self.uses:
             if use.group in keep:
                 factors[use.rows.reshape(-1)] *= len(use.rows) / len(keep[use.group])
-        indices = self.kept(keep)
-        return factors if indices is None else factors[indices]
+        rows = self.rows_of(keep)
+        return factors if rows is None else factors[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class Blocks:
 
     def gone(self, keep: Keep) -> list[str]:
         """The blocks that are not kept."""
-        places = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
-        return [name for place, name in enumerate(self.modules) if place not in places]
+        blocks = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
+        return [name for place, name in enumerate(self.modules) if place not in blocks]
 
     def absent(self, keep: Keep) -> frozenset[str]:
         """The tensors that are not in such a part."""
@@ -163,16 +163,16 @@ class Units:
         known: dict[Any, Tensor | None] = {}
         """Dimensions of the same units are the same rows, which are found once."""
 
-        def indices_of(span: Span) -> Tensor | None:
+        def rows_of(span: Span) -> Tensor | None:
             key = (span.size, *((use.group, id(use.rows)) for use in span.uses))
             if key not in known:
-                known[key] = span.kept(keep)
+                known[key] = span.rows_of(keep)
             return known[key]
 
         for name, spans in self.spans.items():
             if name in absent:
                 continue
-            index = tuple(indices_of(span) for span in spans)
+            index = tuple(rows_of(span) for span in spans)
             slices[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return slices
 
@@ -187,31 +187,31 @@ class Units:
 
     def check(self, keep: Keep) -> None:
         """Refuse what is not a choice of units."""
-        for name, indices in keep.items():
+        for name, rows in keep.items():
             if name not in self.groups:
                 raise SplitError(f"there is no group of units called {name!r}; there are {', '.join(self.groups)}")
             size = self.groups[name].size
-            if not len(indices) or indices.dtype != torch.long or bool((indices.diff() <= 0).any()):
+            if not len(rows) or rows.dtype != torch.long or bool((rows.diff() <= 0).any()):
                 raise SplitError(
-                    f"units of {name} must be whole numbers, ascending, and at least one; got {indices.tolist()}"
+                    f"units of {name} must be whole numbers, ascending, and at least one; got {rows.tolist()}"
                 )
-            if int(indices[0]) < 0 or int(indices[-1]) >= size:
-                raise SplitError(f"{name} has units 0 to {size - 1}; got {indices.tolist()}")
+            if int(rows[0]) < 0 or int(rows[-1]) >= size:
+                raise SplitError(f"{name} has units 0 to {size - 1}; got {rows.tolist()}")
 
     def only(self, names: Sequence[str], reasons: Mapping[str, str]) -> Units:
         """With these groups alone; the others stay whole for these reasons."""
-        wanted = set(names)
+        chosen = set(names)
 
         def spared(span: Any) -> Any:
-            return span and replace(span, uses=tuple(u for u in span.uses if u.group in wanted))
+            return span and replace(span, uses=tuple(u for u in span.uses if u.group in chosen))
 
         whole = dict(self.whole)
         for name, group in self.groups.items():
-            if name not in wanted:
+            if name not in chosen:
                 whole.update({use.tensor: reasons.get(name, "left whole") for use in group.uses})
         return replace(
             self,
-            groups={name: group for name, group in self.groups.items() if name in wanted},
+            groups={name: group for name, group in self.groups.items() if name in chosen},
             whole=whole,
             spans={name: tuple(spared(s) for s in spans) for name, spans in self.spans.items()},
             readers=tuple(replace(r, span=spared(r.span)) for r in self.readers),
@@ -224,15 +224,15 @@ def without_streams(units: Units, streams: bool | str) -> Units:
     of the network are cut without them.
 
     Every layer of a residual network reads the stream and adds to it. Where it is dealt, no two blocks see the same
-    stream twice; where it is whole, every weight is trained in every round, by the worker who has its unit.
+    stream twice; where it is whole, every weight is trained in every round, by the worker that has its unit.
     """
     inner = [name for name, group in units.groups.items() if not group.stream]
     if streams is True or not inner or len(inner) == len(units.groups):
         return units
-    without = units.only(inner, dict.fromkeys(units.groups, WHOLE_STREAM))
-    if streams == "auto" and 2 * without.cut_weights() < without.weights():
+    inner_units = units.only(inner, dict.fromkeys(units.groups, WHOLE_STREAM))
+    if streams == "auto" and 2 * inner_units.cut_weights() < inner_units.weights():
         return units
-    return without
+    return inner_units
 
 
 def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = False, streams: bool = False) -> Units:

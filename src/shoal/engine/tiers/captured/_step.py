@@ -7,6 +7,7 @@ compiled whole (forward, backward and update fuse across their borders) and capt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,7 @@ def stack_tensors(stack: Stack) -> list[Tensor]:
 def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     """The same stack on other tensors, those of a trace."""
     rest = list(tensors)
-    bound = object.__new__(Stack)
-    bound.__dict__.update(stack.__dict__)
+    bound = copy.copy(stack)
     bound.params = [rest.pop(0).detach().requires_grad_(p.requires_grad) for p in stack.params]
     bound.buffers = [rest.pop(0) for _ in stack.buffers]
     moved = {id(t): rest.pop(0) for t in stack.optimizer.tensors()}

@@ -241,8 +241,8 @@ class Chunk:
 
     def written(self) -> list[Tensor]:
         """What a step writes."""
-        own = self.inputs
-        return [*stack_tensors(self.stack), own.place, own.tick, own.count, own.losses]
+        inputs = self.inputs
+        return [*stack_tensors(self.stack), inputs.place, inputs.tick, inputs.count, inputs.losses]
 
     def prepare(self, rows: int, full: bool = True) -> float:
         """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are

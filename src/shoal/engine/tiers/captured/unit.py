@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
+from shoal.engine.planning import memory
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack import transfer
-from shoal.engine.tiers.captured._device_memory import ensure_memory
 from shoal.engine.tiers.captured.chunk import Cache, Chunk
-from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, held, scarce
-from shoal.engine.tiers.unit import Findings, Unit, Unlike
-from shoal.engine.tiers.unit import stack_outputs as _stack
+from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, clear, held, scarce
+from shoal.engine.tiers.unit import Findings, Unit, member_output, stack_outputs
 from shoal.utils.set_up_times import timed
 
 _lanes = itertools.count()
 FEW = 3
 """Batches from which a graph is made: a warm-up and a recording take as long as two of them without one."""
+SURE = 3
+"""Times what a step takes by rule of thumb, from which no closer look is needed."""
 FITTING_GAIN = 0.25
 """The share of a step that a stack of half the size is taken to save."""
 
@@ -245,22 +246,22 @@ class CapturedUnit(Unit):
         """Give each of these members a free row; nothing is compiled or captured again."""
         seats = self._seats(recipes)
         assert seats is not None, "members that join were accepted before"
-        for chunk, own in seats:
-            if own:
-                chunk.assign(own)
+        for chunk, recipes_by_row in seats:
+            if recipes_by_row:
+                chunk.assign(recipes_by_row)
         self._seated()
         return self
 
     def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
         """The rows that members would get in each chunk; None where one gets none."""
-        found: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
+        assigned: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
         for recipe in recipes:
-            seats = ((own, row) for chunk, own in found if (row := chunk.free_seat(recipe, own)) is not None)
+            seats = ((rows, row) for chunk, rows in assigned if (row := chunk.free_seat(recipe, rows)) is not None)
             seat = next(seats, None)
             if seat is None:
                 return None
             seat[0][seat[1]] = recipe
-        return found
+        return assigned
 
     def forget_evaluations(self) -> None:
         for chunk in self.chunks:
@@ -274,8 +275,8 @@ class CapturedUnit(Unit):
             rows = [places[slot][1] for slot in wanted if places[slot][0] is chunk]
             if rows:
                 out = chunk.view.outputs(inputs, rows)
-                outputs += [_member(out, i) for i in range(len(rows))]
-        return _stack(outputs)
+                outputs += [member_output(out, i) for i in range(len(rows))]
+        return stack_outputs(outputs)
 
     def undo_validation(self) -> Callable[[], None]:
         undos = [chunk.view.undo_validation() for chunk in self.chunks]
@@ -310,12 +311,6 @@ class CapturedUnit(Unit):
         return [(chunk, row) for chunk in self.chunks for row in chunk.alive]
 
 
-def _member(outputs: Any, index: int) -> Any:
-    if isinstance(outputs, Unlike):
-        return outputs[index]
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[index], outputs)
-
-
 def batches_left(member: Member, *, full: bool) -> int:
     """How many full batches, or short ones, a member will still have."""
     left = member.batches_left
@@ -333,3 +328,22 @@ def _orders_agree(members: list[Member]) -> bool:
         and (not first.job.shuffle or member.job.order_seed == first.job.order_seed)
         for member in members
     )
+
+
+def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
+    """Raise now if there is no memory for a step of so many members and its capture: in the middle it is too late.
+
+    Raises:
+        torch.OutOfMemoryError: where there is none.
+    """
+    rough, device = members * memory.rough(recipe), recipe.member.device
+    if SURE * rough < memory.unreserved(device):
+        return
+    clear()
+    try:
+        need = memory.analytic(recipe, tier)[1].at(members)
+    except Exception:  # an operator that knows no fake tensors
+        need = float(rough)
+    left = memory.unreserved(device)
+    if need > left:
+        raise torch.OutOfMemoryError(f"a step needs about {need / 1e6:,.0f} MB, and {left / 1e6:,.0f} MB are left")
