@@ -74,7 +74,7 @@ def test_rows_share_what_is_behind_them() -> None:
 def test_plain_datasets_become_tensors_and_random_ones_do_not() -> None:
     pool = Pool(CPU)
     plain = pool.open(Items()).source
-    assert isinstance(plain, TensorSource) and "kept as tensors" in plain.note
+    assert isinstance(plain, TensorSource) and "held as tensors" in plain.note
     assert torch.equal(plain.take(torch.tensor([2, 3]))[0], X[2:4])
     state = torch.get_rng_state(), random.getstate()
     for data in (Items(noise=True), Items(ragged=True), [("a", 1), ("b", 2)]):

@@ -205,7 +205,8 @@ def test_results_are_written_and_the_lock_is_freed(tmp_path: Path) -> None:
     members = built()
     folder = RunFolder(tmp_path)
     folder.claim(members)
-    folder.write(results(members))
+    folder.finish(results(members))
+    folder.close()
     table = json.loads((tmp_path / "results.json").read_text())
     assert [row["status"] for row in table["results"]] == ["done", "done"]
     assert json.loads((tmp_path / "history" / "0001.jsonl").read_text()) == {"epoch": 1, "loss": 0.5}

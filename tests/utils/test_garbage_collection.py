@@ -75,7 +75,7 @@ class OnGpu(Seats):
         return None
 
 
-def runs(full_at: int = 0) -> tuple[Run, list[int], list[int]]:
+def runs(full_at: int = 0, stop: bool = False) -> tuple[Run, list[int], list[int]]:
     """A run of two units one after the other; frozen objects after each round, and at each call of `forget`."""
     jobs = [job(i, val=None, batch_size=8 + 8 * (i // 2), epochs=1) for i in range(4)]
     members = prepare(jobs, CPU)
@@ -98,42 +98,41 @@ def runs(full_at: int = 0) -> tuple[Run, list[int], list[int]]:
 
     old = [Ring()]
     planning.executor.run, planning.executor.forget = turn, forgetting  # type: ignore[method-assign]
-    found = Run(members, planning)
-    found.between = lambda: frozen.append(gc.get_freeze_count())
-    return found, frozen, forgotten
+
+    def between() -> None:
+        frozen.append(gc.get_freeze_count())
+        if stop:
+            raise KeyboardInterrupt
+
+    return Run(members, planning, between=between), frozen, forgotten
 
 
-def test_units_are_frozen_while_they_ride() -> None:
-    own, frozen, forgotten = runs()
-    own.go()
+def test_units_are_frozen_while_they_run() -> None:
+    run_of_units, frozen, forgotten = runs()
+    run_of_units.go()
     assert frozen and all(frozen) and not forgotten
     assert not gc.get_freeze_count()
-    assert [member.status for member in own.members.values()] == ["done"] * 4
+    assert [member.status for member in run_of_units.members.values()] == ["done"] * 4
 
 
 def test_full_memory_is_looked_through() -> None:
-    own, frozen, forgotten = runs(full_at=2)
-    own.go()
+    run_of_units, frozen, forgotten = runs(full_at=2)
+    run_of_units.go()
     assert forgotten and all(frozen) and not gc.get_freeze_count()
-    assert [member.status for member in own.members.values()] == ["done"] * 4
+    assert [member.status for member in run_of_units.members.values()] == ["done"] * 4
 
 
 def test_an_interrupted_run_thaws() -> None:
-    own, _, _ = runs()
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    own.between = stop
+    run_of_units, frozen, _ = runs(stop=True)
     with pytest.raises(KeyboardInterrupt):
-        own.go()
-    assert not gc.get_freeze_count()
+        run_of_units.go()
+    assert all(frozen) and not gc.get_freeze_count()
 
 
 def test_a_run_on_a_cpu_freezes_nothing() -> None:
-    own, frozen, _ = runs()
-    own.planning.gpu = False
-    own.go()
+    run_of_units, frozen, _ = runs()
+    run_of_units.planning.gpu = False
+    run_of_units.go()
     assert not any(frozen)
 
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.data.source import as_bytes
+from shoal.engine.python_state.user_code import library_of, library_of_module
 from shoal.jobs.job import Job
 from shoal.storage._codehash import bytecode_hash, digest, source_hash
-from shoal.storage._origin import library_of, library_of_module
 
 Texts = dict[str, str]
 """By place: "" is the thing itself, "closure w" a value in its closure, "attribute p of closure f" one in that."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.engine.python_state.user_code import PYTHON
 from shoal.storage._describer import CODE as FUNCTION
 from shoal.storage._initial_weights import compare_weights
-from shoal.storage._origin import PYTHON
 from shoal.storage.jobtable import CODE, NAMED, WEIGHTS, JobTable
 
 _OWN = frozenset({"bytecode", PYTHON, "shoal"})

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal.data.dataset import DatasetSource
 from shoal.engine.members.member import Member
+from shoal.engine.python_state.user_code import PYTHON, version_of
 from shoal.storage._codehash import MAGIC
 from shoal.storage._describer import Describer
 from shoal.storage._initial_weights import describe_weights
-from shoal.storage._origin import PYTHON, version_of
 
 PLAIN = (
     "batch_size",

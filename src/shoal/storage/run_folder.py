@@ -328,13 +328,6 @@ class RunFolder:
                 "make room, and run the same again: it resumes from the checkpoints"
             ) from None
 
-    def write(self, results: Results) -> None:
-        """Write down what came of the jobs, and let the folder go."""
-        try:
-            self.finish(results)
-        finally:
-            self.close()
-
     def _results(self, results: Results) -> None:
         table = [
             {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")}

@@ -9,8 +9,11 @@ import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
+PYTHON = "python"
+"""The name that the standard library has among libraries."""
 _LIBRARIES = frozenset({"torch", "numpy", "shoal", "builtins"})
 """Libraries wherever their files are: a working copy of torch is torch."""
 _FOLDERS = frozenset({"site-packages", "dist-packages"})
@@ -82,3 +85,37 @@ def _installed() -> tuple[str, ...]:
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
     return tuple({os.path.realpath(folder) + os.sep for folder in folders})
+
+
+def library_of(thing: Any) -> str | None:
+    """The library that a function or a class comes from; None: it is the user's own code.
+
+    A wrapper that a library puts around a function of the user's is the library's.
+    """
+    if isinstance(thing, types.FunctionType):
+        return _top(str(thing.__globals__.get("__name__", ""))) if is_library_function(thing) else None
+    if isinstance(thing, type):
+        return _top(str(thing.__module__)) if is_library_class(thing) else None
+    return PYTHON
+
+
+def library_of_module(module: types.ModuleType) -> str | None:
+    """The library that a module belongs to; None: it is the user's own."""
+    return _top(module.__name__) if is_library_module(module.__name__) else None
+
+
+@lru_cache
+def version_of(library: str) -> str:
+    """A library's version, without the part that names its build; "?" where it has none."""
+    if library == PYTHON:
+        return ".".join(map(str, sys.version_info[:2]))
+    version = getattr(sys.modules.get(library), "__version__", None)
+    try:
+        return str(version or metadata.version(library)).partition("+")[0]
+    except (metadata.PackageNotFoundError, ValueError):
+        return "?"
+
+
+def _top(module: str) -> str:
+    top = module.partition(".")[0]
+    return PYTHON if top in sys.stdlib_module_names or top in sys.builtin_module_names else top

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
+from shoal.errors import describe
 from shoal.utils.random_state import Snapshot
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,7 +131,7 @@ def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
         twin = copy.deepcopy(model)
         return twin.eval() if evaluating else twin
     except Exception as error:
-        raise Untraceable(f"the model cannot be copied ({_first_line(error)})") from error
+        raise Untraceable(f"the model cannot be copied ({describe(error)[:180]})") from error
 
 
 def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
@@ -354,9 +355,4 @@ def _explain(error: Exception) -> str:
     name = type(error).__name__
     if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
         return "control flow or a shape depends on the data"
-    return f"it cannot be traced ({name}: {_first_line(error)})"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:160] if text else type(error).__name__
+    return f"it cannot be traced ({describe(error)[:180]})"
