@@ -136,6 +136,10 @@ class Guarded(WorkerHandle):
         """Batches that each member may have had when the context was lost."""
         self.environment: dict[str, Any] = {}
 
+    def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
+        self.check()
+        return partial(self._make, members, line)  # on a GPU it takes long, and the parent waits for it like for a turn
+
     def check(self) -> None:
         """Raises where the driver was asked something in the parent: no child can use the GPU then."""
         current().seconds = {}  # those of this process

@@ -132,17 +132,23 @@ class WorkerHandle:
         """The run has raised."""
         line.raised(error)
 
+    def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
+        """Do what must succeed before the parent counts on this worker; return how to get its run."""
+        self.check()
+        run = self._make(members, line)
+        return lambda: run
+
     def _live(self, pipe: Connection) -> None:
         """Train, send events, send members back."""
         line, members = Line(pipe), list(self.members.values())
         try:
-            self.check()
+            make_run = self._prepare(members, line)
         except Exception as error:
             line.send("cannot", describe(error))
             return
         line.send("ready")
         try:
-            run = self._make(members, line)
+            run = make_run()
             signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
             with suppress(KeyboardInterrupt):
                 run.go()
