@@ -16,7 +16,7 @@ class JobError(ShoalError, ValueError):
 
 
 class SplitError(ShoalError, ValueError):
-    """A network, a job or a crew that cannot be split as asked: the value, the rule and the fix, in one line."""
+    """A network, a job or an executor that cannot be split as asked: the value, the rule and the fix, in one line."""
 
 
 class OutError(ShoalError, ValueError):

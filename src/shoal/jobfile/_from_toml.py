@@ -77,7 +77,7 @@ class Scanner:
         self.text = text
         self.at = 0
         self.counted = (0, 1)
-        self.found: dict[Path, int] = {}
+        self.lines: dict[Path, int] = {}
         self.arrays: dict[Path, int] = {}
         """Tables in each [[list of tables]] so far."""
 
@@ -91,7 +91,7 @@ class Scanner:
                 base = self._header(1)
             else:
                 self._pair(base)
-        return self.found
+        return self.lines
 
     @property
     def line(self) -> int:
@@ -118,12 +118,12 @@ class Scanner:
         path: Path = ()
         for i, part in enumerate(parts):
             path = (*path, part)
-            self.found.setdefault(path, line)
+            self.lines.setdefault(path, line)
             if brackets == 2 and i == len(parts) - 1:
                 self.arrays[path] = self.arrays.get(path, 0) + 1
             if path in self.arrays:
                 path = (*path, self.arrays[path] - 1)
-                self.found.setdefault(path, line)
+                self.lines.setdefault(path, line)
         return path
 
     def _pair(self, base: Path) -> None:
@@ -131,7 +131,7 @@ class Scanner:
         path = base
         for part in self._key():
             path = (*path, part)
-            self.found.setdefault(path, line)
+            self.lines.setdefault(path, line)
         self.at += 1  # the =
         self._value(path)
 
@@ -169,7 +169,7 @@ class Scanner:
             if self.text[self.at] == ",":
                 self.at += 1
                 continue
-            self.found[(*path, count)] = self.line
+            self.lines[(*path, count)] = self.line
             self._value((*path, count))
             count += 1
         self.at += 1

@@ -81,18 +81,18 @@ class Problems:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._found: dict[tuple[int, str], None] = {}
+        self._problems: dict[tuple[int, str], None] = {}
 
     def add(self, line: int | Node, text: str) -> None:
         """Note a mistake: what it is, the rule, the fix; on one line."""
         number = line.line if isinstance(line, Node) else line
-        self._found[number, " ".join(text.split())] = None
+        self._problems[number, " ".join(text.split())] = None
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._problems)
 
     def __iter__(self) -> Iterator[str]:
-        for line, text in sorted(self._found, key=lambda found: found[0]):
+        for line, text in sorted(self._problems, key=lambda problem: problem[0]):
             yield f"{self.path}:{line}: {text}"
 
     def stop_if_any(self) -> None:

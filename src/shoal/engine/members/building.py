@@ -24,13 +24,13 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
     return Member(job, index, name, pool.device, model, rng, orders, data, val)
 
 
-def build_network(job: Job, device: torch.device, own: bool = False) -> tuple[nn.Module, torch.Generator]:
+def build_network(job: Job, device: torch.device, private: bool = False) -> tuple[nn.Module, torch.Generator]:
     """A network under the job's seed, and a generator in the state that building it left; `own`: a copy."""
     rng = torch.Generator()
     with seeded(job.seed, device):
         try:
             model = call_factory(job)
-            model = copied(model) if own else model
+            model = copied(model) if private else model
         except JobError:
             raise
         except Exception as error:
@@ -52,7 +52,7 @@ def give_own_networks(members: Sequence[Member]) -> list[str]:
     for place, member in enumerate(members):
         try:
             if place in sharing or gives_out_shared(member.job, member.model):
-                member.model, member.rng = build_network(member.job, member.device, own=True)
+                member.model, member.rng = build_network(member.job, member.device, private=True)
         except JobError as error:
             lines += [f"job {member.name!r}: {line}" for line in error.lines]
         member.model = in_train_mode(member.model)

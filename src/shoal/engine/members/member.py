@@ -220,7 +220,7 @@ _PLAIN = (
 def _stored(value: Any) -> Any:
     """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
 
-    def own(x: Any) -> Any:
+    def detached(x: Any) -> Any:
         if not isinstance(x, Tensor) or is_lazy(x):
             return x
         x = x.detach()
@@ -229,7 +229,7 @@ def _stored(value: Any) -> Any:
         part = x.untyped_storage().nbytes() > x.nbytes + 1024
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
-    return pytree.tree_map(own, value)
+    return pytree.tree_map(detached, value)
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:

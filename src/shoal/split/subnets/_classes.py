@@ -1,6 +1,6 @@
 """Classes of a narrow network's modules: the user's own with one thing more, made once for each class.
 
-Narrow networks of one shape share them, so that they are one computation and can ride as a pack.
+Narrow networks of one shape share them, so that they are one computation and can run as one pack.
 """
 
 from __future__ import annotations

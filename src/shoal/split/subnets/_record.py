@@ -182,7 +182,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, recorded: Record, stack: list[tuple[str, int]]) -> None:
         super().__init__()
-        self.found = recorded
+        self.record = recorded
         self.stack = stack
         self.current: Call | None = None
 
@@ -194,7 +194,7 @@ class _Calls(TorchFunctionMode):
         if name not in SIZED | SUMS:
             return func(*args, **kwargs)
         call = Call(name, tuple(name for name, _ in self.stack), tuple(run for _, run in self.stack))
-        self.found.calls.append(call)
+        self.record.calls.append(call)
         before, self.current = self.current, call
         try:
             result = func(*args, **kwargs)
@@ -212,7 +212,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recorded: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = recorded
+        self.record = recorded
         self.stack = stack
         self.calls = calls
 
@@ -226,7 +226,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bound = dict(_bound(func, args, kwargs or {}))
             modules = tuple(module for module, _ in self.stack)
             pointwise = torch.Tag.pointwise in func.tags
-            self.found.ops.append(Op(name, pointwise, bound, outs, modules, self.calls.current))
+            self.record.ops.append(Op(name, pointwise, bound, outs, modules, self.calls.current))
         return result
 
 
