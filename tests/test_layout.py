@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -113,5 +115,22 @@ def test_private_files_are_imported_by_their_own_package_alone() -> None:
         for name, others in imports(run_time=False).items()
         for other in others
         if other.rpartition(".")[2].startswith("_") and package(other) not in (package(name), "__main__")
+    }
+    assert not wrong
+
+
+PRIVATE_WORDS = {
+    "board", "crew", "door", "found", "hall", "handout", "kept", "kitchen", "knock", "newcomer", "newcomers", "porter",
+    "ride", "rides", "riding", "settle", "settled", "told",
+}  # fmt: skip
+"""Words that say nothing about what a name holds, or that only the authors would understand."""
+
+
+def test_names_are_plain() -> None:
+    wrong = {
+        f"{name}: {token.string}"
+        for name, path in modules().items()
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.NAME and token.string.lower() in PRIVATE_WORDS
     }
     assert not wrong
