@@ -84,4 +84,4 @@ def test_over_links_the_network_is_the_same() -> None:
     with namespaces.shaped(SCENE.workers, "50mbit") as links:
         there = over_links(SCENE, setting, 0, links, look_every=4)
     assert [p["accuracy"] for p in there["curve"]] == [p["accuracy"] for p in here["curve"]]
-    assert abs(there["bytes"] / here["bytes"] - 1) < 0.2  # small messages: headers count
+    assert abs(there["bytes"] / here["bytes"] - 1) < 0.3  # small messages: headers and descriptions count

@@ -107,11 +107,11 @@ def job_of(scene: Scene, setting: Setting, seed: int) -> Job:
     )
 
 
-def method_of(job: Job, scene: Scene, setting: Setting, device: str = "cpu") -> Method:
+def method_of(job: Job, scene: Scene, setting: Setting) -> Method:
     """How it is split. Momentum begins anew in every round of local SGD and IST: it costs no traffic then.
 
     IST has none of its corrections but normalisation estimated again: batch norm makes up for fewer inputs, and what
-    the head gets is left as it is, for a rate that suits all layers. `device`: where the whole network is evaluated.
+    the head gets is left as it is, for a rate that suits all layers.
     """
     from shoal.split.methods.averaging import DataParallel, LocalSGD
     from shoal.split.methods.ist import IST as Subnets
@@ -120,7 +120,7 @@ def method_of(job: Job, scene: Scene, setting: Setting, device: str = "cpu") -> 
         return DataParallel(job, scene.workers)
     if setting.method == LOCAL_SGD:
         return LocalSGD(job, scene.workers, setting.window, moments="fresh")
-    return Subnets(job, scene.workers, setting.window, moments="fresh", recovery=0, scale=False, device=device)
+    return Subnets(job, scene.workers, setting.window, moments="fresh", recovery=0, scale=False)
 
 
 def trained(
@@ -138,7 +138,7 @@ def trained(
     from shoal.split.trainer import train_split
 
     job = job_of(scene, setting, seed)
-    method = method_of(job, scene, setting, device)
+    method = method_of(job, scene, setting)
     if executor is not None:
         made = executor(job, method)
     else:
