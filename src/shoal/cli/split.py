@@ -18,17 +18,17 @@ def split(
     target: Annotated[str, typer.Argument(help=TARGET_HELP + " It must hold one job.")],
     method: Annotated[str | None, typer.Option(help="ist (default), local-sgd, data-parallel or sil.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many; by default 4, with sil one for each part.")
+        int | None, typer.Option(min=1, help="Number of workers; by default 4, for sil one per part.")
     ] = None,
     local_steps: Annotated[
         int | None, typer.Option(help="Steps of each worker between two merges: ist 50, local-sgd 20, sil an epoch.")
     ] = None,
-    overlap: Annotated[float | None, typer.Option(help="ist: the fraction of the units that every worker has.")] = None,
+    overlap: Annotated[float | None, typer.Option(help="ist: the fraction of units that all workers share.")] = None,
     recovery: Annotated[
-        int | None, typer.Option(help="ist: last rounds, sil: last epochs, that train the whole network.")
+        int | None, typer.Option(help="Final rounds (ist) or epochs (sil) that train the whole network.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="ist: which hidden layers are dealt: auto (default), all or alternate.")
+        str | None, typer.Option(help="ist: hidden layers to divide: auto (default), all or alternate.")
     ] = None,
     shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
     scale: Annotated[
@@ -36,21 +36,24 @@ def split(
         typer.Option("--scale/--no-scale", help="ist: scale up for the missing units; by default yes."),
     ] = None,
     moments: Annotated[
-        str | None, typer.Option(help="travel (default): optimizer state goes with its weights; fresh: it does not.")
+        str | None,
+        typer.Option(help="Optimizer state: travel (default) sends it with the weights; fresh resets it each round."),
     ] = None,
     cuts: Annotated[
         str | None, typer.Option(help="sil: modules before which to cut, as fc3,fc5, or a number of parts.")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="sil: heads (default), or labels A or B.")] = None,
-    codec: Annotated[str | None, typer.Option(help="How numbers travel: exact (default), fp16, bf16, int8.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the job's own.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Format of the numbers that are sent: exact (default), fp16, bf16, int8.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, in place of the job's.")] = None,
     coordinator: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Be the coordinator there, for workers that --join.")
     ] = None,
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be a worker of that coordinator.")] = None,
     local: Annotated[
         int | None,
-        typer.Option(min=0, help="Of the workers, how many to start here: all, with --coordinator 0, with torchrun 1."),
+        typer.Option(min=0, help="Workers to start here; by default all, none with --coordinator, one with torchrun."),
     ] = None,
     shard: Annotated[
         int | None, typer.Option(min=0, help="With --join: the data here is this shard alone, and stays here.")

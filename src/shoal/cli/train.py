@@ -21,13 +21,13 @@ def train(
         Path | None, typer.Option(help="Folder for checkpoints, weights and histories; run the same command to resume.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="The most to use, such as 20GB; by default 90 % of the free.")
+        str | None, typer.Option(help="Memory limit, such as 20GB; by default 90 % of free memory.")
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Which job runs first: fifo, priority, shortest, round-robin or fair.")
     ] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs, one below it a job.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs, a subfolder per job.")] = None,
     progress: Annotated[
         bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
     ] = None,
