@@ -151,3 +151,11 @@ def test_more_python_objects_than_can_be_watched(monkeypatch: pytest.MonkeyPatch
     pack = jobs(Net, loss=None, step=lambda model, batch: F.cross_entropy(model(batch[0]) * table[9][0], batch[1]))
     monkeypatch.setattr(state_walk, "MOST_OBJECTS", 1000)
     assert "reaches more Python objects than can be watched" in reasons(pack)
+
+
+def test_a_tensor_that_a_module_makes_once_is_in_the_result() -> None:
+    first, second = shoal.train(jobs(Mask)[:2], device="cpu")
+    assert first.tier == second.tier == "stacked"
+    expected = torch.linspace(0.0, 1.0, 8, dtype=torch.float64)
+    assert torch.equal(first.model.cached, expected) and torch.equal(second.model.cached, expected)
+    assert first.model.cached.data_ptr() != second.model.cached.data_ptr(), "each has its own"

@@ -248,7 +248,7 @@ def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
     """Set in the model's modules what the first call of its step sets, such as the mode of a layer that it freezes."""
     for trace in recipe.steps.values():
         for (where, name), value in trace.left.items():
-            setattr(model.get_submodule(where), name, value)
+            setattr(model.get_submodule(where), name, value.clone() if isinstance(value, Tensor) else value)
 
 
 def _apart(grads: Grads) -> Grads:

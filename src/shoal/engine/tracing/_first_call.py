@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -36,7 +36,7 @@ class Repeated:
     caches: bool = False
     """Whether a first call leaves something in Python behind that later ones read."""
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    """Plain attributes that it leaves in the model's modules, by module and name, such as a rate or a mode."""
+    """Plain attributes that it leaves in the model's modules, by module and name: a rate, a tensor made once."""
 
 
 def record_repeatable(
@@ -78,7 +78,7 @@ def record_repeatable(
                     _run(run, model)
                 except Exception as error:
                     raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
-                left = {k: v for k, v in _plain_attributes(model).items() if k not in before or before[k] != v}
+                left = {k: v for k, v in _plain_attributes(model).items() if k not in before or _is_new(v, before[k])}
                 filled = PythonState({"step": reached, "model": model}, skip=model)
                 first = record(model)
                 changes = filled.changes()
@@ -93,9 +93,13 @@ def record_repeatable(
 
 
 def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    plain = (bool, int, float, str)
+    plain = (bool, int, float, str, Tensor)
     modules = model.named_modules()
     return {(where, k): v for where, module in modules for k, v in vars(module).items() if isinstance(v, plain)}
+
+
+def _is_new(value: Any, before: Any) -> bool:
+    return value is not before if isinstance(value, Tensor) else bool(value != before)
 
 
 def _refusal(path: Path, state: PythonState) -> str:
