@@ -117,7 +117,7 @@ def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
     finally:
         for worker in everybody:
             if worker.alive():
-                os.kill(worker.child.pid, signal.SIGCONT)
+                os.kill(worker.pid, signal.SIGCONT)
             worker.end(time.monotonic() + 1)
     worst = max(lost, key=lambda one: one.waited)
     return {
