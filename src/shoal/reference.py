@@ -52,6 +52,7 @@ from shoal.jobs.early_stopping import Monitor, validates
 from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.utils.torch_flags import training_mode
+from shoal.utils.weights import load_weights
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +157,7 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
         if state.status == "running":
             state.status = "done"
     if state.best is not None:
-        model.load_state_dict(state.best)
+        load_weights(model, state.best)
     return state
 
 

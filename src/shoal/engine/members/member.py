@@ -31,6 +31,7 @@ from shoal.jobs.job import Job
 from shoal.utils.gpu_randomness import CounterMode, OpenRecurrent
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.randomness import generator_at
+from shoal.utils.weights import load_weights
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +181,7 @@ class Member:
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         load_other_buffers(self.model, state.get("buffers", {}))
         self.saved_state.load(state.get("python"))
         self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]

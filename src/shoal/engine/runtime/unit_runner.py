@@ -16,6 +16,7 @@ from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
 from shoal.jobs.early_stopping import validates
+from shoal.utils.weights import load_weights
 
 if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Recipe
@@ -212,7 +213,7 @@ class UnitRunner:
             member = self.members[slot]
             member.status = status
             if member.best is not None:
-                member.model.load_state_dict(member.best)
+                load_weights(member.model, member.best)
             ending = self.host.left(self, slot)
             if ending is not None:
                 member.status, member.error = ending.status, ending.error
