@@ -224,7 +224,9 @@ def run_shoal(jobs: list[shoal.Job], device: torch.device) -> dict[str, Any]:
 def one(args: argparse.Namespace) -> None:
     """One measurement, in this process; one JSON line."""
     device = torch.device(args.device)
-    jobs = SWEEPS[args.sweeps[0]].make(args.data, args.times)
+    sweep = SWEEPS[args.sweeps[0]]
+    sweep.model()  # imports the network's library, which is no part of either
+    jobs = sweep.make(args.data, args.times)
     if args.way == "loop":
         print(json.dumps({"seconds": run_loop(jobs, device, args.share)}))
     else:

@@ -27,6 +27,7 @@ from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
+from shoal.utils.caches import import_tracer
 
 
 def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
@@ -34,6 +35,7 @@ def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
     lines = list_problems(jobs)
     if lines:
         raise JobError(*lines)
+    import_tracer()
     pool = Pool(device)
     called = names(jobs)
     members: list[Member] = []

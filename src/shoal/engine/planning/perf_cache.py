@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
 import sqlite3
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ import torch
 
 from shoal.engine.planning.planner import Curve
 from shoal.engine.recipes.recipe import Recipe
+from shoal.utils.caches import cache_folder
 
 FORMAT = 5
 MOST_ENTRIES = 4000
@@ -98,8 +98,7 @@ def _version() -> str:
 
 def cache_file() -> Path:
     """Where the file is."""
-    folder = os.environ.get("SHOAL_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "shoal") / f"measured-{FORMAT}.sqlite"
+    return cache_folder() / f"measured-{FORMAT}.sqlite"
 
 
 def lookup(key: str) -> Entry:

@@ -226,11 +226,13 @@ def joined(ctx: OpContext) -> Run:
     flags = [ctx.carries(value) for value in values]
     ndim = ctx.out.dim()
     dim = (ctx.args[1] if len(ctx.args) > 1 else 0) % ndim + 1
-    keep = [i for i, value in enumerate(values) if tuple(value.meta["val"].shape) != (0,)]
-    if ctx.op is aten.cat.default and len(keep) < len(values):
-        return once_per_member(ctx)
     join = torch.cat if ctx.op is aten.cat.default else torch.stack
-    return lambda tensors, *_: join([widened(t, f, members) for t, f in zip(tensors, flags, strict=True)], dim)
+    keep, dtype = list(range(len(values))), ctx.out.dtype
+    if ctx.op is aten.cat.default:  # it takes an empty tensor without dimensions of its own, and leaves it out
+        keep = [i for i in keep if tuple(values[i].meta["val"].shape) != (0,)]
+        if not keep:
+            return once_per_member(ctx)
+    return lambda tensors, *_: join([widened(tensors[i], flags[i], members) for i in keep], dim).to(dtype)
 
 
 @rule(aten.pad.default, aten.constant_pad_nd.default, steady=True)

@@ -15,7 +15,7 @@ from shoal.engine.optim.hparams import merge_flags, rule_for
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.optim.state import optimizer_state_dict, torch_entry, torch_values
-from shoal.engine.stack import _flat_state, fused_update, transfer
+from shoal.engine.stack import _flat_state, _update_kernel, fused_update, transfer
 from shoal.engine.stack._flat_state import FlatUpdate
 from shoal.engine.stack.fused_update import FusedAdam
 
@@ -118,6 +118,8 @@ class StackedOptimizer:
             at_once, params, numbers = self._fused[g], [leaves[i] for i in held], self.columns.groups[g]
             if at_once is not None:
                 at_once.update(wanted, numbers, active)
+            elif not is_traced() and _update_kernel.suits(rule, params, states):
+                _update_kernel.update(rule, params, wanted, states, numbers, active)
             elif not is_traced() and _flat_state.suits_copies(rule, params, states):
                 _flat_state.update_copies(rule, params, wanted, states, numbers, active)
             else:

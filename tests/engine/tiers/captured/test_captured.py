@@ -129,7 +129,9 @@ def test_every_form_equals_the_reference_loop(compiled: bool, chunk: int, model:
     jobs = [job(i, model=model, data=data, val=None, batch_size=16) for i in range(4)]
     members, trace_cache = prepare(jobs, torch.device("cuda", 0)), TraceCache()
     unit = CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=chunk, compiled=compiled)
+    assert compiled or all(part.step(16).fused is None for part in unit.chunks)
     run([unit], CapturedExecutor())
+    assert compiled or all(part.step(16).fused is not None for part in unit.chunks)
     for member, own in zip(members, jobs, strict=True):
         theirs = solo(own, "cuda").model.state_dict()
         for name, value in member.model.state_dict().items():

@@ -18,7 +18,7 @@ from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.engine.tiers.captured._step import Inputs, Step, inputs_like, stack_tensors
+from shoal.engine.tiers.captured._step import Inputs, Step, bind_stack, inputs_like, stack_tensors
 
 Compiled = Callable[[list[Tensor]], None]
 _LOCK = threading.Lock()
@@ -108,4 +108,6 @@ def _large_apart() -> Iterator[None]:
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
     """Run once on copies, so that nothing is built, loaded or tuned during capture."""
     copies = [t.detach().clone() for t in stack_tensors(step.stack)]
+    if not ready.compiled:
+        step.fuse(bind_stack(step.stack, copies), inputs_like(inputs))
     ready.run([*copies, *inputs_like(inputs).tensors()])

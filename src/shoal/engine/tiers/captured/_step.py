@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.optim.compile_fence import fence
+from shoal.engine.optim.compile_fence import fence, is_traced
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured._fusion import Fused
+from shoal.engine.tiers.captured._recording import NotRecordable, Recording
+from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
+from shoal.utils import cuda_kernels
 from shoal.utils.randomness import Draw, counter_draw, draw_columns, site_numbers
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+"""How far fused kernels may be from the operators themselves, by the lowest precision in the step: a mistake shows, and
+another rounding does not."""
 
 
 @dataclass(slots=True)
@@ -120,6 +128,8 @@ class Step:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
         self.draws = StepDraws(program.draws, len(stack.rows), stack.device)
+        self.fused: Fused | None = None
+        """Forward and backward with their elementwise operators joined, once `fuse` has made it."""
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
         """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
@@ -133,15 +143,12 @@ class Step:
             if table is not None:
                 part.columns.packed.copy_(table.index_select(0, inputs.tick.view(1)).squeeze(0))
         before = [buffer.clone() for buffer in stack.buffers]
-        losses, after = self._forward(stack, batch, inputs)
-        total = losses if stack.scaler is None else stack.scaler.scale(losses)
-        grads: list[Tensor | None] = list(torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True))
+        losses, after, grads = self._gradients(stack, batch, inputs)
         with torch.no_grad():
-            losses = losses.detach()
             finite, moving = torch.isfinite(losses), inputs.moving
             stack.active.copy_(stack.active & (finite | ~moving))
             stepping = stack.active & moving
-            stack.set_buffers({k: v.detach() for k, v in after.items()}, stepping, before)
+            stack.set_buffers(after, stepping, before)
             stack.apply(grads, stepping)
             known = inputs.losses.index_select(0, inputs.tick.view(1)).squeeze(0)
             seen = torch.where(stack.active | ~finite, losses, float("nan")).to(inputs.losses.dtype)
@@ -150,6 +157,49 @@ class Step:
             inputs.place.add_(moving.any() if inputs.place.dim() == 0 else moving)
             inputs.count.add_(moving)
             inputs.tick.add_(1)
+
+    def fuse(self, stack: Stack, inputs: Inputs) -> None:
+        """Run forward and backward once, on tensors that may be written to, and from then on with fused kernels; as it
+        is where that does not work, or does not give the same."""
+        if stack.device.type != "cuda" or not cuda_kernels.available():
+            return
+        batch = self._gather(inputs)
+        given = self._fused_inputs(stack, batch, inputs)
+        before = [buffer.clone() for buffer in stack.buffers]
+        try:
+            with Recording(given) as recording:
+                losses, after, grads = self._gradients(stack, batch, inputs)
+            expected = [losses, *after.values(), *grads]
+            numbers = [None if tensor is None else recording.find(tensor) for tensor in expected]
+            fused = Fused(recording, numbers, stack.device, cuda_kernels.load)
+            with torch.no_grad():
+                expected = [None if tensor is None else tensor.clone() for tensor in expected]
+                for buffer, value in zip(stack.buffers, before, strict=True):
+                    buffer.copy_(value)
+                same = _close(fused(given), expected, TOLERANCE[min(recording.floating, key=lambda d: d.itemsize)])
+        except (NotRecordable, RuntimeError) as error:
+            if context_lost(error) or out_of_memory(error):
+                raise
+            return
+        self.fused = fused if same else None
+
+    def _gradients(
+        self, stack: Stack, batch: list[Tensor], inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
+        """Every member's loss, its buffers afterwards, and the gradients."""
+        if self.fused is not None and not is_traced():
+            losses, *rest = self.fused(self._fused_inputs(stack, batch, inputs))
+            assert losses is not None
+            buffers = {n: v for n, v in zip(stack.buffer_names, rest, strict=False) if v is not None}
+            return losses, buffers, rest[len(stack.buffer_names) :]
+        losses, after = self._forward(stack, batch, inputs)
+        total = losses if stack.scaler is None else stack.scaler.scale(losses)
+        grads = torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True)
+        return losses.detach(), {name: after[name].detach() for name in stack.buffer_names}, list(grads)
+
+    def _fused_inputs(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> list[Tensor]:
+        scale = [] if stack.scaler is None else [stack.scaler.scale_M]
+        return [*(t.detach() for t in stack.state), *batch, *scale, inputs.seeds, inputs.count]
 
     def _gather(self, inputs: Inputs) -> list[Tensor]:
         if inputs.orders is None:
@@ -177,6 +227,26 @@ class Step:
         if solo:
             losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
         return losses, after
+
+
+def _close(tensors: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float) -> bool:
+    """Whether these differ by no more than rounding, each as a whole."""
+    for a, b in zip(tensors, expected, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return False
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return False
+            continue
+        a, b = a.double(), b.double()
+        size = b.norm()
+        if not bool(((a - b).norm() <= tolerance * size) | ~torch.isfinite(size)):
+            return False
+    return True
 
 
 def _laid_out(x: Tensor) -> Tensor:

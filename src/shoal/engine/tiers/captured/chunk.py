@@ -21,13 +21,14 @@ from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import Stack
 from shoal.engine.stack.stacked_optimizer import StackedOptimizer
 from shoal.engine.tiers.captured._compile import Executable, executable, warm_up
+from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.utils.randomness import signed
 
-Cache = dict[Hashable, Executable | None]
-"""Compiled steps by what they compute and its shape, which members alike share. None: one that runs operator by
-operator, and has been tried; it belongs to its chunk, whose tensors would stay with it."""
+Cache = dict[Hashable, Executable | Fused | None]
+"""Compiled steps, or their fused kernels, by what they compute and its shape, which members alike share. None: a step
+that runs operator by operator, and has been tried."""
 
 
 class Chunk:
@@ -257,11 +258,13 @@ class Chunk:
         )
         extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
-        new = key not in self.cache
-        ready = self.cache.get(key) or executable(step, self.inputs, compiled=compiled)
+        new, known = key not in self.cache, self.cache.get(key)
+        if isinstance(known, Fused):
+            step.fused = known
+        ready = known if isinstance(known, Executable) else executable(step, self.inputs, compiled=compiled)
         if new:
             warm_up(ready, step, self.inputs)
-            self.cache[key] = ready if compiled else None
+            self.cache[key] = ready if compiled else step.fused
         self._ready[rows] = ready
         return ready.seconds if new else 0.0
 

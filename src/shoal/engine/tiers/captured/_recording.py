@@ -1,0 +1,199 @@
+"""The operators that a piece of a step calls on a device, below autograd, written down while it runs.
+
+A warm-up runs the step anyway; this mode looks on. Tensors are known by where their memory is and how they lie in it,
+so that what autograd keeps for its backward pass is recognised when it comes back. Where that is not certain, the
+recording is given up and the step runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+_BATCH_NORMS = (aten.cudnn_batch_norm, aten.native_batch_norm, aten.miopen_batch_norm)
+"""Operators that write their running averages without saying so."""
+
+
+class NotRecordable(Exception):
+    """What ran cannot be repeated from its operators; the message says why."""
+
+
+class Ref(int):
+    """A value's number, where a call has a tensor among its arguments."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor of the recording: an input, a constant, or what a call gave."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    contiguous: bool
+    address: int
+    storage: int
+    call: int = -1
+    """The call that gives it; -1: none."""
+    root: int = -1
+    """The value whose memory it is, element by element in the same order; itself where there is no other."""
+    constant: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One operator, with the values that it reads and gives."""
+
+    func: Any
+    args: list[Any]
+    """All arguments, flat; see `spec`."""
+    spec: pytree.TreeSpec
+    reads: list[int]
+    gives: list[int | None]
+    """Flat; None: not a tensor."""
+    gives_spec: pytree.TreeSpec
+    after: list[int] = field(default_factory=list)
+    """Calls that have to be done before this one writes, besides those whose values it reads."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """What it writes to: the value before, and the value after."""
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside: everything that is called on tensors is written down, besides being done."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.written: set[int] = set()
+        """Storages that some call writes to."""
+        self._keys: dict[int, dict[Any, int]] = {}
+        """Of each storage, by address: its tensors' values."""
+        self._number: dict[int, int] = {}
+        """Each storage's number, by address; an address may have another storage later."""
+        self._readers: dict[int, list[int]] = {}
+        """The calls that read a storage since it was last written to."""
+        self._storages = 0
+        self._held = list(inputs)
+        for tensor in inputs:
+            self._enter(tensor, None)
+        self.inputs = [self._find(tensor) for tensor in inputs]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._note(func, args, kwargs or {}, out)
+        return out
+
+    @property
+    def floating(self) -> set[torch.dtype]:
+        """The floating-point dtypes in it."""
+        return {value.dtype for value in self.values if value.dtype.is_floating_point}
+
+    def find(self, tensor: Tensor) -> int:
+        """The number of a tensor's value as it is now."""
+        return self._find(tensor)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        flat = [Ref(self._find(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        reads = [leaf for leaf in flat if isinstance(leaf, Ref)]
+        index = len(self.calls)
+        given, gives_spec = pytree.tree_flatten(out)
+        call = Call(func, flat, spec, list(map(int, reads)), [], gives_spec)
+        self.calls.append(call)
+        for tensor in _written(func, args, kwargs):
+            self._write(tensor, index, call)
+        for value in reads:
+            self._readers.setdefault(self.values[value].storage, []).append(index)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for tensor in given:
+            call.gives.append(self._give(tensor, index, call, addresses) if isinstance(tensor, Tensor) else None)
+
+    def _write(self, tensor: Tensor, index: int, call: Call) -> None:
+        address = tensor.untyped_storage().data_ptr()
+        number, before = self._number[address], self._find(tensor)
+        call.after += self._readers.pop(number, [])
+        self.written.add(number)
+        self._keys[address] = {}  # other views of it are not followed
+        call.written.append((before, self._enter(tensor, index)))
+
+    def _give(self, tensor: Tensor, index: int, call: Call, addresses: set[int]) -> int:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in addresses:  # new memory; what was there before is gone
+            self._number.pop(address, None)
+            self._keys.pop(address, None)
+        elif _key(tensor) in self._keys[address]:
+            known = self._keys[address][_key(tensor)]
+            if self.values[known].call == index:  # it was written to
+                return known
+        number = self._enter(tensor, index)
+        for read in call.reads:
+            if address in addresses and _same_memory(self.values[read], self.values[number]):
+                self.values[number].root = self.values[read].root
+        return number
+
+    def _find(self, tensor: Tensor) -> int:
+        if tensor.layout != torch.strided:
+            raise NotRecordable(f"a tensor of layout {tensor.layout}")
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._number or not tensor.numel():
+            self._held.append(tensor)
+            number = self._enter(tensor, None)
+            self.values[number].constant = tensor.detach()
+            return number
+        found = self._keys[address].get(_key(tensor))
+        if found is None:
+            raise NotRecordable("a tensor that no operator gave")
+        return found
+
+    def _enter(self, tensor: Tensor, call: int | None) -> int:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._number:
+            self._number[address] = self._storages
+            self._storages += 1
+        value = Value(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.is_contiguous(),
+            tensor.data_ptr(), self._number[address], -1 if call is None else call, len(self.values),
+        )  # fmt: skip
+        self.values.append(value)
+        self._keys.setdefault(address, {})[_key(tensor)] = len(self.values) - 1
+        return len(self.values) - 1
+
+
+def _key(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _same_memory(value: Value, given: Value) -> bool:
+    """Whether a view has the elements of what it is a view of, all of them in the same order."""
+    if (value.address, value.dtype, value.numel) != (given.address, given.dtype, given.numel):
+        return False
+    return (value.contiguous and given.contiguous) or (value.shape, value.stride) == (given.shape, given.stride)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if func.overloadpacket in _BATCH_NORMS:
+        found += [value for value in args[3:5] if isinstance(value, Tensor)]
+    return found

@@ -1,0 +1,75 @@
+"""Where Shoal keeps what the next process can use: measurements, compiled kernels, bytecode."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+_PACKAGES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "mpmath")
+"""What torch imports when the first optimizer is made, and most of the seconds that takes."""
+_FEW_CORES = 4
+_COMPILE = """
+import py_compile, sys
+sys.pycache_prefix = sys.argv[1]
+for path in sys.stdin.read().splitlines():
+    try:
+        py_compile.compile(path, doraise=True)
+    except (OSError, py_compile.PyCompileError):
+        pass
+"""
+
+
+def cache_folder() -> Path:
+    """$SHOAL_CACHE, or ~/.cache/shoal."""
+    folder = os.environ.get("SHOAL_CACHE")
+    return Path(folder) if folder else Path.home() / ".cache" / "shoal"
+
+
+def import_tracer() -> None:
+    """Import what torch needs to trace, as it does itself when an optimizer is made.
+
+    Where Python keeps no bytecode of it, as in many containers, that takes five seconds instead of one, in every process.
+    So it is kept in Shoal's own cache there, and compiled by all cores the first time.
+    """
+    if "torch._dynamo" in sys.modules or not _without_bytecode():
+        return
+    folder = cache_folder() / "bytecode"
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    try:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        if not folder.exists() and len(os.sched_getaffinity(0)) >= _FEW_CORES:
+            _compile_all(folder)
+        importlib.import_module("torch._dynamo")
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
+def _without_bytecode() -> bool:
+    """Whether Python neither has torch's bytecode nor would write it."""
+    spec = find_spec("torch._dynamo")
+    if spec is None or spec.cached is None or os.path.exists(spec.cached):
+        return False
+    return sys.dont_write_bytecode or not os.access(os.path.dirname(os.path.dirname(spec.cached)), os.W_OK)
+
+
+def _compile_all(folder: Path) -> None:
+    """Bytecode of the packages, by a process for each core; what fails is compiled when it is imported."""
+    with suppress(OSError, subprocess.SubprocessError):
+        folder.mkdir(parents=True)
+        places = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
+        found = [path for place in places for root in place or () for path in Path(root).rglob("*.py")]
+        files = sorted((f for f in found if "tests" not in f.parts), key=lambda path: -path.stat().st_size)
+        count = len(os.sched_getaffinity(0))
+        command = [sys.executable, "-I", "-S", "-c", _COMPILE, str(folder)]
+        workers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(count)]
+        for place, worker in enumerate(workers):
+            assert worker.stdin is not None
+            worker.stdin.write("\n".join(map(str, files[place::count])))
+            worker.stdin.close()
+        for worker in workers:
+            worker.wait(timeout=30)

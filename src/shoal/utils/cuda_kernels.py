@@ -1,0 +1,98 @@
+"""CUDA kernels from source text: compiled by NVRTC, which torch brings along, in a fraction of a second.
+
+A source may hold many kernels (`extern "C"`); it is compiled once for each process and kind of device, and what was
+compiled is kept on disk for the next process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.utils.caches import cache_folder
+
+Kernel = Callable[..., None]
+"""Called with `grid=`, `block=` and `args=` (tensors and integers of 32 bits)."""
+
+_LOCK = threading.Lock()
+_LOADED: dict[tuple[str, int], Any] = {}
+
+
+def available() -> bool:
+    """Whether kernels can be compiled here."""
+    return torch.cuda.is_available() and torch.version.hip is None and hasattr(torch.cuda._utils, "_cuda_load_module")
+
+
+def load(source: str, names: Sequence[str]) -> list[Kernel]:
+    """The kernels of these names, for the current device.
+
+    Raises:
+        RuntimeError: the source does not compile, or there is no NVRTC.
+    """
+    from torch.cuda._utils import _cuda_load_module
+
+    with _LOCK:
+        key = source, torch.cuda.current_device()
+        if key not in _LOADED:
+            torch.cuda.current_stream()  # a context has to be there before a module is loaded
+            _LOADED[key] = _cuda_load_module(_binary(source, torch.cuda.get_device_capability()))
+        return [getattr(_LOADED[key], name) for name in names]
+
+
+def _binary(source: str, capability: tuple[int, int]) -> bytes:
+    """The compiled source, from disk where an earlier process compiled it."""
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    text = "\0".join([torch.version.cuda or "", *options, source])
+    path = cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return path.read_bytes()
+    except OSError:
+        compiled = _compile(source, options)
+    _store(path, compiled)
+    return compiled
+
+
+def _store(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError:  # a folder that cannot be written to: the next process compiles again
+        return
+
+
+def _compile(source: str, options: Sequence[str]) -> bytes:
+    from torch.cuda._utils import _get_nvrtc_library
+
+    nvrtc = _get_nvrtc_library()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"shoal.cu", 0, None, None)
+    if made:
+        raise RuntimeError(f"NVRTC cannot make a program (error {made})")
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), flags):
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"a kernel does not compile: {log.value.decode()[:2000]}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, binary)
+        return binary.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The same values where 16 bytes can be read at a time."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)

@@ -1,0 +1,82 @@
+"""The update of all members' weights in one kernel, against the optimizers' rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine.optim.hparams import rule_for
+from shoal.engine.optim.rule import Rule
+from shoal.engine.stack import _update_kernel
+
+CASES: list[tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = [
+    (torch.optim.Adam, ()),
+    (torch.optim.Adam, ("weight_decay",)),
+    (torch.optim.Adam, ("amsgrad", "maximize", "weight_decay")),
+    (torch.optim.AdamW, ("decoupled_weight_decay", "weight_decay")),
+    (torch.optim.AdamW, ("amsgrad", "decoupled_weight_decay")),
+    (torch.optim.SGD, ()),
+    (torch.optim.SGD, ("weight_decay", "maximize")),
+    (torch.optim.SGD, ("momentum",)),
+    (torch.optim.SGD, ("momentum", "nesterov", "weight_decay")),
+]
+NUMBERS = {
+    "lr": (0.1, 0.01, 0.3), "beta1": (0.9, 0.5, 0.2), "beta2": (0.99, 0.9, 0.999), "eps": (1e-8, 1e-4, 1e-2),
+    "weight_decay": (0.1, 0.0, 0.01), "momentum": (0.9, 0.0, 0.5), "dampening": (0.0, 0.0, 0.1),
+}  # fmt: skip
+
+
+def _weights(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    filters = torch.randn(3, 4, 2, 3, 3, generator=generator, dtype=torch.float64)
+    filters = filters.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)  # channels last
+    plain = [torch.randn(3, *shape, generator=generator, dtype=torch.float64) for shape in ((5, 7), (), (1000,))]
+    return [t.to(device, dtype) for t in [filters, *plain]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("kind", "flags"), CASES)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_kernel_steps_as_the_rule_does(
+    kind: type[torch.optim.Optimizer], flags: tuple[str, ...], dtype: torch.dtype, rtol: float
+) -> None:
+    rule = rule_for(kind, frozenset(flags))
+    h = {name: torch.tensor(NUMBERS[name], dtype=torch.float64, device="cuda") for name in rule.columns}
+    sides = []
+    for _ in range(2):
+        params = _weights("cuda", dtype)
+        sides.append((params, rule.init_all(params, h)))
+    assert _update_kernel.suits(rule, *sides[0])
+    generator = torch.Generator().manual_seed(1)
+    for step in range(5):
+        grads = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to("cuda", dtype) for p in sides[0][0]]
+        active = torch.tensor([True, step % 2 == 0, step != 1], device="cuda")
+        _update_kernel.update(rule, sides[0][0], grads, sides[0][1], h, None if step == 4 else active)
+        rule.update_all_(sides[1][0], grads, sides[1][1], h, None if step == 4 else active)
+        _assert_same(rule, sides, rtol)
+
+
+def _assert_same(rule: Rule, sides: list[tuple[list[torch.Tensor], list[dict[str, Any]]]], rtol: float) -> None:
+    for a, b in zip(sides[0][0], sides[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+    for state, other in zip(sides[0][1], sides[1][1], strict=True):
+        for name, value in state.items():
+            torch.testing.assert_close(value, other[name], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_members_that_do_not_move_keep_every_bit() -> None:
+    rule = rule_for(torch.optim.Adam, frozenset())
+    h = {name: torch.tensor(NUMBERS[name], dtype=torch.float64, device="cuda") for name in rule.columns}
+    params = _weights("cuda", torch.float32)
+    states = rule.init_all(params, h)
+    before = [p.clone() for p in params]
+    grads = [torch.full_like(p, float("nan")) for p in params]
+    _update_kernel.update(rule, params, grads, states, h, torch.tensor([False, True, False], device="cuda"))
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param[0], old[0]) and torch.equal(param[2], old[2]) and param[1].isnan().all()
+    assert states[0]["step"].tolist() == [0.0, 1.0, 0.0]
