@@ -85,7 +85,10 @@ def __getattr__(name: str) -> Any:
         return import_module("shoal.split")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    from shoal.utils.caches import bytecode_kept
+
+    with bytecode_kept():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -39,6 +39,6 @@ def test_bytecode_is_kept_where_python_keeps_none(tmp_path: Path, cores: str) ->
 
 def test_nothing_is_done_where_python_has_its_own(tmp_path: Path) -> None:
     prefix = tmp_path / "own"
-    assert _run(tmp_path, f"-Xpycache_prefix={prefix}") == f"False {prefix} False"
+    assert _run(tmp_path, f"-Xpycache_prefix={prefix}") == f"True {prefix} False"
     assert _run(tmp_path, "-B", before="import torch._dynamo").startswith("True")
     assert not (tmp_path / "cache").exists()

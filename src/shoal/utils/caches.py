@@ -6,7 +6,8 @@ import importlib
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,27 +32,36 @@ def cache_folder() -> Path:
 
 
 def import_tracer() -> None:
-    """Import what torch needs to trace, as it does itself when an optimizer is made.
+    """Import what torch needs to trace, as it does itself when an optimizer is made."""
+    if "torch._dynamo" not in sys.modules:
+        with bytecode_kept(compile_all=True):
+            importlib.import_module("torch._dynamo")
 
-    Where Python keeps no bytecode of it, as in many containers, that takes five seconds instead of one, in every process.
-    So it is kept in Shoal's own cache there, and compiled by all cores the first time.
+
+@contextmanager
+def bytecode_kept(compile_all: bool = False) -> Iterator[None]:
+    """Inside: modules are imported from bytecode, also where Python keeps none.
+
+    In many containers it neither has bytecode of torch nor writes any, and large imports take five seconds instead of
+    one, in every process. There it is kept in Shoal's own cache; `compile_all`: made by all cores the first time.
     """
-    if "torch._dynamo" in sys.modules or not _without_bytecode():
+    if not _without_bytecode():
+        yield
         return
     folder = cache_folder() / "bytecode"
     before = sys.pycache_prefix, sys.dont_write_bytecode
     try:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-        if not folder.exists() and len(os.sched_getaffinity(0)) >= _FEW_CORES:
+        if compile_all and len(os.sched_getaffinity(0)) >= _FEW_CORES:
             _compile_all(folder)
-        importlib.import_module("torch._dynamo")
+        yield
     finally:
         sys.pycache_prefix, sys.dont_write_bytecode = before
 
 
 def _without_bytecode() -> bool:
-    """Whether Python neither has torch's bytecode nor would write it."""
-    spec = find_spec("torch._dynamo")
+    """Whether Python neither has torch's bytecode (where torch is not imported yet: ours) nor would write it."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None) or __spec__
     if spec is None or spec.cached is None or os.path.exists(spec.cached):
         return False
     return sys.dont_write_bytecode or not os.access(os.path.dirname(os.path.dirname(spec.cached)), os.W_OK)
@@ -59,8 +69,10 @@ def _without_bytecode() -> bool:
 
 def _compile_all(folder: Path) -> None:
     """Bytecode of the packages, by a process for each core; what fails is compiled when it is imported."""
+    done = folder / "compiled"
     with suppress(OSError, subprocess.SubprocessError):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        done.touch(exist_ok=False)
         places = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
         found = [path for place in places for root in place or () for path in Path(root).rglob("*.py")]
         files = sorted((f for f in found if "tests" not in f.parts), key=lambda path: -path.stat().st_size)

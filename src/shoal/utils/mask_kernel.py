@@ -8,38 +8,33 @@ wherever the mask is read.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+from shoal.utils import cuda_kernels
 
-
-@triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
-    x = (x ^ (x >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
-    return x ^ (x >> 16)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_mask(seeds, steps, sites, limits, scales, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    member = tl.program_id(1)
-    golden = tl.full([], 0x9E3779B9, tl.uint32)
-    seed = tl.load(seeds + member)
-    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    step = (tl.load(steps + member) & 0xFFFFFFFF).to(tl.uint32)
-    site = (tl.load(sites + member) & 0xFFFFFFFF).to(tl.uint32)
-    key = _mix(low ^ _mix(high))
-    key = _mix(key ^ _mix(step + golden))
-    key = _mix(key ^ _mix((site + 1) * tl.full([], 0x85EBCA6B, tl.uint32)))
-    again = _mix(key + golden)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bits = _mix(_mix(element.to(tl.uint32) ^ key) ^ again)
-    scale = tl.load(scales + member)
-    value = tl.where(bits.to(tl.int64) < tl.load(limits + member), scale, 0.0)
-    place = member.to(tl.int64) * count + element
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=element < count)
+THREADS, MOST_BLOCKS = 256, 4096
+_SIZES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+_SOURCE = """
+__device__ inline unsigned mix(unsigned x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+extern "C" __global__ void write_mask(const long long* seeds, const long long* steps, const long long* sites,
+                                      const long long* limits, const ELEMENT* scales, ELEMENT* out, int count) {
+  const int member = blockIdx.y;
+  const unsigned long long seed = seeds[member];
+  unsigned key = mix((unsigned)seed ^ mix((unsigned)(seed >> 32)));
+  key = mix(key ^ mix((unsigned)steps[member] + 0x9E3779B9u));
+  key = mix(key ^ mix(((unsigned)sites[member] + 1u) * 0x85EBCA6Bu));
+  const unsigned again = mix(key + 0x9E3779B9u);
+  const long long limit = limits[member];
+  const ELEMENT scale = scales[member];
+  ELEMENT* row = out + (long long)member * count;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+    row[i] = (long long)mix(mix((unsigned)i ^ key) ^ again) < limit ? scale : (ELEMENT)0;
+}
+"""
 
 
 @torch.library.custom_op("shoal::counter_mask", mutates_args=())
@@ -50,9 +45,12 @@ def counter_mask(seeds: Tensor, steps: Tensor, sites: Tensor, limits: Tensor, sc
     """
     out = torch.empty(len(seeds), count, dtype=scales.dtype, device=seeds.device)
     if out.numel():
+        source = _SOURCE.replace("ELEMENT", _SIZES[scales.dtype.itemsize])  # zero has no bit set in any dtype
+        columns = [column.contiguous() for column in (seeds, steps, sites, limits, scales)]
         with torch.cuda.device(seeds.device):
-            grid = (triton.cdiv(count, BLOCK), len(seeds))
-            _write_mask[grid](seeds, steps, sites, limits, scales, out, count, BLOCK=BLOCK)
+            (kernel,) = cuda_kernels.load(source, ["write_mask"])
+            grid = min(-(-count // THREADS), MOST_BLOCKS), len(seeds), 1
+            kernel(grid=grid, block=(THREADS, 1, 1), args=[*columns, out, count])
     return out
 
 

@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoal.utils import cuda_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,18 +273,13 @@ def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
 
 def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
     """[M, count]: each member's scale in the places whose bits are below its limit, zero elsewhere."""
-    if seed.is_cuda and _has_triton():
+    if seed.is_cuda and count < 2**31 and scales.dtype.itemsize <= 8 and cuda_kernels.available():
         from shoal.utils.mask_kernel import counter_mask
 
         mask: Tensor = counter_mask(seed, step, site, limits, scales, count)
         return mask
     below = counter_bits(seed, step, site, count) < limits.unsqueeze(1)
     return torch.where(below, scales.unsqueeze(1), torch.zeros_like(scales).unsqueeze(1))
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def signed(seed: int) -> int:
