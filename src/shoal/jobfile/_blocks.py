@@ -139,7 +139,7 @@ class Block:
         for values in itertools.product(*(values for _, values in axes)):
             chosen = dict(fixed)
             for path, value in sorted(zip(paths, values, strict=True), key=lambda pair: len(pair[0])):
-                _set(chosen, path, value)
+                _set(chosen, path, as_table(path[0], value) if len(path) == 1 else value)
             chosen = {key: node for key, node in chosen.items() if node.value is not None}
             if name is not None and "{" in name.value:
                 called = fill(name, chosen, problems)
@@ -248,23 +248,12 @@ def _seeds(node: Node, problems: Problems) -> list[Node]:
 def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
     """Set a value at a path, in copies of the tables on the way."""
     head, rest = path[0], path[1:]
-    if not rest:
-        table[head] = as_table(head, value)
-        return
     inner = table.get(head)
-    copy = dict(inner.value) if inner is not None and inner.is_table else {}
-    _set_inside(copy, rest, value)
-    table[head] = Node(copy, inner.line if inner is not None else value.line)
-
-
-def _set_inside(table: dict[str, Node], path: Keys, value: Node) -> None:
-    if len(path) == 1:
-        table[path[0]] = value
-        return
-    inner = table.get(path[0])
-    copy = dict(inner.value) if inner is not None and inner.is_table else {}
-    _set_inside(copy, path[1:], value)
-    table[path[0]] = Node(copy, value.line)
+    if rest:
+        copy = dict(inner.value) if inner is not None and inner.is_table else {}
+        _set(copy, rest, value)
+        value = Node(copy, inner.line if inner is not None else value.line)
+    table[head] = value
 
 
 def _same_names(all_cases: list[Case], problems: Problems) -> None:
