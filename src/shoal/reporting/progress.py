@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from shoal.engine.members.member import Member
@@ -30,9 +29,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def __call__(self, event: Event) -> None:
@@ -91,9 +88,7 @@ class Live(_Counting):
         self.show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.show()
         self.live.stop()
 
@@ -118,9 +113,7 @@ class Notebook(_Counting):
         self._handle = self._display(self._bundle(), raw=True, display_id=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.show()
 
     def show(self) -> None:

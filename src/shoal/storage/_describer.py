@@ -29,7 +29,7 @@ from shoal.data.source import as_bytes
 from shoal.engine.python_state import places
 from shoal.engine.python_state.places import Path, Place, say
 from shoal.engine.python_state.state_walk import HOOKS, Walk, mentioned
-from shoal.engine.python_state.user_code import library_of, library_of_module
+from shoal.engine.python_state.user_code import library_of
 from shoal.jobs.job import Job
 
 Texts = dict[str, str]
@@ -138,16 +138,15 @@ class Describer(Walk):
                 yield from _plain_items(place)
 
     def _text(self, value: Any) -> str:
+        if not isinstance(value, types.FunctionType | types.ModuleType | type):
+            return describe(value)
+        library = library_of(value)
+        self.libraries.add(library or "shoal")
         if isinstance(value, types.ModuleType):
-            self.libraries.add(library_of_module(value) or "shoal")
             return f"module {value.__name__}"
-        if isinstance(value, types.FunctionType | type):
-            library = library_of(value)
-            self.libraries.add(library or "shoal")
-            if isinstance(value, type):
-                return _type_name(value)
-            return f"{CODE}{_bytecode_hash(value.__code__)}" if library is None else f"{library} {value.__qualname__}"
-        return describe(value)
+        if isinstance(value, type):
+            return _type_name(value)
+        return f"{CODE}{_bytecode_hash(value.__code__)}" if library is None else f"{library} {value.__qualname__}"
 
 
 def describe(value: Any) -> str:

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from shoal.engine.python_state import _contents, places
-from shoal.engine.python_state.places import Path, Place, key_name
+from shoal.engine.python_state.places import Path, Place, key_name, slot_names
 from shoal.engine.python_state.user_code import (
     is_library_class,
     is_library_function,
@@ -227,11 +227,11 @@ class Walk:
             return
         self._private &= not hasattr(kind, "__deepcopy__")  # it may give itself for its copy
         self._attributes(path, value)
-        self._slots(path, value)
         self._push(path, ".__class__", kind)
 
     def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
-        if not isinstance(getattr(value, "__dict__", None), dict):
+        kind: Any = type(value)
+        if not isinstance(getattr(value, "__dict__", None), dict) and not slot_names(kind):
             return
         place = places.Attributes(path, value, without)
         held = place.get()
@@ -239,19 +239,6 @@ class Walk:
             self._note(place)
         for name, attribute in held.items():
             self._push_attribute(path, value, name, attribute)
-
-    def _slots(self, path: Path, value: Any) -> None:
-        names = [
-            name
-            for kind in type(value).__mro__
-            for name, descriptor in vars(kind).items()
-            if isinstance(descriptor, types.MemberDescriptorType) and not is_standard_class(kind)
-        ]
-        if names:
-            place = places.Slots((*path, ".__slots__"), value, names)
-            self._note(place)
-            for name, held in place.get().items():
-                self._push_attribute(path, value, name, held)
 
     def _reference(self, path: Path, value: weakref.ref[Any]) -> None:
         self._push(path, "()", value())

@@ -141,7 +141,7 @@ def _key(place: Place) -> tuple[Any, ...]:
 def _identity(place: Place) -> Callable[[], bool] | None:
     """A quick test whether a place holds the very objects that it holds now; None: there is none."""
     owner = place.owner
-    if isinstance(place, places.Attributes | places.ClassAttributes):
+    if isinstance(place, places.ClassAttributes) or (isinstance(place, places.Attributes) and not place.slots):
         return _same_values(vars(owner))
     if isinstance(place, places.Items) and isinstance(owner, dict):
         return _same_values(owner)
