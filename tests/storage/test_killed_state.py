@@ -72,8 +72,8 @@ def places(out: Path) -> list[int]:
 
     newest = []
     for folder in sorted((out / "members").iterdir()):
-        files = [_store.read(path) for path in folder.glob("[ab].ckpt")]
-        newest.append(max((int(notes["number"]), state["batches"]) for state, notes in files)[1] if files else 0)
+        files = sorted(folder.glob("*.ckpt"))
+        newest.append(_store.load(files[-1])["batches"] if files else 0)
     return newest
 
 

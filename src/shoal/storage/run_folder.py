@@ -2,7 +2,7 @@
 
     jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
     plan.json                   how they run, so that a resume replays the same arithmetic
-    members/0003/a.ckpt         a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
+    members/0003/000008.ckpt    a checkpoint: weights, optimizer, schedule, random state, place in the data; and 000007
     history/0003.jsonl          one row an epoch
     results.json                how each ended, and the environment
     weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
@@ -132,7 +132,7 @@ class RunFolder:
         return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
 
     def _saved(self) -> Iterator[Path]:
-        return self.path.glob("members/*/[ab].ckpt")
+        return self.path.glob("members/*/*.ckpt")
 
     def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
         known = self.path / "jobs.json"
