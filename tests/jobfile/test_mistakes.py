@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "type": (changed("epochs = 1", "epochs = 'five'"), 3, "epochs is 'five'; use a whole number, 0 or more"),
     "optimizer": (changed('"SGD"', '"adamm"'), 5, "optimizer 'adamm' is not known; did you mean 'Adam'?"),
     # syntax
-    "no value": (changed("epochs = 1", "epochs ="), 3, "this is not TOML at column 9: Invalid value"),
+    "no value": (changed("epochs = 1", "epochs ="), 3, "this is not TOML: Invalid value (at line 3, column 9)"),
     "open text": (changed('"SGD"', '"SGD'), 5, "this is not TOML"),
     "twice": (TOML + "epochs = 2\n", 7, "a key or table is given twice"),
     "yaml inside": (YAML, 1, 'the file is YAML: end its name in ".yaml"'),
@@ -183,7 +183,7 @@ YAML_CASES: dict[str, tuple[str | bytes, int, str]] = {
         "tag '!!python/object/apply:os.getcwd' is not allowed",
     ),
     "alias": (YAML + "x: *nope\n", 7, "undefined alias 'nope'"),
-    "loop": ("a: &a [*a, *a]\n", 1, "nested more than 100 deep"),
+    "loop": ("a: &a [*a, *a]\n", 1, "nested too deep"),
     "laughs": (LAUGHS, 1, "once aliases are written out"),
     "deep": ("a: " + "[" * 500 + "]" * 500, 1, "nested too deep"),
     "key": (YAML + "[a]: 1\n", 7, "a key must be text"),

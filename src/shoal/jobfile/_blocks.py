@@ -45,21 +45,10 @@ def cases(root: Node, problems: Problems) -> list[Case]:
     _check_keys(root, TOP, problems)
     shared = {key: as_table(key, node) for key, node in root.value.items() if key in BLOCK}
     blocks = list(_blocks(root, shared, problems))
-    total = sum(block.count(problems) for block in blocks)
-    if total > MOST_JOBS:
-        guilty = [
-            block.fields[key].line for block in blocks for key in ("grid", "folds", "seeds") if key in block.fields
-        ]
-        line = guilty[0] if guilty else root.line
-        raise problems.one(line, f"the file gives {_many(total)} jobs; the most is {MOST_JOBS:,}: take fewer values")
     all_cases = [case for block in blocks for case in block.cases(problems)]
     if not problems:
         _same_names(all_cases, problems)
     return all_cases
-
-
-def _many(number: int) -> str:
-    return f"{number:,}" if number < 10**15 else "more than 10^15"
 
 
 def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
@@ -108,14 +97,6 @@ class Block:
     label: str
     line: int
 
-    def count(self, problems: Problems) -> int:
-        """How many jobs it gives, without making them."""
-        axes = [len(values) for _, values in self.axes(problems)]
-        folds = self.fields.get("folds")
-        k = folds.value.get("k", folds) if folds is not None and folds.is_table else folds
-        number = k.value if k is not None and isinstance(k.value, int) else 1
-        return math.prod(axes) * max(1, number)
-
     def axes(self, problems: Problems) -> list[tuple[Keys, list[Node]]]:
         """What varies: path of a field, and its values. Checked on the way."""
         grid = self.fields.get("grid")
@@ -130,6 +111,10 @@ class Block:
     def cases(self, problems: Problems) -> Iterator[Case]:
         """One for each combination."""
         axes = self.axes(problems)
+        total = math.prod(len(values) for _, values in axes)
+        if total > MOST_JOBS:
+            line = self.fields.get("grid", self.fields.get("seeds", self.line))
+            raise problems.one(line, f"the grid gives {total:,} jobs; the most is {MOST_JOBS:,}: take fewer values")
         paths = [path for path, _ in axes]
         fixed = {key: node for key, node in self.fields.items() if key not in ("grid", "seeds", "folds", "name")}
         name = self.fields.get("name")

@@ -14,7 +14,6 @@ from typing import Any
 from shoal.jobfile._tree import Node, Problems
 
 Path = tuple[str | int, ...]
-PLACE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)$", re.DOTALL)
 DIGITS = re.compile(r"[0-9_]{4000,}")
 ENDS = ("]", '"""', "'''")
 """One of these is on the last line of a statement of several lines."""
@@ -38,16 +37,12 @@ def read(text: str, problems: Problems) -> Node:
 
 
 def _not_toml(message: str, text: str, problems: Problems) -> Exception:
-    match = PLACE.match(message)
-    what, line, where = message, max(1, text.rstrip("\n").count("\n") + 1), ""
-    if match:
-        what = match["what"]
-        if match["line"]:
-            line, where = int(match["line"]), f" at column {match['column']}"
-    if "overwrite" in what or "already" in what or "twice" in what:
-        return problems.one(line, f"a key or table is given twice ({what}); keep one of them")
+    place = re.search(r"\(at line (\d+), column \d+\)$", message)
+    line = int(place[1]) if place else text.rstrip("\n").count("\n") + 1
+    if "overwrite" in message or "already" in message or "twice" in message:
+        return problems.one(line, f"a key or table is given twice ({message}); keep one of them")
     hint = ', or the file is YAML: end its name in ".yaml"' if re.search(r"(?m)^\s*(- |[\w.]+:( |$))", text) else ""
-    return problems.one(line, f"this is not TOML{where}: {what}; text needs quotes, tables [brackets]{hint}")
+    return problems.one(line, f"this is not TOML: {message}; text needs quotes, tables [brackets]{hint}")
 
 
 def _placed(data: Any, path: Path, line: int, lines: dict[Path, int]) -> Node:

@@ -15,7 +15,6 @@ from shoal.jobfile._tree import Node, Problems
 MERGE = "tag:yaml.org,2002:merge"
 MOST_NODES = 200_000
 """Values in a file once its aliases are written out."""
-DEEPEST = 100
 DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)+")
 SCALARS: tuple[tuple[str, Callable[[str], Any]], ...] = (
     (r"|~|null|Null|NULL", lambda text: None),
@@ -43,7 +42,7 @@ def read(text: str, problems: Problems) -> Node:
             return Node({}, 1)
         if root.id == "scalar" and toml:
             raise problems.one(1, f"this is not YAML{toml}")
-        return Reader(problems, loader).node(root, root.start_mark.line + 1, 0)
+        return Reader(problems, loader).node(root, root.start_mark.line + 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = str(error.problem or error.context or "it cannot be read")
@@ -55,7 +54,7 @@ def read(text: str, problems: Problems) -> Node:
             line, "this is not YAML: it holds a character that text may not have; save it as plain text"
         ) from None
     except RecursionError:
-        raise problems.one(1, "lists or tables are nested too deep; write the file flatter") from None
+        raise problems.one(1, "lists or tables are nested too deep; write the file flatter, without loops") from None
 
 
 class Reader:
@@ -65,14 +64,10 @@ class Reader:
         self.problems, self.loader = problems, loader
         self.count = 0
 
-    def node(self, node: Any, line: int, depth: int) -> Node:
+    def node(self, node: Any, line: int) -> Node:
         """One value; `line` is that of its key."""
         start = node.start_mark.line + 1
         self.count += 1
-        if depth > DEEPEST:
-            raise self.problems.one(
-                start, f"it is nested more than {DEEPEST} deep; write the file flatter, without loops"
-            )
         if self.count > MOST_NODES:
             raise self.problems.one(line, f"the file has more than {MOST_NODES:,} values once aliases are written out")
         if node.tag not in (*self.loader.yaml_constructors, MERGE):
@@ -80,12 +75,12 @@ class Reader:
                 start, f"tag {node.tag.replace('tag:yaml.org,2002:', '!!')!r} is not allowed; write the plain value"
             )
         if node.id == "mapping":
-            return Node(self._table(node, depth), line)
+            return Node(self._table(node), line)
         if node.id == "sequence":
-            return Node([self.node(child, child.start_mark.line + 1, depth + 1) for child in node.value], line)
+            return Node([self.node(child, child.start_mark.line + 1) for child in node.value], line)
         return Node(self._scalar(node, start), line)
 
-    def _table(self, node: Any, depth: int) -> dict[str, Node]:
+    def _table(self, node: Any) -> dict[str, Node]:
         given = [pair for pair in node.value if pair[0].tag != MERGE]
         self.loader.flatten_mapping(node)  # what `<<` merges comes first
         table: dict[str, Node] = {}
@@ -97,7 +92,7 @@ class Reader:
             dotted = key.style is None and DOTTED.fullmatch(key.value)
             path = key.value.split(".") if dotted else [key.value]
             if place < len(given) or path[0] not in table:
-                self._put(table, path, self.node(value, line, depth + 1))
+                self._put(table, path, self.node(value, line))
         return table
 
     def _put(self, table: dict[str, Node], path: list[str], node: Node) -> None:

@@ -24,20 +24,9 @@ from shoal.storage._describer import BYTECODE, Describer, Texts
 from shoal.storage._initial_weights import describe_weights
 
 PLAIN = (
-    "batch_size",
-    "epochs",
-    "steps",
-    "seed",
-    "data_seed",
-    "shuffle",
-    "drop_last",
-    "accumulate",
-    "clip_norm",
-    "precision",
-    "schedule_every",
-    "val_every",
-    "keep",
-)
+    "batch_size", "epochs", "steps", "seed", "data_seed", "shuffle", "drop_last", "accumulate", "clip_norm",
+    "precision", "schedule_every", "val_every", "keep",
+)  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
 """Fields of a job's entry that name a part."""

@@ -226,12 +226,6 @@ class Items(Place):
     def get(self) -> list[tuple[Any, Any]]:
         return list(self.owner.items())
 
-    def changed(self, note: list[tuple[Any, Any]]) -> bool:
-        now = self.get()
-        return len(now) != len(note) or any(
-            not (equal_value(x, a) and equal_value(y, b)) for (x, y), (a, b) in zip(now, note, strict=True)
-        )
-
     def put(self, value: list[tuple[Any, Any]]) -> None:
         wanted = dict(value)
         for key in [key for key in list(self.owner) if key not in wanted]:
@@ -265,10 +259,6 @@ class Elements(Place):
 
     def get(self) -> list[Any]:
         return list(self.owner)
-
-    def changed(self, note: list[Any]) -> bool:
-        now = self.get()
-        return len(now) != len(note) or not all(map(equal_value, now, note))
 
     def put(self, value: list[Any]) -> None:
         now = self.get()
