@@ -144,7 +144,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "billion": (
         TOML + "[grid]\n" + "".join(f"model.a{i} = [0,1,2,3,4,5,6,7,8,9]\n" for i in range(9)),
         7,
-        "1,000,000,000 jobs",
+        "gives 1,000,000,000 jobs",
     ),
     "billion seeds": (TOML + "seeds = 1000000000\n", 7, "the most is 100,000"),
     "empty grid": (TOML + "[grid]\n", 7, "grid is empty"),
@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "key of an entry": (TOML + "[[jobs]]\nepoch = 3\n", 8, "key 'epoch' is not known; did you mean 'epochs'?"),
     "run in an entry": (TOML + "[[jobs]]\nrun = 3\n", 8, "'run' belongs to the top of the file"),
     "no table": (TOML + "jobs = [\n 3,\n]\n", 8, "jobs has a whole number at place 1"),
-    "a seed": (TOML + "seeds = [1, 'a']\n", 7, "seeds has 'a'; use whole numbers"),
+    "a seed": (TOML + "seeds = [1, 'a']\n", 7, "seed is 'a'; use a whole number"),
     "names": (TOML + "[[jobs]]\nname = 'a'\n[[jobs]]\nname = 'a'\n", 10, "two jobs have the name 'a'"),
     "pattern": (TOML + "name = '{hparams.lrr}'\n", 7, "did you mean 'lr'?"),
     "stop": (TOML + "[stop]\npatiens = 3\n", 8, "stop has no 'patiens'; did you mean 'patience'?"),
