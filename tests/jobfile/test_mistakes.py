@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "30 digits": (changed("epochs = 1", "epochs = 1" + "0" * 30), 3, "more than 64 bits"),
     "5000 digits": (changed("epochs = 1", "epochs = 1" + "0" * 5000), 3, "thousands of digits"),
     "nan": (changed("0.1", "nan"), 6, "lr is nan"),
-    "negative": (changed("0.1", "-0.1"), 6, "ValueError: Invalid learning rate: -0.1"),
+    "negative": (changed("0.1", "-0.1"), 6, "lr is -0.1; a learning rate must be 0 or more"),
     "text": (changed("0.1", "'0.1'"), 6, "hparams.lr is '0.1' (text); use a number"),
     "bool": (changed("epochs = 1", "epochs = true"), 3, "epochs is True"),
     "hparam": (
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "metric": (TOML + "val = 0.2\nmetrics = ['acuracy']\n", 8, "metric 'acuracy' is not known"),
     "metrics alone": (TOML + "metrics = ['mae']\n", 7, "metrics are set (mae) but val is not"),
     "schedule": (TOML + "schedule = 'cosin'\n", 7, "did you mean 'cosine'?"),
-    "schedule value": (TOML + "schedule = { use = 'StepLR', step_size = 'a' }\n", 7, "schedule raised TypeError"),
+    "schedule value": (TOML + "schedule = { use = 'StepLR', step_size = 'a' }\n", 7, "use a whole number"),
     # data
     "folder": (changed('"d.npz"', '"folder.csv"'), 1, "is a folder"),
     "kind of file": (changed('"d.npz"', '"d.parquet"'), 1, "end its name in .npz"),
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "grid key": (TOML + "[grid]\nbatchsize = [1]\n", 8, "did you mean 'batch_size'?"),
     "value twice": (TOML + "[grid]\nhparams.lr = [1, 1]\n", 8, "has 1 twice"),
     "folds": (TOML + "folds = 50\n", 7, "folds is 50; use a whole number from 2 to the number of rows, 20"),
-    "folds and val": (TOML + "folds = 2\nval = 0.5\n", 7, "both folds and val"),
+    "folds and val": (TOML + "folds = 2\nval = 0.5\n", 7, "it has val= already, which folds would replace; remove it"),
     "jobs": (TOML + "[jobs]\na = 1\n", 7, "jobs is a table; use a list of tables: [[jobs]]"),
     "key of an entry": (TOML + "[[jobs]]\nepoch = 3\n", 8, "key 'epoch' is not known; did you mean 'epochs'?"),
     "run in an entry": (TOML + "[[jobs]]\nrun = 3\n", 8, "'run' belongs to the top of the file"),
@@ -223,6 +223,24 @@ def test_a_mistake_of_many_jobs_is_told_once(folder: Path) -> None:
 def test_what_a_wrong_key_left_out_is_not_told_too(folder: Path) -> None:
     (only,) = told(folder, changed("epochs = 1", "epoch = 1"), "a.toml")
     assert "key 'epoch'" in only
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (TOML + "schedule = { use = 'MultiStepLR', milestones = 3 }\n", 7, "schedule raised TypeError"),
+        (TOML + "hparams.momentum = -1.0\n", 6, "raised ValueError: Invalid momentum value: -1.0"),
+    ],
+)
+def test_what_an_optimizer_or_a_scheduler_refuses_has_its_line(
+    folder: Path, text: str, line: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "a.toml"
+    file.write_text(text)
+    for command in ("train", "explain"):
+        assert main([command, str(file), "--device", "cpu"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"shoal: {file}:{line}: ") and says in said and said.count("\n") == 1
 
 
 def test_mistakes_seen_in_a_dry_step_have_their_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from shoal.jobfile._blocks import TABLES, Case
 from shoal.jobfile._places import Places
 from shoal.jobfile._references import bound, check_arguments, check_file, find, guarded, split
 from shoal.jobfile._tree import Mistake, Node, Problems
-from shoal.jobfile._values import check_optimizer, make_folds, make_hparams, make_stop
+from shoal.jobfile._values import make_folds, make_hparams, make_stop
 from shoal.jobs.job import Job
 from shoal.models import MODELS
 from shoal.preparation.checks import field_problems
@@ -73,7 +73,7 @@ class Builder:
                 made["data"], made["val"] = self._validation(case.fields["val"], made["data"])
             schedule = made.pop("schedule", None)
             job = self._job({**made, "name": case.name}, place)
-            self._check_optimizer(job, schedule, case)
+            self._check_hparams(job.optimizer, case)
             parts = [job] if case.folds is None else make_folds(case.folds, job)
             parts = [self._scheduled(part, schedule) for part in parts]
             self.places.update({part.name: place for part in parts})
@@ -104,11 +104,12 @@ class Builder:
             self.problems.add(place.line_of(line), line)
         raise Mistake(place.line_of(lines[0]), lines[0])
 
-    def _check_optimizer(self, job: Job, schedule: Any, case: Case) -> None:
+    def _check_hparams(self, optimizer: Any, case: Case) -> None:
         hparams = case.fields.get("hparams", Node({}, case.line))
-        line = case.fields.get("schedule", hparams).line
-        key = ("try", id(schedule), id(job.optimizer), repr(hparams.plain()))
-        self._once(key, hparams.line, lambda: check_optimizer(job, schedule, hparams, line))
+        name = getattr(optimizer, "__name__", "the optimizer")
+        key = ("hparams", id(optimizer), repr(hparams.plain()))
+        call = partial(check_arguments, "hparams", Node(name, hparams.line), optimizer, hparams.value, 1, typed=True)
+        self._once(key, hparams.line, call)
 
     def _field(self, name: str, node: Node) -> Any:
         """One field's value; mistakes are noted."""
@@ -192,7 +193,7 @@ class Builder:
             raise Mistake(
                 use, f"schedule: {use.value!r} is a {type(reference).__name__}; name a function or a scheduler"
             )
-        check_arguments("schedule", use, reference, arguments, 1)
+        check_arguments("schedule", use, reference, arguments, 1, typed=reference in _known.SCHEDULERS.values())
         return bound(reference, arguments)
 
     def _scheduled(self, job: Job, schedule: Any) -> Job:

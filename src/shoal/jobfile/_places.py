@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 from shoal.jobfile._tree import Node
 
-BEGINS = {"the last batch": "batch_size", "a batch is": "data", "validating": "val", "metric": "metrics"}
+BEGINS = {
+    "building the optimizer": "hparams",
+    "the last batch": "batch_size",
+    "a batch is": "data",
+    "validating": "val",
+    "metric": "metrics",
+}
 """How a line about a job begins that does not name its field, and that field; others are about the model."""
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from shoal.engine.optim.schedules import needs_metric
-from shoal.errors import JobError, describe
-from shoal.jobfile import _known
+from shoal.errors import JobError
 from shoal.jobfile._references import check_arguments
 from shoal.jobfile._tree import Mistake, Node, Problems
 from shoal.jobs.job import EarlyStop, Job
@@ -71,10 +65,6 @@ def make_folds(node: Node, job: Job) -> list[Job]:
     """folds = 5, or a table of the arguments of `shoal.folds`."""
     table: dict[str, Node] = node.value if node.is_table else {"k": node}
     check_arguments("folds", Node(table, node.line), folds, table, 1, typed=True)
-    if "k" not in table:
-        raise Mistake(node, "folds has no k; say into how many parts: folds = 5")
-    if job.val is not None:
-        raise Mistake(node, "there are both folds and val; folds validate on their own parts: remove one of them")
     try:
         return folds(job, **{key: child.value for key, child in table.items()})
     except JobError as error:
@@ -97,31 +87,3 @@ def make_hparams(node: Node) -> dict[str, Any]:
 def tuples(value: Any) -> Any:
     """Lists as tuples, as optimizers have them (betas)."""
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def check_optimizer(job: Job, schedule: Any, hparams: Node, schedule_line: int) -> tuple[Any, Any]:
-    """Whether the optimizer takes its settings, and a scheduler of torch's its own: tried on a dummy parameter.
-
-    Gives both back.
-    """
-    name = getattr(job.optimizer, "__name__", "the optimizer")
-    use = Node(name, hparams.line)
-    check_arguments("hparams", use, job.optimizer, hparams.value, 1, typed=True)
-    try:
-        optimizer = job.optimizer([nn.Parameter(torch.zeros(1, 1))], **job.hparams)
-    except (TypeError, ValueError, LookupError) as error:
-        text = describe(error)
-        guilty = next((node for key, node in hparams.value.items() if key.replace("_", " ") in text), hparams)
-        raise Mistake(guilty, f"{name} refuses these hparams: {text}; change them") from None
-    except Exception:
-        return job.optimizer, schedule  # it may want a real model: building the members decides
-    if getattr(schedule, "func", schedule) not in _known.SCHEDULERS.values():
-        return job.optimizer, schedule
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no step of the optimizer comes first here
-            made = schedule(optimizer)
-            made.step(0.0) if needs_metric(made) else made.step()
-    except Exception as error:
-        raise Mistake(schedule_line, f"schedule raised {describe(error)}; change its arguments") from None
-    return job.optimizer, schedule
