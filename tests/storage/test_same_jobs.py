@@ -52,6 +52,10 @@ def weighted(w: float) -> Callable[[Any, Any], Tensor]:
     return lambda out, y: w * F.cross_entropy(out, y)
 
 
+def holding(held: Any) -> Callable[[Any, Any], Tensor]:
+    return lambda out, y: F.cross_entropy(out, y) if held else out.mean()
+
+
 def outer(w: float) -> Callable[[Any, Any], Tensor]:
     return weighted(w)
 
@@ -180,6 +184,14 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an attribute of a callable": ({"loss": Loss(1.0)}, {"loss": Loss(2.0)}, "loss.w is 1.0 there and 2.0 here"),
     "a method that a callable calls": (
         {"loss": Loss(1.0)}, {"loss": OtherLoss(1.0)}, "Loss.scaled differs",
+    ),
+    "an option of another class": (
+        {"loss": holding(shoal.EarlyStop(patience=1))}, {"loss": holding(shoal.EarlyStop(patience=2))},
+        "held.patience in the closure of loss is 1 there and 2 here",
+    ),
+    "one of many values": (
+        {"loss": holding({i: i for i in range(100)})}, {"loss": holding({i: min(i, 98) for i in range(100)})},
+        "held in the closure of loss is 100 values",
     ),
     "a loss of torch's": (
         {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.2)},

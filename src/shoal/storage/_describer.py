@@ -66,6 +66,8 @@ _SPACES = (argparse.Namespace, types.SimpleNamespace, types.FunctionType)
 class Describer(Walk):
     """Describes one job: `parts` holds its texts, and `libraries` the names of those that it uses."""
 
+    most = 20_000
+
     def __init__(self, roots: Mapping[str, Any], model: nn.Module) -> None:
         """`roots`: the job's functions and objects. `model`: its network, whose weights are left out."""
         self.libraries: set[str] = set()
@@ -93,7 +95,7 @@ class Describer(Walk):
     def _visit(self, path: Path, value: Any) -> None:
         if isinstance(value, types.FunctionType) and library_of(value) is None:
             self._count(mentioned(value.__code__)[0])
-        if not isinstance(value, _NOT_LOOKED_INTO) and not type(value).__module__.startswith("torch._dynamo"):
+        if not isinstance(value, _NOT_LOOKED_INTO) and not str(type(value).__module__).startswith("torch._dynamo"):
             super()._visit(path, value)
 
     def _count(self, names: set[str] | frozenset[str]) -> None:
@@ -118,7 +120,7 @@ class Describer(Walk):
                 (called and isinstance(code, types.FunctionType)) or name in self._read_names
             )
         if library_of(type(owner)) is not None and not isinstance(owner, _SPACES):
-            return callable(owner) or all(map(_is_setting, vars(owner).values()))
+            return callable(owner) or all(map(_is_setting, places.Attributes((), owner).get().values()))
         return name in self._read_names
 
     # --- the texts --------------------------------------------------------------------------------------------------
@@ -164,7 +166,8 @@ def describe(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return _cut(f"{{{', '.join(sorted(map(_brief, value)))}}}")
     if _is_long(value):
-        return f"{len(value)} values {_digest(repr(list(map(describe, value))))}"
+        content = value.items() if isinstance(value, Mapping) else value
+        return f"{len(value)} values {_digest(repr(list(map(describe, content))))}"
     if isinstance(value, (list, deque, Mapping)):
         return f"{_type_name(type(value))} of {len(value)}"
     if isinstance(value, _SCRIPTS):
@@ -182,15 +185,19 @@ def _brief(value: Any) -> str:
 
 
 def _is_long(value: Any) -> bool:
-    """Whether it is a list of plain values that are better described together."""
+    """Whether it is a list or a dict of plain values that are better described together."""
+    if isinstance(value, Mapping):
+        return len(value) > 64 and all(isinstance(part, _PLAIN) for pair in value.items() for part in pair)
     return isinstance(value, (list, deque)) and len(value) > 8 and all(isinstance(item, _PLAIN) for item in value)
 
 
 def _plain_items(place: Place) -> Iterator[tuple[Path, Any]]:
     """The plain values in a list or a dict; others were reached."""
+    if _is_long(place.owner):
+        return
     if isinstance(place, places.Items):
         pairs = ((places.key_name(key, number), item) for number, (key, item) in enumerate(place.get()))
-    elif isinstance(place, places.Elements) and not _is_long(place.owner):
+    elif isinstance(place, places.Elements):
         pairs = ((f"[{number}]", item) for number, item in enumerate(place.get()))
     else:
         return

@@ -54,6 +54,9 @@ _STANDARD = (
 class Walk:
     """All places that can be reached from some named roots, each with one path, the shortest."""
 
+    most: int | None = None
+    """Objects that are looked into at the most, where that is not `MOST_OBJECTS`."""
+
     def __init__(
         self,
         roots: Mapping[str, Any],
@@ -106,7 +109,7 @@ class Walk:
     def _visit(self, path: Path, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
-        if len(self.reached) >= MOST_OBJECTS:
+        if len(self.reached) >= (self.most or MOST_OBJECTS):
             self.complete = False
             return
         self._seen.add(id(value))
