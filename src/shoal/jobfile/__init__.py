@@ -36,7 +36,6 @@ class JobFile:
     jobs: list[Job]
     settings: dict[str, Any]
     """Arguments for `shoal.train`, as far as the file gives them; `tensorboard` is a folder."""
-    setting_lines: dict[str, int] = field(default_factory=dict)
     places: dict[str, Places] = field(default_factory=dict)
 
     def placed(self, error: ValueError) -> JobError:
@@ -62,7 +61,7 @@ class JobFile:
         if match and match[1] in by_text:
             name = by_text[match[1]]
             return name, self.places[name].line_of(match[2]), match[2]
-        return "", self.setting_lines.get(re.split(r"\W", text, maxsplit=1)[0], 0), text
+        return "", 0, text
 
 
 def load(path: str | os.PathLike[str]) -> JobFile:
@@ -87,9 +86,7 @@ def load(path: str | os.PathLike[str]) -> JobFile:
         problems.stop_if_any()
     except JobError as error:
         raise JobError(*_few(list(error.lines))) from None
-    run = root.value.get("run")
-    lines = {key: node.line for key, node in run.value.items()} if isinstance(run, Node) else {}
-    return JobFile(path=file, jobs=jobs, settings=chosen, setting_lines=lines, places=builder.places)
+    return JobFile(path=file, jobs=jobs, settings=chosen, places=builder.places)
 
 
 def _few(lines: list[str]) -> list[str]:
