@@ -6,10 +6,10 @@ An item that cannot be read is no reason not to begin: it raises when its turn c
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,12 +58,11 @@ class DatasetSource(Source):
         key = (seed, epoch, batch_size, hashlib.sha256(rows.contiguous().numpy().tobytes()).digest())
         known = self._shared.get(key)
         reading = known() if known is not None else None
-        if reading is None or reading.unread is None:
+        if reading is None or reading.started:
             reading = _Reading(self._load([r.tolist() for r in torch.split(rows, batch_size)], seed, epoch))
             self._shared = {k: v for k, v in self._shared.items() if v() is not None}
             self._shared[key] = weakref.ref(reading)
-        reading.unread, reader = itertools.tee(reading.unread)
-        return reader
+        return _Reader(reading)
 
     def _load(self, batches: list[list[int]], seed: int, epoch: int) -> Iterator[Any]:
         slow = bool(batches) and self.item_seconds * len(batches[0]) > SLOW_BATCH
@@ -102,27 +101,50 @@ class DatasetSource(Source):
         return digest.hexdigest()[:16]
 
 
-class _Reading(Iterator[Any]):
-    """One pass over the batches, for several readers, who have copies of `unread`.
-
-    A copy holds a batch until the slowest of them has read it.
-    """
+class _Reading:
+    """One pass over the batches, for several readers: a batch stays until the slowest of them has read it."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
         self.error: Exception | None = None
-        self.unread: Any = itertools.tee(self, 1)[0]
-        """All batches; None once one of them was read: then a new reader has to start a reading of its own."""
+        self.ahead: deque[Any] = deque()
+        self.first = 0
+        self.readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+    @property
+    def started(self) -> bool:
+        """Whether batches have been let go: then a new reader has to start a reading of its own."""
+        return self.first > 0
+
+    def get(self, place: int) -> Any:
+        while self.first + len(self.ahead) <= place:
+            if self.error is not None:
+                raise self.error  # the next reader's too
+            try:
+                self.ahead.append(next(self.batches))
+            except Exception as error:
+                self.error = error
+                raise
+        return self.ahead[place - self.first]
+
+    def let_go(self) -> None:
+        slowest = min((reader.place for reader in self.readers), default=self.first)
+        while self.ahead and self.first < slowest:
+            self.ahead.popleft()
+            self.first += 1
+
+
+class _Reader(Iterator[Any]):
+    def __init__(self, reading: _Reading) -> None:
+        self.reading = reading
+        self.place = 0
+        reading.readers.add(self)
 
     def __next__(self) -> Any:
-        self.unread = None
-        if self.error is not None:
-            raise self.error  # the next reader's too
-        try:
-            return next(self.batches)
-        except Exception as error:
-            self.error = error
-            raise
+        batch = self.reading.get(self.place)
+        self.place += 1
+        self.reading.let_go()
+        return batch
 
 
 class _Seeded(Dataset[Any]):
