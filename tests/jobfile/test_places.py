@@ -69,7 +69,20 @@ def test_toml_lines() -> None:
 
 KEYS = st.sampled_from(["a", "b-c", "d_1", '"q.r"', "'s t'", '"\\u00e9"'])
 SCALARS = st.sampled_from(
-    ["1", "-2.5e3", "true", "nan", '"x = [1] # no"', "'lit'", '"""m\nn"""', "'''o'p'''", "2020-01-01 10:00:00", '"\\""']
+    [
+        "1",
+        "-2.5e3",
+        "true",
+        "nan",
+        '"x = [1] # no"',
+        "'lit'",
+        '"""m\nn"""',
+        "'''o'p'''",
+        '"""[\n"""',
+        "'''\n]'''",
+        "2020-01-01 10:00:00",
+        '"\\""',
+    ]
 )
 VALUES = st.recursive(
     SCALARS,

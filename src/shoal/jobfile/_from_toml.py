@@ -64,13 +64,13 @@ def lines_of(text: str) -> dict[Path, int]:
     tables: dict[Path, int] = {}  # in each [[list of tables]] so far
     base: Path = ()
     for line, statement, data in _pieces(text, ""):
-        keys = list(_keys(data))
+        keys, value = _descend(data)
         if statement.lstrip().startswith("["):
             base = ()
-            for key in keys:
+            for number, key in enumerate(keys, 1):
                 base = (*base, key)
                 lines.setdefault(base, line)
-                if key is keys[-1] and statement.lstrip().startswith("[["):
+                if number == len(keys) and statement.lstrip().startswith("[["):
                     tables[base] = tables.get(base, -1) + 1
                 if base in tables:
                     base = (*base, tables[base])
@@ -81,7 +81,7 @@ def lines_of(text: str) -> dict[Path, int]:
             path = (*path, key)
             lines.setdefault(path, line)
         opened, _, elements = statement.partition("[")
-        if "\n" in elements.rstrip():
+        if isinstance(value, list) and "\n" in elements.rstrip():
             number = 0
             for start, _, piece in _pieces(elements[: elements.rindex("]")], "x = ["):
                 for _ in piece["x"]:
@@ -106,8 +106,10 @@ def _pieces(text: str, before: str) -> Iterator[tuple[int, str, dict[str, Any]]]
         piece, first = "", number + 1
 
 
-def _keys(data: Any) -> Iterator[str]:
-    """The keys on the way into a statement's content, as long as there is one way."""
+def _descend(data: Any) -> tuple[list[str], Any]:
+    """The keys on the way into a statement's content, as long as there is one way, and what is there."""
+    keys = []
     while isinstance(data, dict) and len(data) == 1:
         ((key, data),) = data.items()
-        yield key
+        keys.append(key)
+    return keys, data
