@@ -119,7 +119,7 @@ def check_arguments(
     label, what = (field, "") if use.is_table else (f"{field} {use.value!r}", "argument ")
     try:
         signature = inspect.signature(function, eval_str=typed)
-    except (ValueError, TypeError, NameError):
+    except Exception:  # it has none, or its annotations cannot be read
         return
     parameters = signature.parameters.values()
     names = {p.name: p for p in list(parameters)[given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -139,12 +139,12 @@ def check_arguments(
 def _check_type(label: str, node: Node, annotation: Any) -> None:
     """Whether an argument has the type that is wanted, as far as that is one of `SIMPLE`."""
     wanted = get_args(annotation) or (annotation,)
-    simple = [kind for kind in wanted if kind in SIMPLE]
-    allowed = {*simple, *([int] if float in simple else ()), *([NoneType] if NoneType in wanted else ())}
-    others = any(kind not in SIMPLE and kind is not NoneType for kind in wanted)  # for which a list or table may do
+    plain = [kind for kind in (*SIMPLE, NoneType) if any(kind is each for each in wanted)]
+    words = " or ".join(SIMPLE[kind] for kind in plain if kind in SIMPLE)
+    allowed = {*plain, *([int] if float in plain else ())}
     kind = type(node.value)
-    if simple and kind not in allowed and (kind in SIMPLE or kind is NoneType or not others):
-        words = " or ".join(SIMPLE[kind] for kind in simple)
+    others = len(wanted) > len(plain)  # a list or a table may do for them
+    if words and kind not in allowed and (kind in SIMPLE or kind is NoneType or not others):
         raise Mistake(node, f"{label} is {node.shown()} ({node.kind}); use {words}")
 
 
