@@ -135,20 +135,25 @@ class Builder:
             raise self._mistakes[key, line]
         return self._made[key]
 
-    def _function(self, name: str, node: Node, known: Mapping[str, Any] | None = None) -> Any:
-        use, arguments = split(name, node)
-        if known is None:
-            known = _known.LOSSES if name == "loss" else {}
-        given = CALLED.get(name, 2)
-        reference = find(name, use, known, self.folder)
-        if isinstance(reference, type):  # such as nn.CrossEntropyLoss: built once, then called
-            check_arguments(name, use, reference, arguments)
-            made = bound(reference, arguments)
-            reference, arguments = guarded(use, f"{name}: building {use.value!r}", made), {}
+    def _reference(self, field: str, node: Node, known: Mapping[str, Any], given: int = 0) -> Any:
+        """The class or function that a field names, with its arguments; it is called with `given` values more."""
+        use, arguments = split(field, node)
+        reference = find(field, use, known, self.folder)
         if not callable(reference):
-            raise Mistake(use, f"{name}: {use.value!r} is a {type(reference).__name__}; name a function")
-        check_arguments(name, use, reference, arguments, given)
+            raise Mistake(use, f"{field}: {use.value!r} is {type(reference).__name__}; name a class or a function")
+        check_arguments(field, use, reference, arguments, given, typed=reference in known.values())
         return bound(reference, arguments)
+
+    def _function(self, name: str, node: Node, known: Mapping[str, Any] = _known.LOSSES) -> Any:
+        use, _ = split(name, node)
+        known = known if name in ("loss", "metric") else {}
+        given = CALLED.get(name, 2)
+        if not isinstance(find(name, use, known, self.folder), type):
+            return self._reference(name, node, known, given)
+        make = self._reference(name, node, known)  # such as nn.CrossEntropyLoss: built once, then called
+        made = guarded(use, f"{name}: building {use.value!r}", make)
+        check_arguments(name, use, made, {}, given)
+        return made
 
     def _metrics(self, node: Node) -> dict[str, Any]:
         made = {}
@@ -160,17 +165,9 @@ class Builder:
     def _model(self, node: Node) -> Any:
         use, arguments = split("model", node)
         reference = find("model", use, MODELS, self.folder)
-        if isinstance(reference, nn.Module):
-            if arguments:
-                raise Mistake(use, f"model: {use.value!r} is a network already and takes no arguments; name its class")
-            return reference
-        if not callable(reference) or (isinstance(reference, type) and not issubclass(reference, nn.Module)):
-            kind = reference.__name__ if isinstance(reference, type) else type(reference).__name__
-            raise Mistake(
-                use, f"model: {use.value!r} is {kind}; name an nn.Module class, or a function that builds one"
-            )
-        check_arguments("model", use, reference, arguments, typed=reference in MODELS.values())
-        return bound(reference, arguments)
+        if isinstance(reference, nn.Module) and arguments:
+            raise Mistake(use, f"model: {use.value!r} is a network already and takes no arguments; name its class")
+        return reference if isinstance(reference, nn.Module) else self._reference("model", node, MODELS)
 
     def _optimizer(self, node: Node) -> Any:
         if not isinstance(node.value, str):
@@ -183,18 +180,11 @@ class Builder:
 
     def _schedule(self, node: Node) -> Any:
         use, arguments = split("schedule", node)
-        reference = find("schedule", use, {**_known.OVERS, **_known.SCHEDULERS}, self.folder)
-        if isinstance(reference, type) and issubclass(reference, _known.Over):
-            if "total" in arguments:
-                raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
-            check_arguments("schedule", use, reference, arguments, typed=True)
-            return guarded(use, "schedule", bound(reference, arguments), ours=True)
-        if not callable(reference):
-            raise Mistake(
-                use, f"schedule: {use.value!r} is a {type(reference).__name__}; name a function or a scheduler"
-            )
-        check_arguments("schedule", use, reference, arguments, 1, typed=reference in _known.SCHEDULERS.values())
-        return bound(reference, arguments)
+        if use.value.lower() not in _known.OVERS:
+            return self._reference("schedule", node, {**_known.OVERS, **_known.SCHEDULERS}, 1)
+        if "total" in arguments:
+            raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
+        return guarded(use, "schedule", self._reference("schedule", node, _known.OVERS), ours=True)
 
     def _scheduled(self, job: Job, schedule: Any) -> Job:
         """The schedule last: its length may follow from the data."""
