@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal.storage import _store
 
 MOST_KILLS = 5
 """Of one run: then it may end."""
@@ -225,7 +224,7 @@ class Command:
         """Wait for its first checkpoint; whether one came."""
         until = time.monotonic() + LIMIT
         while process.poll() is None and time.monotonic() < until:
-            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/[ab].ckpt")):
+            if any(path.stat().st_mtime > self.began for path in self.folder.glob("members/*/*.ckpt")):
                 return True
             time.sleep(0.01)
         return False
@@ -257,7 +256,7 @@ def reference(room: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]
 
 def damage(folder: Path, draw: random.Random) -> tuple[Path, str] | None:
     """Spoil one checkpoint."""
-    held = sorted(folder.glob("members/*/[ab].ckpt"))
+    held = sorted(folder.glob("members/*/*.ckpt"))
     if not held:
         return None
     path, how = draw.choice(held), draw.choice(["cut short", "zeroed", "one bit changed"])
@@ -305,11 +304,11 @@ def trial(number: int, room: Path, args: argparse.Namespace, seconds: tuple[floa
 
 def seen(folder: Path) -> dict[str, int]:
     """How far a run had come: members with a checkpoint, checkpoints written, files that were on their way."""
-    held = list(folder.glob("members/*/[ab].ckpt"))
-    numbers = [int(_store.peek(path, "number") or 0) + 1 for path in held]
+    held = list(folder.glob("members/*/*.ckpt"))
+    newest = {path.parent: int(path.stem) for path in sorted(held)}
     return {
-        "members": len({path.parent for path in held}),
-        "checkpoints": sum(numbers) // 2,
+        "members": len(newest),
+        "checkpoints": sum(newest.values()),
         "under way": len(list(folder.rglob(".*.tmp"))),
     }
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.engine.planning.policy import Policy, Ticket
 from shoal.engine.planning.queue import Admission, Queue, admit
@@ -87,11 +86,10 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
     assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"
     draw = random.Random(seed)
     _check_order(policy, [], 0.0)
-    for _ in range(rounds):
-        _check_order(policy, _draw_tickets(draw), 100.0)
     unit = policy.slice_seconds if policy.slice_seconds is not None else min(policy.patience, 600.0) / 8
     for _ in range(rounds):
         loads = [_draw_load(draw, unit) for _ in range(draw.randint(1, 8))]
+        _check_order(policy, [_arrival(i, load, load.arrives) for i, load in enumerate(loads)], 100 * unit)
         check_moments(policy, simulate(policy, loads, room=4, tick=unit / 2), loads, room=4, tick=unit / 2)
 
 
@@ -104,6 +102,7 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
     work = sum(load.seconds + tick for load in loads) + max((load.arrives for load in loads), default=0.0)
     for moment in moments:
         now, after = moment.now, moment.after
+        _check_order(policy, moment.tickets, now)
         used = sum(t.bytes for t in moment.running)
         assert used <= room, f"{policy.name} at {now:g} s: {used} bytes are used where {room} fit"
         again = admit(after, policy, lambda some: sum(t.bytes for t in some) <= room, now)
@@ -129,31 +128,6 @@ def _check_order(policy: Policy, tickets: list[Ticket], now: float) -> None:
     assert first == second, (
         f"{policy.name}: asked twice, order gave two answers; it may depend on tickets and now alone"
     )
-
-
-def _draw_tickets(draw: random.Random) -> list[Ticket]:
-    """A queue at 100 seconds, with ties, unknown lengths and negative priorities."""
-    tickets = []
-    for i in range(draw.randint(1, 12)):
-        arrived = float(draw.randint(0, 50))
-        ticket = Ticket(
-            index=i,
-            name=f"job {i}",
-            owner=draw.choice("abc"),
-            priority=draw.randint(-2, 2),
-            arrived=arrived,
-            since=draw.uniform(arrived, 100.0),
-            seconds=draw.choice([math.nan, 0.0, 1.0, draw.uniform(0, 1e4)]),
-            bytes=draw.randint(0, 10),
-            running=draw.random() < 0.5,
-            device_seconds=draw.uniform(0, 50),
-        )
-        tickets.append(ticket)
-    had = Counter({owner: draw.randint(100, 200) for owner in "abc"})
-    return [
-        replace(t, owner_device_seconds=float(had[t.owner]))
-        for t in sorted(tickets, key=lambda t: (t.arrived, t.index))
-    ]
 
 
 def _draw_load(draw: random.Random, unit: float) -> Load:

@@ -101,7 +101,7 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (["train", "nowhere.yaml:jobs"], "a function in a job file"),
         (["explain", "nowhere.yml"], "nowhere.yml: there is no such file"),
-        (["train", "nowhere.py:jobs"], "no file 'nowhere.py'"),
+        (["train", "nowhere.py:jobs"], "the file 'nowhere.py' is not there"),
         (["train", "no_such_module:jobs"], "no module 'no_such_module'"),
         (["train", "json:dump", "--threads", "0"], "--threads"),
         (["explain", "json:dmup"], "did you mean 'dump'?"),

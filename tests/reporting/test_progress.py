@@ -163,10 +163,10 @@ def test_members_that_come_later_and_packs_that_split() -> None:
     assert not tally.packs and len(tally.waiting) == 3
     tally(join(a, unit=2))
     tally(join(b, unit=3))
-    assert [len(pack) for pack in tally.packs.values()] == [1, 1] and tally.total == 24
+    assert [len(pack) for pack in tally.packs.values()] == [1, 1] and tally.share == 0.0 and tally.left == 24
     tally(leave(late, "cancelled"))
     tally(join(late, unit=2))
-    assert tally.counts["cancelled"] == 0 and tally.missed == 0 and tally.running == 3
+    assert tally.counts["cancelled"] == 0 and tally.left == 24 and tally.running == 3
 
 
 @settings(max_examples=80, deadline=None)
@@ -209,7 +209,7 @@ def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> Non
         assert tally.running == len(homes) == sum(len(pack) for pack in tally.packs.values())
         for pack in tally.packs.values():
             pack.seconds_left(0.0)
-            assert pack.longest == max(pack.ends.values())
+            assert all(pack.left[j] == left[j] and tally.home[j] is pack for j in pack.left)
         assert len(tally.ended) == sum(m.status != "running" for m in crowd) == sum(tally.counts.values())
 
 

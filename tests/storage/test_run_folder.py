@@ -26,8 +26,9 @@ def test_a_member_is_restored_where_it_was_saved(tmp_path: Path) -> None:
             assert folder.save(member.train(3))
     back = restored(tmp_path)
     assert back.step == 15 and torch.equal(back.weight, member.weight) and back.history == member.history
-    assert sorted(p.name for p in (tmp_path / "members" / "0000").iterdir()) == ["a.ckpt", "b.ckpt"]
-    assert [_store.load(p)["step"] for p in sorted((tmp_path / "members" / "0000").iterdir())] == [15, 12]
+    held = sorted((tmp_path / "members" / "0000").iterdir())
+    assert [path.name for path in held] == ["000004.ckpt", "000005.ckpt"]
+    assert [_store.load(path)["step"] for path in held] == [12, 15]
     lines = (tmp_path / "history" / "0000.jsonl").read_text().splitlines()
     assert len(lines) == 15 and json.loads(lines[4]) == {"epoch": 5, "loss": 0.2, "lr": "inf"}
     assert not list(tmp_path.rglob(".*")), "a temporary file was left"
@@ -92,17 +93,18 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
     with opened(tmp_path) as folder:
         for _ in range(3):
             folder.save(member.train())
-    newest = tmp_path / "members" / "0000" / "a.ckpt"
+    newest = tmp_path / "members" / "0000" / "000003.ckpt"
     damage(newest, how)
     back = SavedMember()
     with opened(tmp_path) as folder:
         (line,) = warnings_of(lambda: folder.restore(back))
-        assert str(newest) in line and "job 'm0'" in line and "resuming from b.ckpt" in line
+        assert str(newest) in line and "job 'm0'" in line and "resuming from 000002.ckpt" in line
         assert back.step == 2 and len(back.history) == 2
         folder.save(back.train())
-    assert restored(tmp_path).step == 3, "the damaged one is replaced first"
-    for name in "ab":
-        damage(newest.with_name(f"{name}.ckpt"), how)
+    assert restored(tmp_path).step == 3, "the damaged one is removed first"
+    assert [path.name for path in sorted(newest.parent.iterdir())] == ["000002.ckpt", "000004.ckpt"]
+    for path in newest.parent.iterdir():
+        damage(path, how)
     with opened(tmp_path) as folder:
         (line,) = warnings_of(lambda: folder.restore(back))
     assert "starts again from its beginning" in line
@@ -111,7 +113,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path,
 def test_a_checkpoint_of_another_job_is_not_used(tmp_path: Path) -> None:
     with opened(tmp_path, 2) as folder:
         folder.save_many([SavedMember(0).train(), SavedMember(1).train(5)])
-    (tmp_path / "members" / "0000" / "a.ckpt").write_bytes((tmp_path / "members" / "0001" / "a.ckpt").read_bytes())
+    first, second = (tmp_path / "members" / index / "000001.ckpt" for index in ("0000", "0001"))
+    first.write_bytes(second.read_bytes())
     back = SavedMember()
     with opened(tmp_path, 2) as folder:
         (line,) = warnings_of(lambda: folder.restore(back))

@@ -147,12 +147,9 @@ def test_tensors_that_are_views(tmp_path: Path) -> None:
     assert (tmp_path / "x.ckpt").stat().st_size < 6_000, "a view brings only its own part"
 
 
-def test_notes_are_read_with_and_without_the_state(tmp_path: Path) -> None:
+def test_notes_are_read_with_the_state(tmp_path: Path) -> None:
     _store.save(tmp_path / "x.ckpt", {"order": torch.arange(5)}, {"number": "7"})
     assert _store.read(tmp_path / "x.ckpt")[1] == {"number": "7"}
-    assert _store.peek(tmp_path / "x.ckpt", "number") == "7"
-    assert _store.peek(tmp_path / "x.ckpt", "job") is None
-    assert _store.peek(tmp_path / "nowhere.ckpt", "number") is None
 
 
 def test_large_numbers_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:

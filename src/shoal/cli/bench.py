@@ -1,11 +1,11 @@
 """`shoal bench`: the same work several ways, in one table."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shoal.cli.files import check_picture, check_writable
+from shoal.cli.measuring import pick_precision, quick_settings, report
 
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
 """What `shoal bench` runs by default: every network of the bench, and unlike ones in one list."""
@@ -38,18 +38,14 @@ def bench(
     Sequential eager, sequential compiled and captured, one process per network, vmap, and Shoal do the same work,
     each in a process of its own: milliseconds for a step of all networks, memory, set-up time, the device's floor.
     """
-    from rich.console import Console
-
     from shoal.evidence.bench.report import plot as draw
-    from shoal.evidence.bench.report import table, text, write
+    from shoal.evidence.bench.report import table
     from shoal.evidence.bench.run import Settings
     from shoal.evidence.bench.run import bench as measure
     from shoal.evidence.bench.titles import TITLES
     from shoal.evidence.bench.workloads import Spec
     from shoal.training import pick_device
 
-    check_writable(out)
-    check_picture(plot)
     place = str(pick_device(device))
     settings = Settings(
         ways=tuple(TITLES) if ways == "all" else tuple(way.strip() for way in ways.split(",")),
@@ -70,36 +66,6 @@ def bench(
         )
         for name in networks or NETWORKS
     ]
-    errors = Console(stderr=True)
-    with errors.status("starting") as status:
-        result = measure(specs, settings, lambda line: status.update(line))
-    if out is not None:
-        write(result, out)
-    if plot is not None:
-        draw(result, plot)
-    if as_json:
-        typer.echo(text(result))
-    else:
-        table(result, wide_console())
-
-
-def quick_settings() -> dict[str, Any]:
-    """Enough to see that a way works."""
-    return {"round_seconds": 0.02, "warm_up": 1}
-
-
-def wide_console() -> Any:
-    """A console that does not fold a table when its output goes into a file."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
-
-
-def pick_precision(precision: str, device: str) -> str | None:
-    """`auto` made definite: what people use on that device."""
-    if precision not in ("auto", "bf16", "fp32"):
-        raise ValueError(f"precision is {precision!r}; use bf16, fp32 or auto")
-    if precision == "auto":
-        precision = "bf16" if device.startswith("cuda") else "fp32"
-    return None if precision == "fp32" else precision
+    report(
+        lambda tell: measure(specs, settings, tell), table, lambda path, result: draw(result, path), out, plot, as_json
+    )

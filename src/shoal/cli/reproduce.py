@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.files import check_picture, check_writable
+from shoal.cli.measuring import pick_precision, quick_settings, report
 
 reproduce = typer.Typer(
     name="reproduce",
@@ -22,34 +22,6 @@ Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
 Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
-
-
-def _report(
-    measure: Callable[[Callable[[str], None]], dict[str, Any]],
-    table: Callable[[dict[str, Any], Any], None],
-    draw: Callable[[Path, dict[str, Any]], None],
-    out: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure, with a line of progress; then the picture, the file, and the table or JSON on the screen."""
-    from rich.console import Console
-
-    from shoal.cli.bench import wide_console
-    from shoal.evidence.bench.report import text, write
-
-    check_writable(out)
-    check_picture(plot)
-    with Console(stderr=True).status("starting") as status:
-        result = measure(lambda line: status.update(line))
-    if plot is not None:
-        draw(plot, result)
-    if out is not None:
-        write(result, out)
-    if as_json:
-        typer.echo(text(result))
-    else:
-        table(result, wide_console())
 
 
 def _drawer(paper: Any, ylabel: str) -> Callable[[Path, dict[str, Any]], None]:
@@ -87,7 +59,7 @@ def unifiednn(
         some, few = (min(members, 2), 1) if quick else (members, length)
         return paper.unifiednn(members=some, epochs=few, device=place, limit=limit, tell=tell)
 
-    _report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
+    report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -107,7 +79,6 @@ def pack(
     quick: Quick = False,
 ) -> None:
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
-    from shoal.cli.bench import pick_precision, quick_settings
     from shoal.evidence.bench.run import Settings
     from shoal.evidence.reproduce import pack as paper
     from shoal.training import pick_device
@@ -135,7 +106,7 @@ def pack(
             tell=tell,
         )
 
-    _report(measure, paper.table, _drawer(paper, "gain over sequential"), out, plot, as_json)
+    report(measure, paper.table, _drawer(paper, "gain over sequential"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -158,7 +129,7 @@ def sil(
         some = min(seeds, 2) if quick else seeds
         return paper.sil(folder=data, seeds=some, device=str(pick_device(device)), quick=quick, tell=tell)
 
-    _report(measure, paper.table, _drawer(paper, "accuracy"), out, plot, as_json)
+    report(measure, paper.table, _drawer(paper, "accuracy"), out, plot, as_json)
 
 
 @reproduce.command()
@@ -209,4 +180,4 @@ def ist(
             tell=tell,
         )
 
-    _report(measure, paper.table, paper.draw, out, plot, as_json)
+    report(measure, paper.table, paper.draw, out, plot, as_json)

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from shoal import Job, Result
 
 
+SETTINGS = (
+    "method", "workers", "local_steps", "overlap", "recovery", "layers", "shares", "scale", "moments", "cuts",
+    "variant", "codec", "seed",
+)  # fmt: skip
+"""Options that are settings of a method."""
+
+
 def split(
     target: Annotated[str, typer.Argument(help=TARGET_HELP + " It must hold one job.")],
     method: Annotated[str | None, typer.Option(help="ist (default), local-sgd, data-parallel or sil.")] = None,
@@ -80,19 +87,15 @@ def split(
 
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
+    options = dict(locals())
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that to look for a GPU does not forbid to fork
     from shoal.split.net.run import Place, Run
 
-    given = {
-        "method": method, "workers": workers, "local_steps": local_steps, "overlap": overlap, "recovery": recovery,
-        "layers": layers, "shares": shares, "scale": scale, "moments": moments, "cuts": cuts, "variant": variant,
-        "codec": codec, "seed": seed,
-    }  # fmt: skip
     read = load_target(target)
     place = Place(coordinator=coordinator, join=join, local=local, shard=shard)
     run = Run(
         job=_only(read.jobs, target),
-        given={name: value for name, value in given.items() if value is not None},
+        given={name: options[name] for name in SETTINGS if options[name] is not None},
         place=place,
         device=device or "cpu",
         out=str(out) if out is not None else read.settings.get("out"),

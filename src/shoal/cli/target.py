@@ -1,14 +1,9 @@
 """Jobs named on the command line: a job file, MODULE:FUNCTION or FILE.py:FUNCTION."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,12 +57,9 @@ def _called(target: str) -> "list[Job]":
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
     if not colon or not where or not name:
         raise ValueError(_no_function(target))
-    module = load_module(where)
-    if not hasattr(module, name):
-        near = get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where} has no {name!r}{hint}")
-    value = getattr(module, name)
+    from shoal.jobfile.importing import get_attribute, import_code
+
+    value = get_attribute(import_code(where, Path.cwd()), name, where)
     made = value() if callable(value) else value
     return check_jobs(made, target)
 
@@ -79,34 +71,6 @@ def _no_function(target: str) -> str:
     if path.is_file() and path.suffix != ".py":
         return f"{target!r} is no job file; the name of one ends in .toml, .yaml or .yml"
     return f"{target!r} names no function; give a job file (.toml, .yaml), MODULE:FUNCTION or FILE.py:FUNCTION"
-
-
-def load_module(where: str) -> ModuleType:
-    """Import a module by its dotted name, from here or the installed ones, or a file by its path."""
-    if not where.endswith(".py"):
-        if where.startswith("."):
-            raise ValueError(f"{where!r} is no module's name; give MODULE:FUNCTION or FILE.py:FUNCTION")
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
-        try:
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
-                raise ValueError(
-                    f"no module {where!r} here or installed; give MODULE:FUNCTION or FILE.py:FUNCTION"
-                ) from error
-            raise
-    path = Path(where)
-    if not path.is_file():
-        raise ValueError(f"no file {where!r}; give MODULE:FUNCTION or FILE.py:FUNCTION")
-    sys.path.insert(0, str(path.resolve().parent))  # as python itself does for a script
-    name = path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes in the file must be importable by name where they are pickled
-    spec.loader.exec_module(module)
-    return module
 
 
 def check_jobs(made: object, target: str) -> "list[Job]":

@@ -31,7 +31,7 @@ def train(
     progress: Annotated[
         bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
     ] = None,
-    compiled: Annotated[
+    compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default where it pays.")
     ] = None,
     threads: Annotated[
@@ -50,20 +50,11 @@ def train(
     What the command line says wins over the run table of a job file.
     The exit status is 1 when a job failed or diverged, 130 after Ctrl-C.
     """
-    given = {
-        "device": device,
-        "out": None if out is None else str(out),
-        "memory": memory,
-        "policy": policy,
-        "checkpoint_every": checkpoint_every,
-        "tensorboard": None if tensorboard is None else str(tensorboard),
-        "progress": progress,
-        "compile": compiled,
-        "threads": threads,
-        "deterministic": deterministic,
-    }
+    options = dict(locals())
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     read = load_target(target)
-    settings = {**read.settings, **{name: value for name, value in given.items() if value is not None}}
+    chosen = {name: value for name, value in given.items() if value is not None and name not in ("target", "as_json")}
+    settings = {**read.settings, **chosen}
     with read.placed():
         results = _train(read.jobs, settings, as_json)
     if as_json:

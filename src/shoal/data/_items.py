@@ -7,13 +7,12 @@ how many workers read, in which order, or which other jobs read the same Dataset
 
 from __future__ import annotations
 
-import functools
+import gc
 import hashlib
 import random
 import types
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_state, restored
 
-MOST_OBJECTS, MOST_ITEMS = 10_000, 100
-"""How far a Dataset is searched for generators: so many objects, so many items of each list."""
+MOST_OBJECTS, MOST_ITEMS = 10_000, 200
+"""How far a Dataset is searched for generators: so many objects, so many things that each of them holds."""
 
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType)
 
@@ -101,28 +100,17 @@ def generators_of(dataset: Any) -> list[Generator]:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What an object holds."""
-    if isinstance(value, dict):
-        yield from list(value.values())[:MOST_ITEMS]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from list(value)[:MOST_ITEMS]
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty one
-                yield cell.cell_contents
-        yield from value.__defaults__ or ()
+    """What an object holds; of a function's globals, generators alone."""
+    if isinstance(value, types.FunctionType):
         known = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (*(value.__closure__ or ()), *(value.__defaults__ or ()))
         yield from (one for one in known if isinstance(one, GENERATORS))
-    else:
-        yield from getattr(value, "__dict__", {}).values()
-        yield getattr(value, "__self__", None)  # a method that is not Python's
-        for kind in type(value).__mro__:
-            if "__call__" in vars(kind) and isinstance(vars(kind)["__call__"], types.FunctionType):
-                yield vars(kind)["__call__"]
+        return
+    yield from gc.get_referents(value)[:MOST_ITEMS]
+    yield getattr(value, "__self__", None)  # a method that is not Python's
+    for kind in type(value).__mro__:
+        if "__call__" in vars(kind) and isinstance(vars(kind)["__call__"], types.FunctionType):
+            yield vars(kind)["__call__"]
 
 
 def _word(*parts: object) -> int:

@@ -36,7 +36,6 @@ class JobFile:
     jobs: list[Job]
     settings: dict[str, Any]
     """Arguments for `shoal.train`, as far as the file gives them; `tensorboard` is a folder."""
-    setting_lines: dict[str, int] = field(default_factory=dict)
     places: dict[str, Places] = field(default_factory=dict)
 
     def placed(self, error: ValueError) -> JobError:
@@ -62,7 +61,7 @@ class JobFile:
         if match and match[1] in by_text:
             name = by_text[match[1]]
             return name, self.places[name].line_of(match[2]), match[2]
-        return "", self.setting_lines.get(re.split(r"\W", text, maxsplit=1)[0], 0), text
+        return "", 0, text
 
 
 def load(path: str | os.PathLike[str]) -> JobFile:
@@ -87,9 +86,7 @@ def load(path: str | os.PathLike[str]) -> JobFile:
         problems.stop_if_any()
     except JobError as error:
         raise JobError(*_few(list(error.lines))) from None
-    run = root.value.get("run")
-    lines = {key: node.line for key, node in run.value.items()} if isinstance(run, Node) else {}
-    return JobFile(path=file, jobs=jobs, settings=chosen, setting_lines=lines, places=builder.places)
+    return JobFile(path=file, jobs=jobs, settings=chosen, places=builder.places)
 
 
 def _few(lines: list[str]) -> list[str]:
@@ -100,21 +97,15 @@ def _few(lines: list[str]) -> list[str]:
 def _text(path: Path, file: str) -> str:
     """The file as text; errors that have no line name line 1, or the file alone where there is none."""
     try:
-        if path.is_dir():
-            raise JobError(f"{file} is a folder; name a job file in it, such as {file.rstrip('/')}/sweep.toml")
-        if not path.exists():
-            raise JobError(f"{file}: there is no such file; check the name, it is taken from the current folder")
-        if not path.is_file():
-            raise JobError(f"{file} is no plain file; write the jobs into one")
-        if path.stat().st_size > MOST_BYTES:
-            raise JobError(f"{file}:1: it has {path.stat().st_size:,} bytes; a job file has at most {MOST_BYTES:,}")
         data = path.read_bytes()
+    except IsADirectoryError:
+        raise JobError(f"{file} is a folder; name a job file in it, such as {file.rstrip('/')}/sweep.toml") from None
+    except (FileNotFoundError, ValueError):
+        raise JobError(f"{file}: there is no such file; check the name, it is taken from the current folder") from None
     except OSError as error:
         raise JobError(f"{file}: it cannot be read ({error.strerror}); check the name and its permissions") from None
-    except ValueError as error:
-        if isinstance(error, JobError):
-            raise
-        raise JobError(f"{file!r}: this is no file's name; check it") from None
+    if len(data) > MOST_BYTES:
+        raise JobError(f"{file}:1: it has {len(data):,} bytes; a job file has at most {MOST_BYTES:,}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

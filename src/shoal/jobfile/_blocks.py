@@ -22,6 +22,8 @@ EITHER = {"epochs": "steps", "loss": "step", "seed": "seeds", "val": "folds"}
 EITHER |= {b: a for a, b in EITHER.items()}
 BLOCK = (*FIELDS, "seeds", "folds", "grid")
 TOP = (*BLOCK, "jobs", "run")
+AXES = tuple(field for field in FIELDS if field != "name")
+"""Fields that a grid may vary."""
 OPTIMIZER_WORDS = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "eps", "nesterov", "dampening", "alpha")
 
 Keys = tuple[str, ...]
@@ -45,21 +47,10 @@ def cases(root: Node, problems: Problems) -> list[Case]:
     _check_keys(root, TOP, problems)
     shared = {key: as_table(key, node) for key, node in root.value.items() if key in BLOCK}
     blocks = list(_blocks(root, shared, problems))
-    total = sum(block.count(problems) for block in blocks)
-    if total > MOST_JOBS:
-        guilty = [
-            block.fields[key].line for block in blocks for key in ("grid", "folds", "seeds") if key in block.fields
-        ]
-        line = guilty[0] if guilty else root.line
-        raise problems.one(line, f"the file gives {_many(total)} jobs; the most is {MOST_JOBS:,}: take fewer values")
     all_cases = [case for block in blocks for case in block.cases(problems)]
     if not problems:
         _same_names(all_cases, problems)
     return all_cases
-
-
-def _many(number: int) -> str:
-    return f"{number:,}" if number < 10**15 else "more than 10^15"
 
 
 def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
@@ -72,7 +63,7 @@ def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
                 child, f"key {key!r} is not known here; settings of the optimizer go into hparams: hparams.{word}"
             )
         elif key in TOP:
-            problems.add(child, f"key {key!r} belongs to the top of the file, not into [[jobs]]; move it there")
+            problems.add(child, f"key {key!r} belongs to the top of the file, not here; move it there")
         else:
             problems.add(child, f"key {key!r} is not known{did_you_mean(key, known)}")
 
@@ -108,14 +99,6 @@ class Block:
     label: str
     line: int
 
-    def count(self, problems: Problems) -> int:
-        """How many jobs it gives, without making them."""
-        axes = [len(values) for _, values in self.axes(problems)]
-        folds = self.fields.get("folds")
-        k = folds.value.get("k", folds) if folds is not None and folds.is_table else folds
-        number = k.value if k is not None and isinstance(k.value, int) else 1
-        return math.prod(axes) * max(1, number)
-
     def axes(self, problems: Problems) -> list[tuple[Keys, list[Node]]]:
         """What varies: path of a field, and its values. Checked on the way."""
         grid = self.fields.get("grid")
@@ -130,6 +113,12 @@ class Block:
     def cases(self, problems: Problems) -> Iterator[Case]:
         """One for each combination."""
         axes = self.axes(problems)
+        total = math.prod(len(values) for _, values in axes)
+        if total > MOST_JOBS:
+            line = self.fields.get("grid", self.fields.get("seeds", self.line))
+            raise problems.one(
+                line, f"the grid gives {total:,} jobs or more; the most is {MOST_JOBS:,}: take fewer values"
+            )
         paths = [path for path, _ in axes]
         fixed = {key: node for key, node in self.fields.items() if key not in ("grid", "seeds", "folds", "name")}
         name = self.fields.get("name")
@@ -139,7 +128,7 @@ class Block:
         for values in itertools.product(*(values for _, values in axes)):
             chosen = dict(fixed)
             for path, value in sorted(zip(paths, values, strict=True), key=lambda pair: len(pair[0])):
-                _set(chosen, path, value)
+                _set(chosen, path, as_table(path[0], value) if len(path) == 1 else value)
             chosen = {key: node for key, node in chosen.items() if node.value is not None}
             if name is not None and "{" in name.value:
                 called = fill(name, chosen, problems)
@@ -189,82 +178,43 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
         problems.add(node, f"{'.'.join(('grid', *path))} is empty; give it lists of values, or remove it")
     for key, child in node.value.items():
         here = (*path, *key.split("."))
-        label = ".".join(("grid", *here))
-        if not path and not _known_axis(here, child, problems):
-            continue
-        if child.is_table:
+        if here[0] not in AXES:
+            _check_keys(Node({here[0]: child}, child.line), AXES, problems)
+        elif child.is_table:
             yield from _paths(child, here, problems)
-        elif not isinstance(child.value, list):
-            problems.add(child, f"{label} is {child.shown()}; use a list of values")
-        elif not child.value:
-            problems.add(child, f"{label} is an empty list, which gives no jobs; give it values, or remove it")
         else:
-            _twice(label, child.value, problems)
-            yield here, child.value
+            yield here, _axis(".".join(("grid", *here)), child, "a list of values", problems)
 
 
-def _known_axis(path: Keys, node: Node, problems: Problems) -> bool:
-    known = tuple(field for field in FIELDS if field != "name")
-    if path[0] in ("name", "seeds", "folds"):
-        problems.add(node, f"grid has {path[0]!r}, which it cannot vary; set {path[0]} outside of it")
-        return False
-    if path[0] not in known:
-        _check_keys(Node({path[0]: node}, node.line), known, problems)
-        return False
-    if (len(path) > 1 or node.is_table) and path[0] not in TABLES:
-        problems.add(node, f"grid.{path[0]} is a table, but {path[0]} is one value; use a list of values")
-        return False
-    return True
-
-
-def _twice(label: str, values: list[Node], problems: Problems) -> None:
-    seen: set[str] = set()
-    for value in values:
-        text = repr(value.plain())
-        if text in seen:
+def _axis(label: str, node: Node, wanted: str, problems: Problems) -> list[Node]:
+    """The values of a list, each of which is there once."""
+    if not isinstance(node.value, list):
+        problems.add(node, f"{label} is {node.shown()}; use {wanted}")
+        return []
+    if not node.value:
+        problems.add(node, f"{label} is an empty list, which gives no jobs; give it values, or remove it")
+    by_text = {repr(value.plain()): value for value in reversed(node.value)}
+    for value in node.value:
+        if by_text[repr(value.plain())] is not value:
             problems.add(value, f"{label} has {value.shown()} twice; give each value once")
-        seen.add(text)
+    return node.value
 
 
 def _seeds(node: Node, problems: Problems) -> list[Node]:
-    value = node.value
-    if isinstance(value, list):
-        wrong = [item for item in value if not isinstance(item.value, int) or isinstance(item.value, bool)]
-        for item in wrong:
-            problems.add(item, f"seeds has {item.shown()}; use whole numbers")
-        if not value:
-            problems.add(node, "seeds is an empty list, which gives no jobs; give it numbers, or remove it")
-        _twice("seeds", value, problems)
-        return [item for item in value if item not in wrong]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problems.add(node, f"seeds is {node.shown()}; use how many (1 or more), or a list of whole numbers")
-        return []
-    if value > MOST_JOBS:
-        problems.add(node, f"seeds is {value}, which gives so many jobs; the most is {MOST_JOBS:,}")
-        return []
-    return [Node(seed, node.line) for seed in range(value)]
+    if type(node.value) is int and node.value > 0:
+        return [Node(seed, node.line) for seed in range(min(node.value, MOST_JOBS + 1))]
+    return _axis("seeds", node, "how many (1 or more), or a list of whole numbers", problems)
 
 
 def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
     """Set a value at a path, in copies of the tables on the way."""
     head, rest = path[0], path[1:]
-    if not rest:
-        table[head] = as_table(head, value)
-        return
     inner = table.get(head)
-    copy = dict(inner.value) if inner is not None and inner.is_table else {}
-    _set_inside(copy, rest, value)
-    table[head] = Node(copy, inner.line if inner is not None else value.line)
-
-
-def _set_inside(table: dict[str, Node], path: Keys, value: Node) -> None:
-    if len(path) == 1:
-        table[path[0]] = value
-        return
-    inner = table.get(path[0])
-    copy = dict(inner.value) if inner is not None and inner.is_table else {}
-    _set_inside(copy, path[1:], value)
-    table[path[0]] = Node(copy, value.line)
+    if rest:
+        copy = dict(inner.value) if inner is not None and inner.is_table else {}
+        _set(copy, rest, value)
+        value = Node(copy, inner.line if inner is not None else value.line)
+    table[head] = value
 
 
 def _same_names(all_cases: list[Case], problems: Problems) -> None:

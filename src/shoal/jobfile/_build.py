@@ -18,13 +18,12 @@ from shoal.errors import JobError
 from shoal.jobfile import _datafiles, _known
 from shoal.jobfile._blocks import TABLES, Case
 from shoal.jobfile._places import Places
-from shoal.jobfile._references import Mistake, bound, check_arguments, find, guarded, noted, split
-from shoal.jobfile._tree import Node, Problems, shown
-from shoal.jobfile._values import check_hparams, check_schedule, fold_settings, stop, tuples
+from shoal.jobfile._references import bound, check_arguments, check_file, find, guarded, split
+from shoal.jobfile._tree import Mistake, Node, Problems
+from shoal.jobfile._values import make_folds, make_hparams, make_stop
 from shoal.jobs.job import Job
 from shoal.models import MODELS
 from shoal.preparation.checks import field_problems
-from shoal.preparation.folds import folds
 
 CALLED = {"loss": 2, "step": 2, "collate": 1, "params": 1}
 """Functions named in a file, and with how many values they are called."""
@@ -32,7 +31,6 @@ WANTED = {
     "hparams": "a table",
     "stop": "a table",
     "metrics": "a list of names, or a table of functions by name",
-    "loss": "a name, or a table with `use`",
 }
 WRONG = object()
 """In place of a field's value that could not be made."""
@@ -50,6 +48,17 @@ class Builder:
         """Job name -> the lines of its fields."""
         self._made: dict[Any, Any] = {}
         self._mistakes: dict[tuple[Any, int], Mistake] = {}
+        self._makers: dict[str, Callable[[Node], Any]] = {
+            "model": self._model,
+            "data": partial(self._data, "data"),
+            "optimizer": self._optimizer,
+            "metrics": self._metrics,
+            "schedule": self._schedule,
+            "hparams": make_hparams,
+            "stop": make_stop,
+            **{name: partial(self._function, name) for name in CALLED},
+        }
+        """Field -> what makes its value; others are plain values."""
 
     def jobs(self, case: Case) -> list[Job]:
         """The job of a case, or its folds; empty where something is wrong with it."""
@@ -57,22 +66,23 @@ class Builder:
         if any(value is WRONG for value in made.values()):
             return []
         place = Places(case.fields, case.line)
-        with noted(self.problems):
+        try:
             if not self._complete(case):
                 return []
-            self._hparams(case, made.get("optimizer", torch.optim.AdamW))
             if "val" in case.fields:
                 made["data"], made["val"] = self._validation(case.fields["val"], made["data"])
             schedule = made.pop("schedule", None)
             job = self._job({**made, "name": case.name}, place)
-            self._check_schedule(job, schedule, case)
-            parts = [job] if case.folds is None else self._folds(job, case.folds)
-            parts = [self._scheduled(part, schedule, case) for part in parts]
+            self._check_hparams(job.optimizer, case)
+            parts = [job] if case.folds is None else make_folds(case.folds, job)
+            parts = [self._scheduled(part, schedule) for part in parts]
             self.places.update({part.name: place for part in parts})
             for line in field_problems(parts[0]):
                 raise Mistake(place.line_of(line), line)
             return parts
-        return []
+        except Mistake as mistake:
+            self.problems.note(mistake)
+            return []
 
     def _complete(self, case: Case) -> bool:
         """Whether a job has what every job needs."""
@@ -84,13 +94,6 @@ class Builder:
             raise Mistake(case.line, f"a job has no {' and no '.join(missing)}; set {' = ..., '.join(missing)} = ...")
         return True
 
-    def _hparams(self, case: Case, optimizer: Any) -> None:
-        node = case.fields.get("hparams")
-        key = ("hparams", id(optimizer), repr(node.plain() if node is not None else None))
-
-        line = node.line if node is not None else case.line
-        self._once(key, line, lambda: check_hparams(optimizer, node, case.line))
-
     def _job(self, made: dict[str, Any], place: Places) -> Job:
         try:
             return Job(**made)
@@ -101,17 +104,25 @@ class Builder:
             self.problems.add(place.line_of(line), line)
         raise Mistake(place.line_of(lines[0]), lines[0])
 
+    def _check_hparams(self, optimizer: Any, case: Case) -> None:
+        hparams = case.fields.get("hparams", Node({}, case.line))
+        name = getattr(optimizer, "__name__", "the optimizer")
+        key = ("hparams", id(optimizer), repr(hparams.plain()))
+        call = partial(check_arguments, "hparams", Node(name, hparams.line), optimizer, hparams.value, 1, typed=True)
+        self._once(key, hparams.line, call)
+
     def _field(self, name: str, node: Node) -> Any:
         """One field's value; mistakes are noted."""
-        with noted(self.problems):
+        try:
             if name in TABLES and not node.is_table:
-                raise Mistake(node, f"{name} is {node.shown()} ({node.kind}); use {WANTED.get(name, WANTED['loss'])}")
-            if name in ("model", "data", "schedule", "optimizer", "metrics", *CALLED):
-                return self._once((name, repr(node.plain())), node.line, lambda: self._reference(name, node))
-            if name == "hparams":
-                return {key: tuples(child.plain()) for key, child in node.value.items()}
-            return stop(node) if name == "stop" else node.plain()
-        return WRONG
+                wanted = WANTED.get(name, "a name, or a table with `use`")
+                raise Mistake(node, f"{name} is {node.shown()} ({node.kind}); use {wanted}")
+            if name not in self._makers:
+                return node.plain()
+            return self._once((name, repr(node.plain())), node.line, lambda: self._makers[name](node))
+        except Mistake as mistake:
+            self.problems.note(mistake)
+            return WRONG
 
     def _once(self, key: Any, line: int, make: Callable[[], Any]) -> Any:
         """What was made before under this key, wherever; or the mistake that came of it on this line."""
@@ -124,53 +135,39 @@ class Builder:
             raise self._mistakes[key, line]
         return self._made[key]
 
-    def _reference(self, name: str, node: Node) -> Any:
-        if name == "model":
-            return self._model(node)
-        if name == "data":
-            return self._data("data", node)
-        if name == "optimizer":
-            return self._optimizer(node)
-        if name == "metrics":
-            return {key: self._metric(child) for key, child in node.value.items()}
-        use, arguments = split(name, node)
-        if name == "schedule":
-            return self._schedule(use, arguments)
-        table: Mapping[str, Any] = _known.LOSSES if name == "loss" else {}
-        return self._function(name, use, arguments, table, CALLED[name])
-
-    def _function(
-        self, name: str, use: Node, arguments: Mapping[str, Node], table: Mapping[str, Any], given: int
-    ) -> Any:
-        reference = find(name, use, table, self.folder)
-        if isinstance(reference, type):  # such as nn.CrossEntropyLoss: built once, then called
-            check_arguments(name, use, reference, arguments)
-            plain = {key: child.plain() for key, child in arguments.items()}
-            reference, arguments = guarded(use, f"{name}: building {use.value!r}", lambda: reference(**plain)), {}
+    def _reference(self, field: str, node: Node, known: Mapping[str, Any], given: int = 0) -> Any:
+        """The class or function that a field names, with its arguments; it is called with `given` values more."""
+        use, arguments = split(field, node)
+        reference = find(field, use, known, self.folder)
         if not callable(reference):
-            raise Mistake(use, f"{name}: {use.value!r} is a {type(reference).__name__}; name a function")
-        check_arguments(name, use, reference, arguments, given)
+            raise Mistake(use, f"{field}: {use.value!r} is {type(reference).__name__}; name a class or a function")
+        check_arguments(field, use, reference, arguments, given, typed=reference in known.values())
         return bound(reference, arguments)
 
-    def _metric(self, node: Node) -> Any:
-        node = node if node.is_table else Node({"use": node}, node.line)
-        use, arguments = split("metric", node)
-        return self._function("metric", use, arguments, _known.METRICS, 2)
+    def _function(self, name: str, node: Node, known: Mapping[str, Any] = _known.LOSSES) -> Any:
+        use, _ = split(name, node)
+        known = known if name in ("loss", "metric") else {}
+        given = CALLED.get(name, 2)
+        if not isinstance(find(name, use, known, self.folder), type):
+            return self._reference(name, node, known, given)
+        make = self._reference(name, node, known)  # such as nn.CrossEntropyLoss: built once, then called
+        made = guarded(use, f"{name}: building {use.value!r}", make)
+        check_arguments(name, use, made, {}, given)
+        return made
+
+    def _metrics(self, node: Node) -> dict[str, Any]:
+        made = {}
+        for key, child in node.value.items():
+            table = child if child.is_table else Node({"use": child}, child.line)
+            made[key] = self._function("metric", table, _known.METRICS)
+        return made
 
     def _model(self, node: Node) -> Any:
         use, arguments = split("model", node)
         reference = find("model", use, MODELS, self.folder)
-        if isinstance(reference, nn.Module):
-            if arguments:
-                raise Mistake(use, f"model: {use.value!r} is a network already and takes no arguments; name its class")
-            return reference
-        if not callable(reference) or (isinstance(reference, type) and not issubclass(reference, nn.Module)):
-            kind = reference.__name__ if isinstance(reference, type) else type(reference).__name__
-            raise Mistake(
-                use, f"model: {use.value!r} is {kind}; name an nn.Module class, or a function that builds one"
-            )
-        check_arguments("model", use, reference, arguments, typed=reference in MODELS.values())
-        return bound(reference, arguments)
+        if isinstance(reference, nn.Module) and arguments:
+            raise Mistake(use, f"model: {use.value!r} is a network already and takes no arguments; name its class")
+        return reference if isinstance(reference, nn.Module) else self._reference("model", node, MODELS)
 
     def _optimizer(self, node: Node) -> Any:
         if not isinstance(node.value, str):
@@ -181,70 +178,44 @@ class Builder:
             raise Mistake(node, f"optimizer: {node.value!r} is no torch.optim.Optimizer; name a class of those")
         return reference
 
-    def _schedule(self, use: Node, arguments: Mapping[str, Node]) -> Any:
-        reference = find("schedule", use, {**_known.OVERS, **_known.SCHEDULERS}, self.folder)
-        if isinstance(reference, type) and issubclass(reference, _known.Over):
-            open_arguments = {name: node for name, node in arguments.items() if name != "total"}
-            if len(open_arguments) < len(arguments):
-                raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
-            check_arguments("schedule", use, partial(reference, total=1), arguments, typed=True)
-            plain = {name: node.plain() for name, node in arguments.items()}
-            return _value_checked(use, "schedule", lambda: reference(**plain))
-        if not callable(reference):
-            raise Mistake(
-                use, f"schedule: {use.value!r} is a {type(reference).__name__}; name a function or a scheduler"
-            )
-        check_arguments("schedule", use, reference, arguments, 1)
-        return bound(reference, arguments)
+    def _schedule(self, node: Node) -> Any:
+        use, arguments = split("schedule", node)
+        if use.value.lower() not in _known.OVERS:
+            return self._reference("schedule", node, {**_known.OVERS, **_known.SCHEDULERS}, 1)
+        if "total" in arguments:
+            raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
+        return guarded(use, "schedule", self._reference("schedule", node, _known.OVERS), ours=True)
 
-    def _scheduled(self, job: Job, schedule: Any, case: Case) -> Job:
+    def _scheduled(self, job: Job, schedule: Any) -> Job:
         """The schedule last: its length may follow from the data."""
         if schedule is None:
             return job
         if isinstance(schedule, _known.Over):
-            schedule = replace(schedule, total=_length(job, self._rows(job)))
+            rows = len(job.data) if isinstance(job.data, Rows) else self._count(Node(None, 1), job.data)
+            schedule = replace(schedule, total=_length(job, rows))
         return replace(job, schedule=schedule)
-
-    def _check_schedule(self, job: Job, schedule: Any, case: Case) -> None:
-        if schedule is not None:
-            node = case.fields["schedule"]
-            key = ("try", id(schedule), id(job.optimizer), repr(sorted(job.hparams)))
-            self._once(key, node.line, lambda: check_schedule(node, job, schedule))
 
     def _data(self, field: str, node: Node) -> Any:
         use, arguments = split(field, node)
         text = str(use.value)
         suffix = Path(text).suffix.lower()
         if suffix in _datafiles.READERS and ":" not in text:
-            return self._data_file(field, use, arguments, _datafiles.READERS[suffix])
+            reader = _datafiles.READERS[suffix]
+            check_arguments(field, use, reader, arguments, 1, typed=True)
+            what = f"{field} file {use.shown()}"
+            check_file(what, use, self.folder / text)
+            return guarded(use, what, partial(bound(reader, arguments), self.folder / text), ours=True)
         if ":" not in text and text not in _datafiles.BUILT_IN and (suffix or "/" in text or "\\" in text):
             ends = ", ".join(_datafiles.READERS)
             raise Mistake(use, f"{field} {text!r} is no kind of file that is known; end its name in {ends}")
         reference = find(field, use, _datafiles.BUILT_IN, self.folder)
-        plain = {key: child.plain() for key, child in arguments.items()}
-        if text in _datafiles.BUILT_IN:
-            check_arguments(field, use, reference, arguments, typed=True)
-            return _value_checked(use, f"{field} {text!r}", lambda: reference(**plain))
         if not callable(reference) or isinstance(reference, (Tensor, nn.Module)):
             if arguments:
                 raise Mistake(use, f"{field}: {text!r} is no function and takes no arguments")
             return reference
-        check_arguments(field, use, reference, arguments)
-        return guarded(use, f"{field}: calling {text!r}", lambda: reference(**plain))
-
-    def _data_file(self, field: str, use: Node, arguments: Mapping[str, Node], reader: Callable[..., Any]) -> Any:
-        path = self.folder / str(use.value)
-        check_arguments(field, use, reader, arguments, 1, typed=True)
-        for name in ("inputs",):
-            node = arguments.get(name)
-            words = node.plain() if node is not None else ""
-            if not isinstance(words, (str, list)) or not all(isinstance(word, str) for word in words):
-                raise Mistake(arguments[name], f"{field}.{name} is {arguments[name].shown()}; use a list of names")
-        if not _is(path.is_file):
-            what = "is a folder" if _is(path.is_dir) else "is not there"
-            raise Mistake(use, f"{field} file {shown(use.value)} {what}; paths are taken from the job file's folder")
-        plain = {key: child.plain() for key, child in arguments.items()}
-        return _value_checked(use, f"{field} file {shown(use.value)}", lambda: reader(path, **plain))
+        ours = text in _datafiles.BUILT_IN
+        check_arguments(field, use, reference, arguments, typed=ours)
+        return guarded(use, f"{field}: calling {text!r}", bound(reference, arguments), ours=ours)
 
     def _validation(self, node: Node, data: Any) -> tuple[Any, Any]:
         """Data to train on and to validate on: data of its own, or a share of the rows."""
@@ -252,17 +223,13 @@ class Builder:
         if node.is_table and share is None:
             return data, self._once(("data", repr(node.plain())), node.line, lambda: self._data("val", node))
         assert share is not None
-        number = share.value
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < 1:
+        table = node.value if node.is_table else {"share": share}
+        check_arguments("val", Node(table, node.line), _share, table, typed=True)
+        number, seed = share.value, table["seed"].value if "seed" in table else 0
+        if not 0 < number < 1:
             raise Mistake(share, f"val is {share.shown()}; use a share of the rows between 0 and 1, or data")
-        seed = node.value.get("seed", Node(0, node.line)) if node.is_table else Node(0, node.line)
-        unknown = [key for key in node.value if key not in ("share", "seed")] if node.is_table else []
-        if unknown:
-            raise Mistake(node.value[unknown[0]], f"val has no {unknown[0]!r}; with share it takes seed alone")
-        if isinstance(seed.value, bool) or not isinstance(seed.value, int):
-            raise Mistake(seed, f"val.seed is {seed.shown()}; use a whole number")
-        key = ("share", id(data), number, seed.value)
-        made = self._once(key, node.line, lambda: (data, *self._shared_out(node, data, number, seed.value)))
+        key = ("share", id(data), number, seed)
+        made = self._once(key, node.line, lambda: (data, *self._shared_out(node, data, number, seed)))
         return made[1], made[2]
 
     def _shared_out(self, node: Node, data: Any, share: float, seed: int) -> tuple[Rows, Rows]:
@@ -280,36 +247,9 @@ class Builder:
         except JobError as error:
             raise Mistake(node, error.lines[0]) from None
 
-    def _rows(self, job: Job) -> int:
-        return len(job.data) if isinstance(job.data, Rows) else self._count(Node(None, 1), job.data)
 
-    def _folds(self, job: Job, node: Node) -> list[Job]:
-        settings = fold_settings(node)
-        if job.val is not None:
-            raise Mistake(node, "there are both folds and val; folds validate on their own parts: remove one of them")
-        try:
-            return folds(job, **settings)
-        except JobError as error:
-            raise Mistake(node, error.lines[0].partition(": ")[2].replace("k is", "folds is")) from None
-
-
-def _is(test: Callable[[], bool]) -> bool:
-    """Whether a path is this; a name that no file can have is nothing."""
-    try:
-        return test()
-    except (OSError, ValueError):
-        return False
-
-
-def _value_checked(use: Node, what: str, call: Callable[[], Any]) -> Any:
-    """Our own readers say what is wrong in a ValueError; anything else they raise is reported with its kind."""
-    try:
-        return call()
-    except (ValueError, OSError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Mistake(use, f"{what}: {text}") from None
-    except Exception as error:
-        raise Mistake(use, f"{what} cannot be read ({type(error).__name__}: {error})") from None
+def _share(share: float, seed: int = 0) -> None:
+    """What a table for `val` may hold that is a share of the rows."""
 
 
 def _length(job: Job, rows: int) -> int:

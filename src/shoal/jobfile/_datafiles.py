@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.errors import JobError
+from shoal.utils.numpy_values import tensor_of
+
 FORMS = ("flat", "image", "rows")
+WRITERS = {
+    ".npz": "numpy.savez",
+    ".safetensors": "safetensors.torch.save_file",
+    ".pt": "torch.save({'x': x, 'y': y}, file)",
+}
 
 
 def digits(form: str = "flat", side: int = 8) -> tuple[Tensor, Tensor]:
@@ -48,48 +55,40 @@ def arrays(file: Path, inputs: str | list[str] = "x", target: str | None = "y", 
         if name not in held:
             there = ", ".join(map(str, held)) or "nothing"
             raise ValueError(f"it has no {name!r}; it has {there}: say which with inputs and target")
-    made = [_tensor(name, held[name]) for name in names]
-    made = [_as(t, dtype if i < len(wanted) else None) for i, t in enumerate(made)]
-    return tuple(made)
+    return tuple(_as(_tensor(name, held[name]), dtype if name in wanted else None) for name in names)
 
 
 def _held(file: Path) -> Any:
-    if file.suffix.lower() == ".npz":
-        try:
+    """What a file holds; ValueError where it is not of the kind that its name says, or holds more than numbers."""
+    suffix = file.suffix.lower()
+    try:
+        if suffix == ".npz":
             with np.load(file, allow_pickle=False) as held:
                 return {name: held[name] for name in held.files}
-        except (zipfile.BadZipFile, EOFError, AttributeError, TypeError):
-            raise ValueError("it is no .npz file; write it with numpy.savez") from None
-        except ValueError as error:
-            if "pickle" not in str(error):
-                raise
-            raise ValueError("it is no .npz file of plain arrays; write numbers with numpy.savez") from None
-    if file.suffix.lower() == ".safetensors":
-        from safetensors.torch import load_file
+        if suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        try:
             return load_file(file)
-        except Exception as error:
-            raise ValueError(f"it is no .safetensors file ({error})") from None
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what it cannot read: reported below
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
-        raise ValueError(
-            "it is no .pt file of plain tensors; write it with torch.save({'x': x, 'y': y}, file)"
-        ) from None
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"it is no {suffix} file of plain arrays; write it with {WRITERS[suffix]}") from error
 
 
 def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
-        kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise ValueError(f"{name!r} holds {kind}; save numbers")
+    if not isinstance(value, np.ndarray):
+        raise ValueError(f"{name!r} holds a {type(value).__name__}; save numbers")
     if value.dtype.kind == "u" and value.dtype.itemsize > 1:
         value = value.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="))))
+    try:
+        return tensor_of(value)
+    except JobError as error:
+        raise ValueError(f"{name!r} {error}") from None
 
 
 def _as(tensor: Tensor, dtype: str | None) -> Tensor:
@@ -176,11 +175,7 @@ def text(file: Path, tokens: int = 128) -> tuple[Tensor, Tensor]:
     """A .txt as sequences of bytes: inputs [N, tokens], and the same one byte later."""
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; use 1 or more")
-    held = (
-        torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
-        if file.stat().st_size
-        else torch.empty(0)
-    )
+    held = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).long()
     rows = (len(held) - 1) // tokens
     if rows < 1:
         raise ValueError(f"it has {len(held)} bytes; a sequence of {tokens} tokens needs {tokens + 1}")

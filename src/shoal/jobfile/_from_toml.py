@@ -1,29 +1,22 @@
-"""TOML with the line of every key: `tomllib` reads the values, a small scanner of our own finds the places.
+"""TOML with the line of every key.
 
-tomllib gives no positions. The scanner runs only over text that tomllib has accepted, so it need not check anything:
-it walks over keys, strings and brackets and notes the line on which each key, or element of a list, begins.
+tomllib gives no positions, but a file is a row of statements, and each of them can be read alone: what is in it begins
+on its first line. A list over several lines is read in the same way, some of its lines at a time.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 from shoal.jobfile._tree import Node, Problems
 
 Path = tuple[str | int, ...]
-BARE = re.compile(r"[A-Za-z0-9_-]+")
-BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
-SCALAR = re.compile(r"[^,\]}#\n]*")
-STRINGS = (
-    re.compile(r'"""(?:[^\\]|\\.)*?"""(?:"{0,2})', re.DOTALL),
-    re.compile(r"'''.*?'''(?:'{0,2})", re.DOTALL),
-    re.compile(r'"(?:[^"\\]|\\.)*"'),
-    re.compile(r"'[^']*'"),
-)
-PLACE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)$", re.DOTALL)
 DIGITS = re.compile(r"[0-9_]{4000,}")
+ENDS = ("]", '"""', "'''")
+"""One of these is on the last line of a statement of several lines."""
 
 
 def read(text: str, problems: Problems) -> Node:
@@ -40,145 +33,83 @@ def read(text: str, problems: Problems) -> Node:
         line = text.count("\n", 0, digits.start()) + 1 if digits else 1
         what = "a number has thousands of digits; use one of 64 bits" if digits else f"this is not TOML: {error}"
         raise problems.one(line, what) from None
-    return _placed(data, (), 1, Scanner(text).places())
+    return _placed(data, (), 1, lines_of(text))
 
 
 def _not_toml(message: str, text: str, problems: Problems) -> Exception:
-    match = PLACE.match(message)
-    what, line, where = message, max(1, text.rstrip("\n").count("\n") + 1), ""
-    if match:
-        what = match["what"]
-        if match["line"]:
-            line, where = int(match["line"]), f" at column {match['column']}"
-    if "overwrite" in what or "already" in what or "twice" in what:
-        return problems.one(line, f"a key or table is given twice ({what}); keep one of them")
+    place = re.search(r"\(at line (\d+), column \d+\)$", message)
+    line = int(place[1]) if place else text.rstrip("\n").count("\n") + 1
+    if "overwrite" in message or "already" in message or "twice" in message:
+        return problems.one(line, f"a key or table is given twice ({message}); keep one of them")
     hint = ', or the file is YAML: end its name in ".yaml"' if re.search(r"(?m)^\s*(- |[\w.]+:( |$))", text) else ""
-    return problems.one(line, f"this is not TOML{where}: {what}; text needs quotes, tables [brackets]{hint}")
+    return problems.one(line, f"this is not TOML: {message}; text needs quotes, tables [brackets]{hint}")
 
 
-def _placed(data: Any, path: Path, line: int, places: dict[Path, int]) -> Node:
+def _placed(data: Any, path: Path, line: int, lines: dict[Path, int]) -> Node:
+    line = lines.get(path, line)
     if isinstance(data, dict):
-        return Node(
-            {key: _placed(v, (*path, key), places.get((*path, key), line), places) for key, v in data.items()}, line
-        )
+        return Node({key: _placed(value, (*path, key), line, lines) for key, value in data.items()}, line)
     if isinstance(data, list):
-        return Node([_placed(v, (*path, i), places.get((*path, i), line), places) for i, v in enumerate(data)], line)
+        return Node([_placed(value, (*path, i), line, lines) for i, value in enumerate(data)], line)
     return Node(data, line)
 
 
-class Scanner:
-    """Walks over valid TOML and notes the line of each key.
+def lines_of(text: str) -> dict[Path, int]:
+    """Path -> line, for valid TOML; what a statement holds inside of one line has the line of that.
 
-    >>> Scanner('a = 1\\n[b]\\nc.d = [\\n 2]').places()
-    {('a',): 1, ('b',): 2, ('b', 'c'): 3, ('b', 'c', 'd'): 3, ('b', 'c', 'd', 0): 4}
+    >>> lines_of('a = 1\\n[b]\\nc.d = [\\n 2,\\n 3]')
+    {('a',): 1, ('b',): 2, ('b', 'c'): 3, ('b', 'c', 'd'): 3, ('b', 'c', 'd', 0): 4, ('b', 'c', 'd', 1): 5}
     """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.counted = (0, 1)
-        self.lines: dict[Path, int] = {}
-        self.arrays: dict[Path, int] = {}
-        """Tables in each [[list of tables]] so far."""
-
-    def places(self) -> dict[Path, int]:
-        """Path -> line, counted from 1."""
-        base: Path = ()
-        while self._blank():
-            if self.text.startswith("[[", self.at):
-                base = self._header(2)
-            elif self.text[self.at] == "[":
-                base = self._header(1)
-            else:
-                self._pair(base)
-        return self.lines
-
-    @property
-    def line(self) -> int:
-        at, line = self.counted
-        self.counted = (self.at, line + self.text.count("\n", at, self.at))
-        return self.counted[1]
-
-    def _take(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self.text, self.at)
-        assert match is not None, f"no {pattern.pattern} at {self.at}"
-        self.at = match.end()
-        return match[0]
-
-    def _blank(self) -> bool:
-        """Go over blanks and comments; whether anything follows."""
-        self._take(BLANK)
-        return self.at < len(self.text)
-
-    def _header(self, brackets: int) -> Path:
-        line = self.line
-        self.at += brackets
-        parts = self._key()
-        self.at += brackets
-        path: Path = ()
-        for i, part in enumerate(parts):
-            path = (*path, part)
-            self.lines.setdefault(path, line)
-            if brackets == 2 and i == len(parts) - 1:
-                self.arrays[path] = self.arrays.get(path, 0) + 1
-            if path in self.arrays:
-                path = (*path, self.arrays[path] - 1)
-                self.lines.setdefault(path, line)
-        return path
-
-    def _pair(self, base: Path) -> None:
-        line = self.line
+    lines: dict[Path, int] = {}
+    tables: dict[Path, int] = {}  # in each [[list of tables]] so far
+    base: Path = ()
+    for line, statement, data in _pieces(text, ""):
+        keys, value = _descend(data)
+        if statement.lstrip().startswith("["):
+            base = ()
+            for number, key in enumerate(keys, 1):
+                base = (*base, key)
+                lines.setdefault(base, line)
+                if number == len(keys) and statement.lstrip().startswith("[["):
+                    tables[base] = tables.get(base, -1) + 1
+                if base in tables:
+                    base = (*base, tables[base])
+                    lines.setdefault(base, line)
+            continue
         path = base
-        for part in self._key():
-            path = (*path, part)
-            self.lines.setdefault(path, line)
-        self.at += 1  # the =
-        self._value(path)
+        for key in keys:
+            path = (*path, key)
+            lines.setdefault(path, line)
+        opened, _, elements = statement.partition("[")
+        if isinstance(value, list) and "\n" in elements.rstrip():
+            number = 0
+            for start, _, piece in _pieces(elements[: elements.rindex("]")], "x = ["):
+                for _ in piece["x"]:
+                    lines[(*path, number)] = line + opened.count("\n") + start - 1
+                    number += 1
+    return lines
 
-    def _key(self) -> list[str]:
-        parts = []
-        while True:
-            self._blank()
-            if self.text[self.at] in "\"'":
-                quoted = self._take(STRINGS[2] if self.text[self.at] == '"' else STRINGS[3])
-                parts.append(str(tomllib.loads(f"key = {quoted}")["key"]))
-            else:
-                parts.append(self._take(BARE))
-            self._blank()
-            if self.text[self.at] != ".":
-                return parts
-            self.at += 1
 
-    def _value(self, path: Path) -> None:
-        self._blank()
-        first = self.text[self.at]
-        if first == "[":
-            self._list(path)
-        elif first == "{":
-            self._table(path)
-        elif first in "\"'":
-            three = self.text.startswith(first * 3, self.at)
-            self._take(STRINGS[(0 if three else 2) + (first == "'")])
-        else:
-            self._take(SCALAR)
+def _pieces(text: str, before: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The shortest runs of lines that can be read alone: first line, text, content. `before` is put before each."""
+    piece, first = "", 1
+    for number, line in enumerate(text.split("\n"), 1):
+        piece += line + "\n"
+        if "\n" in piece[:-1] and not before and not any(end in line for end in ENDS):
+            continue
+        try:
+            data = tomllib.loads(f"{before}{piece}{']' if before else ''}")
+        except (tomllib.TOMLDecodeError, RecursionError):
+            continue
+        if data:
+            yield first, piece, data
+        piece, first = "", number + 1
 
-    def _list(self, path: Path) -> None:
-        self.at += 1
-        count = 0
-        while self._blank() and self.text[self.at] != "]":
-            if self.text[self.at] == ",":
-                self.at += 1
-                continue
-            self.lines[(*path, count)] = self.line
-            self._value((*path, count))
-            count += 1
-        self.at += 1
 
-    def _table(self, path: Path) -> None:
-        self.at += 1
-        while self._blank() and self.text[self.at] != "}":
-            if self.text[self.at] == ",":
-                self.at += 1
-            else:
-                self._pair(path)
-        self.at += 1
+def _descend(data: Any) -> tuple[list[str], Any]:
+    """The keys on the way into a statement's content, as long as there is one way, and what is there."""
+    keys = []
+    while isinstance(data, dict) and len(data) == 1:
+        ((key, data),) = data.items()
+        keys.append(key)
+    return keys, data

@@ -19,20 +19,13 @@ def token_cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": F.cross_entropy,
-    "token_cross_entropy": token_cross_entropy,
-    "nll_loss": F.nll_loss,
-    "mse_loss": F.mse_loss,
-    "l1_loss": F.l1_loss,
-    "smooth_l1_loss": F.smooth_l1_loss,
-    "huber_loss": F.huber_loss,
-    "binary_cross_entropy": F.binary_cross_entropy,
-    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
-    "poisson_nll_loss": F.poisson_nll_loss,
-    "soft_margin_loss": F.soft_margin_loss,
-    "multi_margin_loss": F.multi_margin_loss,
-    "kl_div": F.kl_div,
-}
+    function.__name__: function
+    for function in (
+        F.cross_entropy, token_cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss,
+        F.multi_margin_loss, F.kl_div,
+    )
+}  # fmt: skip
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -61,11 +54,7 @@ def mae(outputs: Tensor, targets: Tensor) -> float:
 
 
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
-    "accuracy": accuracy,
-    "binary_accuracy": binary_accuracy,
-    "mse": mse,
-    "rmse": rmse,
-    "mae": mae,
+    function.__name__: function for function in (accuracy, binary_accuracy, mse, rmse, mae)
 }
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {

@@ -8,24 +8,13 @@ from collections.abc import Mapping
 from shoal.jobfile._tree import Node
 
 BEGINS = {
-    "forward": "model",
-    "building the model": "model",
     "building the optimizer": "hparams",
-    "its factory": "model",
-    "its optimizer": "optimizer",
-    "parameter group": "hparams",
-    "reading the first": "data",
-    "validating": "val",
-    "a batch is": "data",
     "the last batch": "batch_size",
-    "its schedule": "schedule",
+    "a batch is": "data",
+    "validating": "val",
     "metric": "metrics",
-    "metrics": "metrics",
-    "it has both loss": "loss",
-    "it has neither loss": "model",
-    "it has both epochs": "epochs",
 }
-"""How a line about a job begins, and the field that it is about."""
+"""How a line about a job begins that does not name its field, and that field; others are about the model."""
 
 
 class Places:
@@ -36,16 +25,12 @@ class Places:
         self.line = line
 
     def line_of(self, text: str) -> int:
-        """The line of the field that a mistake names, or of the job's block."""
+        """The line of the field that a mistake names first, before what was raised or is to be done."""
+        known = dict(self.fields)
         hparams = self.fields.get("hparams")
-        word = re.split(r"\W", text, maxsplit=1)[0]
-        if word in self.fields:
-            return self.fields[word].line
-        if hparams is not None and hparams.is_table and word in hparams.value:
-            line: int = hparams.value[word].line
-            return line
-        for begin, field in BEGINS.items():
-            if text.startswith(begin):
-                node = self.fields.get(field) or self.fields.get({"hparams": "optimizer"}.get(field, field))
-                return node.line if node is not None else self.line
-        return self.line
+        if hparams is not None and hparams.is_table:
+            known = hparams.value | known
+        begun = [field for begin, field in BEGINS.items() if text.startswith(begin)]
+        words = re.findall(r"\w+", re.split(r" raised|[;:]", text)[0])
+        node = next((known[name] for name in (*begun, *words, "model") if name in known), None)
+        return node.line if node is not None else self.line

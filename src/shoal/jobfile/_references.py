@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
-import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from shoal.errors import describe
-from shoal.jobfile._tree import Node, Problems, did_you_mean, kind_of
+from shoal.jobfile._tree import KINDS, Mistake, Node, did_you_mean
+from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
 
-WORDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-TYPED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-
-
-MISSING = object()
-
-
-class Mistake(Exception):
-    """What is wrong with one reference, and on which line."""
-
-    def __init__(self, line: int | Node, text: str) -> None:
-        self.line = line.line if isinstance(line, Node) else line
-        super().__init__(text)
-
-
-class noted(contextlib.AbstractContextManager[None, bool]):  # it reads as a verb
-    """Mistakes in the block are noted, and reading continues after it."""
-
-    def __init__(self, problems: Problems) -> None:
-        self.problems = problems
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Mistake):
-            return False
-        self.problems.add(error.line, str(error))
-        return True
+SIMPLE = {kind: name for kind, name in KINDS if kind in (bool, int, float, str)}
+"""Types of which a file can give a value for an argument, and their names in an error."""
 
 
 def split(field: str, node: Node) -> tuple[Node, dict[str, Node]]:
@@ -71,13 +45,12 @@ def find(field: str, use: Node, known: Mapping[str, Any], folder: Path) -> Any:
         return known[lower[text.lower()]]
     if ":" in text:
         return imported(field, use, folder)
-    kinds = "an import path: 'file.py:name' or 'module:name'"
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text) and not text.endswith(".py"):
         module, _, name = text.rpartition(".")
         raise Mistake(use, f"{field} {text!r} is not known; an import path has a colon: {f'{module}:{name}'!r}")
     hint = did_you_mean(text, known)
-    more = f"; or give {kinds}" if "did you mean" not in hint else ""
-    raise Mistake(use, f"{field} {text!r} is not known{hint}{more}" if known else f"{field} is {text!r}; give {kinds}")
+    more = "" if "did you mean" in hint else "; or give an import path: 'file.py:name' or 'module:name'"
+    raise Mistake(use, f"{field} {text!r} is not known{hint}{more}")
 
 
 def imported(field: str, use: Node, folder: Path) -> Any:
@@ -86,32 +59,31 @@ def imported(field: str, use: Node, folder: Path) -> Any:
     where, name = where.strip(), name.strip()
     if not where or not all(part.isidentifier() for part in name.split(".")):
         raise Mistake(use, f"{field} is {use.value!r}; an import path is 'module:name' or 'file.py:name'")
-    module = guarded(use, f"{field}: importing {where!r}", lambda: _module(field, use, where, folder))
-    value: Any = module
-    for part in name.split("."):
-        inner = guarded(use, f"{field}: taking {name!r} from {where!r}", partial(getattr, value, part, MISSING))
-        if inner is MISSING:
-            near = get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; check the name"
-            raise Mistake(use, f"{field}: {where!r} has no {name!r}{hint}")
-        value = inner
+    try:
+        value: Any = guarded(use, f"{field}: importing {where!r}", lambda: import_code(where, folder))
+        for part in name.split("."):
+            value = guarded(use, f"{field}: taking {name!r}", partial(get_attribute, value, part, where))
+    except NoSuchCode as error:
+        raise Mistake(use, f"{field}: {error}") from None
     return value
 
 
-def guarded(line: int | Node, what: str, call: Callable[[], Any]) -> Any:
-    """Run code of the user's. Its errors, and its attempts to leave, are one line; what it prints goes to stderr."""
+def guarded(line: int | Node, what: str, call: Callable[[], Any], *, ours: bool = False) -> Any:
+    """Run code of the user's. Its errors, and its attempts to leave, are one line; what it prints goes to stderr.
+
+    `ours`: it is our own code, which says what is wrong in a ValueError.
+    """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return call()
-    except (Mistake, KeyboardInterrupt):
+    except (NoSuchCode, KeyboardInterrupt):
         raise
     except SystemExit as left:
         raise Mistake(line, f"{what} left the program (SystemExit: {left.code}); remove that call") from None
-    except RecursionError:
-        raise Mistake(line, f"{what} raised RecursionError; it calls itself without an end") from None
     except BaseException as error:
-        place = _place(error)
-        raise Mistake(line, f"{what} raised {describe(error)}{place}") from error
+        if ours and isinstance(error, (ValueError, OSError)):
+            raise Mistake(line, f"{what}: {getattr(error, 'strerror', None) or error}") from None
+        raise Mistake(line, f"{what} raised {describe(error)}{_place(error)}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -128,84 +100,52 @@ def _place(error: BaseException) -> str:
     return last
 
 
-def _module(field: str, use: Node, where: str, folder: Path) -> ModuleType:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # as python itself does for a script
-    if where.endswith(".py"):
-        return _file(field, use, folder / where)
-    if not all(part.isidentifier() for part in where.split(".")):
-        raise Mistake(use, f"{field}: {where!r} is no module's name; an import path is 'module:name' or 'file.py:name'")
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
-            raise Mistake(use, f"{field}: no module {where!r} beside the file or installed; check the name") from None
-        raise
-
-
-def _file(field: str, use: Node, path: Path) -> ModuleType:
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there"
-        raise Mistake(use, f"{field}: the file {str(path)!r} {what}; paths are taken from the job file's folder")
-    path = path.resolve()
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
-        name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        if name in sys.modules:
-            return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes in the file must be importable by name where they are pickled
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
-    return module
+def check_file(what: str, use: Node, path: Path) -> None:
+    if not os.path.isfile(path):
+        why = "is a folder" if os.path.isdir(path) else "is not there"
+        raise Mistake(use, f"{what} {why}; paths are taken from the job file's folder")
 
 
 def check_arguments(
-    field: str, use: Node, function: Any, arguments: Mapping[str, Node], given: int = 0, *, typed: bool = False
+    field: str,
+    use: Node,
+    function: Any,
+    arguments: Mapping[str, Node],
+    given: int = 0,
+    *,
+    typed: bool = False,
 ) -> None:
     """Whether `function` can be called with `given` values and these arguments; `typed`: annotations hold too."""
-    called = use.value
+    label, what = (field, "") if use.is_table else (f"{field} {use.value!r}", "argument ")
     try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
+        signature = inspect.signature(function, eval_str=typed)
+    except Exception:  # it has none, or its annotations cannot be read
         return
-    parameters = list(signature.parameters.values())
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    first = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:given]
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    open_names = [name for name in names if name not in first]
+    parameters = signature.parameters.values()
+    names = {p.name: p for p in list(parameters)[given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name, node in arguments.items():
-        if name in first or (name not in names and not free):
-            hint = did_you_mean(name, open_names) if open_names else "; it takes none"
-            raise Mistake(node, f"{field} {called!r} has no argument {name!r}{hint}")
-        if typed:
-            _check_type(f"{field}.{name}", node, str(signature.parameters[name].annotation))
+        if name in names:
+            if typed:
+                _check_type(f"{field}.{name}", node, names[name].annotation)
+        elif not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            hint = did_you_mean(name, names) if names else "; it takes none"
+            raise Mistake(node, f"{label} has no {what}{name!r}{hint}")
     try:
         signature.bind(*[None] * given, **dict.fromkeys(arguments))
     except TypeError as error:
-        raise Mistake(
-            use, f"{field} {called!r} cannot be called so: {error}; give it in the table of {field}"
-        ) from None
+        raise Mistake(use, f"{label} cannot be called so: {error}; give it in the table of {field}") from None
 
 
-def _check_type(label: str, node: Node, annotation: str) -> None:
-    words = [word.strip() for word in annotation.split("|")]
-    if not all(word in WORDS or word == "None" for word in words):
-        return
-    if node.value is None and "None" in words:
-        return
-    kinds = {kind for word in words if word in WORDS for kind in WORDS[word]}
-    if type(node.value) not in kinds:
-        wanted = " or ".join(TYPED[word] for word in words if word in TYPED)
-        raise Mistake(node, f"{label} is {node.shown()} ({kind_of(node.value)}); use {wanted}")
+def _check_type(label: str, node: Node, annotation: Any) -> None:
+    """Whether an argument has the type that is wanted, as far as that is one of `SIMPLE`."""
+    wanted = get_args(annotation) or (annotation,)
+    plain = [kind for kind in (*SIMPLE, NoneType) if any(kind is each for each in wanted)]
+    words = " or ".join(SIMPLE[kind] for kind in plain if kind in SIMPLE)
+    allowed = {*plain, *([int] if float in plain else ())}
+    kind = type(node.value)
+    others = len(wanted) > len(plain)  # a list or a table may do for them
+    if words and kind not in allowed and (kind in SIMPLE or kind is NoneType or not others):
+        raise Mistake(node, f"{label} is {node.shown()} ({node.kind}); use {words}")
 
 
 def bound(function: Callable[..., Any], arguments: Mapping[str, Node]) -> Callable[..., Any]:

@@ -14,6 +14,17 @@ LONGEST = 60
 """Characters of a value that an error shows."""
 LARGEST = 2**64
 """Whole numbers stay below this; the seeds of torch have 64 bits."""
+KINDS: tuple[tuple[Any, str], ...] = (
+    (bool, "true or false"),
+    (int, "a whole number"),
+    (float, "a number"),
+    (str, "text"),
+    (dict, "a table"),
+    (list, "a list"),
+    (type(None), "empty"),
+    ((datetime.date, datetime.time), "a date or time"),
+)
+"""What a value is, in the words of an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +38,7 @@ class Node:
     @property
     def kind(self) -> str:
         """What it is, in the words of an error."""
-        return kind_of(self.value)
+        return next(name for kinds, name in KINDS if isinstance(self.value, kinds))
 
     @property
     def is_table(self) -> bool:
@@ -42,31 +53,10 @@ class Node:
         return self.value
 
     def shown(self) -> str:
-        """The value as an error shows it."""
-        return shown(self.plain())
-
-
-def kind_of(value: object) -> str:
-    """What a value is, in the words of an error."""
-    for kinds, name in (
-        (bool, "true or false"),
-        (int, "a whole number"),
-        (float, "a number"),
-        (str, "text"),
-        (dict, "a table"),
-        (list, "a list"),
-        (type(None), "empty"),
-        ((datetime.date, datetime.time), "a date or time"),
-    ):
-        if isinstance(value, kinds):
-            return name
-    return type(value).__name__
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it, cut where it is long."""
-    text = text_of(value) if isinstance(value, (bool, type(None))) else repr(value)
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+        """The value as an error shows it, cut where it is long."""
+        plain = self.plain()
+        text = text_of(plain) if isinstance(plain, (bool, type(None))) else repr(plain)
+        return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def text_of(value: object) -> str:
@@ -74,6 +64,14 @@ def text_of(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "null" if value is None else str(value)
+
+
+class Mistake(Exception):
+    """What is wrong, and on which line."""
+
+    def __init__(self, line: int | Node, text: str) -> None:
+        self.line = line.line if isinstance(line, Node) else line
+        super().__init__(text)
 
 
 class Problems:
@@ -87,6 +85,10 @@ class Problems:
         """Note a mistake: what it is, the rule, the fix; on one line."""
         number = line.line if isinstance(line, Node) else line
         self._problems[number, " ".join(text.split())] = None
+
+    def note(self, mistake: Mistake) -> None:
+        """Note a mistake that was raised; reading continues."""
+        self.add(mistake.line, str(mistake))
 
     def __bool__(self) -> bool:
         return bool(self._problems)
@@ -118,9 +120,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def too_large(node: Node) -> Iterator[Node]:
     """Whole numbers that no machine number holds."""
-    if isinstance(node.value, int) and not isinstance(node.value, bool):
-        if not -LARGEST < node.value < LARGEST:
-            yield node
+    if isinstance(node.value, int) and not -LARGEST < node.value < LARGEST:
+        yield node
     elif isinstance(node.value, (dict, list)):
         for child in node.value.values() if isinstance(node.value, dict) else node.value:
             yield from too_large(child)

@@ -1,14 +1,13 @@
 """What a run has done and has left, counted from its events.
 
-An event changes a few numbers of one unit or member, however many there are; sums over all of them are made when
-they are shown.
+An event changes the numbers of one unit or member; sums over all of them are made when they are shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -47,50 +46,19 @@ class UnitProgress:
     label: Any
     tier: str
     pace: Pace
+    left: dict[int, int] = field(default_factory=dict)
+    """By member: the batches that it has left."""
     batches: int = 0
-    """Batches the unit has run; the end of a member is on the same scale."""
-    ends: dict[int, int] = field(default_factory=dict)
-    """By member: the unit's batch at which it will have had its length."""
-    alone: dict[int, float] = field(default_factory=dict)
-    """By member: predicted seconds of one batch alone, where known."""
+    """Batches the unit has run."""
     work: float = 0.0
     """Member batches; older ones count less."""
     seconds: float = 0.0
     """What they took; older ones count less."""
     bytes: int | None = None
-    predicted: float | None = None
-    """Bytes."""
     accumulate: int = 1
-    weight: float = 1.0
-    """What one batch of a member counts in the work of the whole run."""
 
     def __len__(self) -> int:
-        return len(self.ends)
-
-    def put(self, index: int, left: int) -> None:
-        """A member is here, with so many batches left."""
-        self.ends[index] = self.batches + left
-
-    def drop(self, index: int) -> int:
-        """A member is no longer here; the batches that it has left."""
-        left = self.left_of(index)
-        del self.ends[index]
-        self.alone.pop(index, None)
-        return left
-
-    def left_of(self, index: int) -> int:
-        """Batches a member has left."""
-        return max(0, self.ends[index] - self.batches)
-
-    @property
-    def left(self) -> int:
-        """Member batches left."""
-        return max(0, sum(self.ends.values()) - len(self.ends) * self.batches)
-
-    @property
-    def longest(self) -> int:
-        """The unit's batch at which its last member ends."""
-        return max(self.ends.values(), default=0)
+        return len(self.left)
 
     def turn(self, members: int, batches: int, seconds: float) -> None:
         """It has run for a while."""
@@ -98,17 +66,11 @@ class UnitProgress:
         self.work = self.work * fade + members * batches
         self.seconds = self.seconds * fade + seconds
         self.batches += batches
-
-    @property
-    def gain(self) -> float | None:
-        """How many times faster than its members one after another; None where nothing was predicted."""
-        if not self.seconds or not self.alone or len(self.alone) < len(self.ends):
-            return None
-        return self.work / self.seconds * sum(self.alone.values()) / len(self.alone)
+        self.left = {index: max(0, left - batches) for index, left in self.left.items()}
 
     def seconds_left(self, now: float) -> float:
         """Until the last member's end, by the clock; NaN where nothing can be said."""
-        return self.pace.left(now, self.batches, self.longest - self.batches)
+        return self.pace.left(now, self.batches, max(self.left.values(), default=0))
 
 
 class Tally:
@@ -133,7 +95,6 @@ class Tally:
         self.alone: dict[int, float] = {}
         """By member: predicted seconds of a batch alone."""
         self.note = ""
-        self.over = False
         self._missed: dict[int, int] = {}
         """By cancelled member: batches that were never trained."""
         self._bytes: dict[int, float] = {}
@@ -141,22 +102,11 @@ class Tally:
         self._usual = 1.0
         """What a batch of a member counts whose cost is not known."""
         self._pace = Pace(self.began)
-        self._do = {
-            "start": self._start,
-            "join": self._join,
-            "turn": self._turn,
-            "epoch": self._epoch,
-            "leave": self._leave,
-            "preempt": self._preempt,
-            "split": self._split,
-            "note": self._note,
-            "end": self._end,
-        }
         for member in members:
             self._see(member)
 
     def __call__(self, event: Event) -> None:
-        do = self._do.get(event.kind)
+        do = getattr(self, f"_on_{event.kind}", None)
         if do is not None:
             do(event.member, event.data)
 
@@ -166,25 +116,15 @@ class Tally:
         return Counter(self.ended.values())
 
     @property
-    def total(self) -> int:
-        """Batches of all members."""
-        return sum(map(length, self.members.values()))
-
-    @property
-    def missed(self) -> int:
-        """Batches that were never trained, of members that were cancelled."""
-        return sum(self._missed.values())
-
-    @property
     def left(self) -> int:
         """Member batches left."""
-        return sum(pack.left for pack in self.packs.values()) + sum(self.waiting.values())
+        return sum(sum(pack.left.values()) for pack in self.packs.values()) + sum(self.waiting.values())
 
     @property
     def share(self) -> float:
         """How much of the work is done, 0 to 1."""
-        total = self.total
-        return 1 - (self.left + self.missed) / total if total else 1.0
+        total = sum(map(length, self.members.values()))
+        return 1 - (self.left + sum(self._missed.values())) / total if total else 1.0
 
     @property
     def running(self) -> int:
@@ -194,8 +134,8 @@ class Tally:
     def seconds_left(self) -> float:
         """Until the end, by the clock; NaN where nothing can be said."""
         now = self.clock()
-        rest = sum(pack.left * pack.weight for pack in self.packs.values())
-        rest += sum(left * self._weight(index) for index, left in self.waiting.items())
+        places = (self.waiting, *(pack.left for pack in self.packs.values()))
+        rest = sum(left * self.alone.get(index, self._usual) for place in places for index, left in place.items())
         all_left = self._pace.left(now, self.worked, rest)
         longest = [pack.seconds_left(now) for pack in self.packs.values()]
         return max([all_left, *(x for x in longest if not math.isnan(x))])
@@ -204,6 +144,22 @@ class Tally:
         """The smallest and the largest of the members' last losses."""
         losses = [loss for loss in self.losses.values() if math.isfinite(loss)]
         return (min(losses), max(losses)) if losses else None
+
+    def gain(self, pack: UnitProgress) -> float | None:
+        """How many times faster a unit is than its members one after another; None where nothing was predicted."""
+        alone = [self.alone[index] for index in pack.left if index in self.alone]
+        if not pack.seconds or not alone or len(alone) < len(pack):
+            return None
+        return pack.work / pack.seconds * sum(alone) / len(alone)
+
+    def predicted_bytes(self, pack: UnitProgress) -> float | None:
+        """Of a unit; None where nothing was predicted."""
+        shares = [self._bytes[index] for index in pack.left if index in self._bytes]
+        return sum(shares) if len(shares) == len(pack) else None
+
+    def _weight(self, pack: UnitProgress) -> float:
+        """What a batch of a unit's member counts: they are alike."""
+        return self.alone.get(next(iter(pack.left), -1), self._usual)
 
     def _see(self, member: Member) -> None:
         """Take in a member that is new to us, or what a resume has made of it."""
@@ -220,24 +176,30 @@ class Tally:
         if status == "cancelled":
             self._missed[index] = left
 
-    def _start(self, member: Member | None, data: Mapping[str, Any]) -> None:
+    def _leave_unit(self, index: int) -> int | None:
+        """Take a member out of its unit: what it has left; None where it was in none."""
+        pack = self.home.pop(index, None)
+        if pack is None:
+            return None
+        left = pack.left.pop(index)
+        if not pack.left:
+            self.packs.pop(pack.label, None)
+        return left
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_start(self, member: Member | None, data: Mapping[str, Any]) -> None:
         for each in list(self.members.values()):
             self._see(each)
         for part in (data.get("plan") or {}).get("parts", ()):
-            self._take_part(part["members"], part.get("predicted") or {})
+            members, predicted = part["members"], part.get("predicted") or {}
+            for name, shares in (("alone_seconds", self.alone), ("memory_bytes", self._bytes)):
+                if predicted.get(name):
+                    shares |= dict.fromkeys(members, predicted[name] / len(members))
         if self.alone:
             self._usual = sum(self.alone.values()) / len(self.alone)
 
-    def _take_part(self, members: Sequence[int], predicted: Mapping[str, float]) -> None:
-        for name, shares in (("alone_seconds", self.alone), ("memory_bytes", self._bytes)):
-            if predicted.get(name):
-                shares |= dict.fromkeys(members, predicted[name] / len(members))
-
-    def _weight(self, index: int) -> float:
-        return self.alone.get(index, self._usual)
-
-    def _join(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        assert member is not None
+    def _on_join(self, member: Member, data: Mapping[str, Any]) -> None:
         self.joins = True
         index, label, alone = member.index, data["unit"], data.get("alone_seconds")
         self._leave_unit(index)
@@ -249,48 +211,30 @@ class Tally:
         if label not in self.packs:
             self.packs[label] = UnitProgress(label, data["tier"], Pace(self.clock()))
         pack = self.home[index] = self.packs[label]
-        pack.put(index, length(member) - done(member))
-        pack.accumulate, pack.weight = member.job.accumulate, self._weight(index)
-        if index in self.alone:
-            pack.alone[index] = self.alone[index]
-        if index in self._bytes:
-            pack.predicted = self._bytes[index] * len(pack)
+        pack.left[index] = length(member) - done(member)
+        pack.accumulate = member.job.accumulate
 
-    def _leave_unit(self, index: int) -> int | None:
-        """Take a member out of its unit: what it has left; None where it was in none."""
-        pack = self.home.pop(index, None)
-        if pack is None:
-            return None
-        left = pack.drop(index)
-        if not pack.ends:
-            self.packs.pop(pack.label, None)
-        return left
-
-    def _turn(self, member: Member | None, data: Mapping[str, Any]) -> None:
+    def _on_turn(self, member: Member | None, data: Mapping[str, Any]) -> None:
         pack = self.packs.get(data["unit"])
         if pack is None:
             return
-        members, batches = data["members"], data["batches"]
-        pack.turn(members, batches, data["seconds"])
+        pack.turn(data["members"], data["batches"], data["seconds"])
         if data.get("bytes") is not None:
             pack.bytes = data["bytes"]
-        self.worked += members * batches * pack.weight
+        self.worked += data["members"] * data["batches"] * self._weight(pack)
 
-    def _epoch(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        assert member is not None
+    def _on_epoch(self, member: Member, data: Mapping[str, Any]) -> None:
         index, left = member.index, length(member) - done(member)
         if "loss" in data:
             self.losses[index] = data["loss"]
+        if index in self.ended:
+            return
         pack = self.home.get(index)
-        if pack is not None:
-            self.worked += (pack.left_of(index) - left) * pack.weight
-            pack.put(index, left)
-        elif index not in self.ended:
-            self.worked += (self.waiting.get(index, left) - left) * self._weight(index)
-            self.waiting[index] = left
+        places = self.waiting if pack is None else pack.left
+        self.worked += (places.get(index, left) - left) * self.alone.get(index, self._usual)
+        places[index] = left
 
-    def _leave(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        assert member is not None
+    def _on_leave(self, member: Member, data: Mapping[str, Any]) -> None:
         index = member.index
         self._see(member)
         left = self._leave_unit(index)
@@ -299,24 +243,21 @@ class Tally:
         if index not in self.ended:
             self._count_end(index, data["status"], left)
 
-    def _preempt(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        if member is not None and (left := self._leave_unit(member.index)) is not None:
+    def _on_preempt(self, member: Member, data: Mapping[str, Any]) -> None:
+        if (left := self._leave_unit(member.index)) is not None:
             self.waiting[member.index] = left
 
-    def _split(self, member: Member | None, data: Mapping[str, Any]) -> None:
+    def _on_split(self, member: Member | None, data: Mapping[str, Any]) -> None:
         self.note = f"pack {data.get('unit')} was split into {data.get('sizes')}: {data.get('reason')}"
         pack = self.packs.get(data.get("unit"))
-        for index in list(pack.ends) if pack is not None else []:
+        for index in list(pack.left) if pack is not None else []:
             self.waiting[index] = self._leave_unit(index) or 0
 
-    def _note(self, member: Member | None, data: Mapping[str, Any]) -> None:
+    def _on_note(self, member: Member | None, data: Mapping[str, Any]) -> None:
         name = "" if member is None else f"{member.name}: "
         self.note = f"{name}{data.get('text', '')}"
         if member is not None:
             self._see(member)
-
-    def _end(self, member: Member | None, data: Mapping[str, Any]) -> None:
-        self.over = True
 
 
 def batches_at(member: Member, step: int) -> int:

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from shoal.engine.members.member import Member
@@ -30,9 +29,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def __call__(self, event: Event) -> None:
@@ -91,9 +88,7 @@ class Live(_Counting):
         self.show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.show()
         self.live.stop()
 
@@ -118,9 +113,7 @@ class Notebook(_Counting):
         self._handle = self._display(self._bundle(), raw=True, display_id=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.show()
 
     def show(self) -> None:
@@ -172,25 +165,24 @@ HEAD = ("pack", "tier", "members", "steps/s", "gain", "memory", "left")
 
 def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
     """The packs, largest first. Members that run alone share a row, and so do packs past `most`."""
-    now = tally.clock()
     several = [pack for pack in tally.packs.values() if pack.tier != "serial"]
     alone = [pack for pack in tally.packs.values() if pack.tier == "serial"]
     several.sort(key=len, reverse=True)
-    out = [together([pack], str(pack.label), now) for pack in several[:most]]
+    out = [together(tally, [pack], str(pack.label)) for pack in several[:most]]
     if len(several) > most:
-        out.append(together(several[most:], f"{len(several) - most} more", now))
+        out.append(together(tally, several[most:], f"{len(several) - most} more"))
     if alone:
-        out.append(together(alone, str(alone[0].label) if len(alone) == 1 else f"{len(alone)} alone", now))
+        out.append(together(tally, alone, str(alone[0].label) if len(alone) == 1 else f"{len(alone)} alone"))
     return out
 
 
-def together(packs: list[UnitProgress], name: str, now: float) -> Row:
+def together(tally: Tally, packs: list[UnitProgress], name: str) -> Row:
     """Packs as one row: they take turns, so speed and gain are over the sum of their turns."""
+    now = tally.clock()
     turns = [pack for pack in packs if pack.seconds > 0]
     seconds = sum(pack.seconds for pack in turns)
     steps = sum(pack.work / pack.accumulate for pack in turns)
-    gains = [(pack.gain, pack.seconds) for pack in turns]
-    known = [gain * spent for gain, spent in gains if gain is not None]
+    known = [gain * pack.seconds for pack in turns if (gain := tally.gain(pack)) is not None]
     return Row(
         pack=name,
         tier=packs[0].tier if len({pack.tier for pack in packs}) == 1 else "mixed",
@@ -198,7 +190,7 @@ def together(packs: list[UnitProgress], name: str, now: float) -> Row:
         speed=steps / seconds if seconds else None,
         gain=sum(known) / seconds if known and len(known) == len(turns) else None,
         bytes=_sum([pack.bytes for pack in packs]),
-        predicted=_sum([pack.predicted for pack in packs]),
+        predicted=_sum(list(map(tally.predicted_bytes, packs))),
         left=max((x for pack in packs if not math.isnan(x := pack.seconds_left(now))), default=math.nan),
     )
 
@@ -239,7 +231,7 @@ def speeds(tally: Tally) -> Iterator[str]:
     """How fast all packs are together, and what they hold."""
     if not tally.packs:
         return
-    whole = together(list(tally.packs.values()), "", tally.clock())
+    whole = together(tally, list(tally.packs.values()), "")
     if whole.speed is not None:
         yield f"{number(whole.speed)} steps/s"
     if whole.gain is not None:

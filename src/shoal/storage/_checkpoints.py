@@ -1,6 +1,6 @@
-"""Members' checkpoints in a run folder: two generations each, written while training continues.
+"""Members' checkpoints in a run folder: the last two of each, written while training continues.
 
-    members/0003/a.ckpt, b.ckpt     in turn; each has a number, and the higher one is the newer
+    members/0003/000007.ckpt, 000008.ckpt     the higher number is the newer
 
 A state is copied when it is saved, which takes a fraction of a millisecond for a small network; the checksum, the
 writing and the waiting for the disk happen in a thread beside the training.
@@ -17,8 +17,6 @@ from typing import Any
 from shoal.errors import DamagedError
 from shoal.storage import _atomic, _store
 from shoal.storage._store import Frozen
-
-GENERATIONS = ("a.ckpt", "b.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +38,15 @@ class Checkpoints:
         self.folder = folder
         self.errors: list[Exception] = []
         """What went wrong since it was last read."""
-        self._damaged: set[Path] = set()
-        """Found to be of no use, so that they are replaced first."""
+        self._useless: set[Path] = set()
+        """Found to be damaged or another job's, and removed when the next is there."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def of(self, index: int) -> Path:
-        """Where a member's checkpoints are."""
-        return self.folder / f"{index:04d}"
+    def of(self, index: int) -> list[Path]:
+        """A member's checkpoints, the newest last. By the files: another process may have saved it since."""
+        paths = (self.folder / f"{index:04d}").glob("*.ckpt")
+        return sorted((path for path in paths if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
     def put(self, copies: list[Copy]) -> None:
         """Write these, in a thread of their own, after those before them."""
@@ -78,45 +77,35 @@ class Checkpoints:
     def _write_all(self, copies: list[Copy]) -> list[OSError | None]:
         files, failed = [], list[OSError | None]()
         for copy in copies:
-            folder = self.of(copy.index)
+            folder = self.folder / f"{copy.index:04d}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 failed.append(error)
                 continue
-            path, number = self._next(folder)
-            files.append((path, copy.frozen.seal({"number": str(number), "job": copy.job})))
+            number = max((int(path.stem) for path in self.of(copy.index)), default=0) + 1
+            files.append((folder / f"{number:06d}.ckpt", copy.frozen.seal({"job": copy.job})))
         failed += _atomic.write_many(files)
         _atomic.write_many([copy.view for copy in copies if copy.view is not None], durable=False)
+        for paths in [self.of(copy.index) for copy in copies]:
+            useful = [path for path in paths if path not in self._useless]
+            for path in set(paths) - set(useful[-2:]):
+                path.unlink(missing_ok=True)
         return failed
 
     def newest(self, index: int, job: str) -> tuple[Any, Path | None, list[str]]:
         """A member's newest good state and its file (None: there is none), and what is wrong with others."""
-        best: tuple[int, Any, Path | None] = (-1, None, None)
-        wrong: list[str] = []
-        for name in GENERATIONS:
-            path = self.of(index) / name
-            if not path.exists():
-                continue
+        best: tuple[Any, Path | None] = (None, None)
+        wrong: dict[Path, str] = {}
+        for path in self.of(index):
             try:
                 state, notes = _store.read(path)
             except DamagedError as error:
-                wrong.append(str(error))
-                self._damaged.add(path)
+                wrong[path] = str(error)
                 continue
-            if notes.get("job") != job:
-                wrong.append(f"{str(path)!r} is of another job")
-                self._damaged.add(path)
-            elif (number := int(notes["number"])) > best[0]:
-                best = (number, state, path)
-        return best[1], best[2], wrong
-
-    def _next(self, folder: Path) -> tuple[Path, int]:
-        """Which of the two files to replace, and its number. By the files themselves: a member may have been saved by
-        another process since this one last did."""
-        paths = [folder / name for name in GENERATIONS]
-        texts = [_store.peek(path, "number") or "" for path in paths]
-        numbers = [int(text) if text.isdecimal() else -1 for text in texts]
-        path = min(paths, key=lambda path: -1 if path in self._damaged else numbers[paths.index(path)])
-        self._damaged.discard(path)
-        return path, max(numbers) + 1
+            if notes.get("job") == job:
+                best = (state, path)
+            else:
+                wrong[path] = f"{str(path)!r} is of another job"
+        self._useless |= wrong.keys()
+        return *best, list(wrong.values())

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.engine.python_state.user_code import PYTHON
 from shoal.storage._describer import CODE as FUNCTION
 from shoal.storage._initial_weights import compare_weights
-from shoal.storage.jobtable import CODE, NAMED, WEIGHTS, JobTable
+from shoal.storage.jobtable import CODE, WEIGHTS, JobTable
 
 _OWN = frozenset({"bytecode", PYTHON, "shoal"})
 
@@ -25,8 +25,6 @@ class Differences:
     """Names of jobs that begin with other weights."""
     rounded: list[str] = field(default_factory=list)
     """Names of jobs whose weights at the beginning differ in their last digits alone."""
-    not_compared: list[str] = field(default_factory=list)
-    """Functions of which only another Python's bytecode is known."""
     versions: list[str] = field(default_factory=list)
     """Libraries that have another version."""
 
@@ -57,93 +55,34 @@ def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = _apart(was, now), _apart(now, was)
         seen.lines.append(f"job {name!r} has {key} {was!r} there and {now!r} here")
-    if old.get(CODE) is not None and new.get(CODE) is not None and old[CODE] != new[CODE]:
-        same_bytecode = held.made_by.get("bytecode") == here.made_by.get("bytecode")
-        lines = list(_code_lines(name, held, old, here, new, same_bytecode, seen))
-        seen.lines += [line for line in lines if not any(line.startswith(_another(name, key)) for key in other)]
+    if old.get(CODE) is not None and new.get(CODE) is not None:
+        was, now = held.code(old), here.code(new)
+        for part in {**was, **now}:
+            shared = part in was and part in now
+            if part in other or (not shared and part.startswith(("class ", "globals "))):
+                continue  # it is reported, or belongs to something that is
+            lines = list(_changes(was.get(part, {}), now.get(part, {}), _same_bytecode(held, here)))
+            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            seen.lines += [f"job {name!r}: {line}{more}" for line in lines[:1]]
     if old.get(WEIGHTS) is not None and new.get(WEIGHTS) is not None and "shapes" not in other:
         verdict = compare_weights(held.parts[old[WEIGHTS]], here.parts[new[WEIGHTS]])
         if verdict != "same":
             (seen.other_weights if verdict == "other" else seen.rounded).append(name)
 
 
-def _code_lines(
-    name: str, held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], same: bool, seen: Differences
-) -> Iterator[str]:
-    """A line for each part of a job that differs. `same`: both have the bytecode of one version of Python."""
-    was, now = held.code(old), here.code(new)
-    for part in {**was, **now}:
-        if was.get(part) == now.get(part):
-            continue
-        if part not in was or part not in now:
-            if not part.startswith("class "):  # it belongs to something that is reported
-                yield f"{_whose(name, part)} is {'not there' if part in now else 'not here'}"
-            continue
-        lines = list(_texts(held.parts[was[part]], here.parts[now[part]], part, same, seen))
-        if lines:
-            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-            yield f"{_subject(name, part)} {lines[0]}{more}"
+def _changes(was: Mapping[str, str], now: Mapping[str, str], same_bytecode: bool) -> Iterator[str]:
+    """What differs in one part, code first: it makes other values come and go."""
+    places = [place for place in {**was, **now} if was.get(place) != now.get(place)]
+    for place in sorted(places, key=lambda place: (not was.get(place, "").startswith(FUNCTION), place)):
+        there, here = was.get(place, "nothing"), now.get(place, "nothing")
+        if not (there.startswith(FUNCTION) and here.startswith(FUNCTION)):
+            yield f"{place} is {there} there and {here} here"
+        elif same_bytecode:
+            yield f"the code of {place} differs"
 
 
-def _texts(old: Mapping[str, str], new: Mapping[str, str], part: str, same: bool, seen: Differences) -> Iterator[str]:
-    """What differs in one part, most telling first: code that differs makes other values come and go."""
-    for place in sorted({**old, **new}, key=lambda place: (not old.get(place, "").startswith(FUNCTION), place)):
-        was, now = old.get(place), new.get(place)
-        if was == now:
-            continue
-        if was is not None and now is not None and was.startswith(FUNCTION) and now.startswith(FUNCTION):
-            verdict = _same_code(was.split()[1:], now.split()[1:], same)
-            if verdict is None:
-                seen.not_compared.append(f"{place} of {part}" if place else part)
-            elif not verdict:
-                yield _code_words(place, part)
-        else:
-            yield _value_words(place, part, was, now)
-
-
-def _same_code(old: list[str], new: list[str], same: bool) -> bool | None:
-    """Whether two functions are the same; None where that cannot be said."""
-    if same and old[0] == new[0]:
-        return True
-    if len(old) > 1 and len(new) > 1:
-        return old[1] == new[1]
-    return False if same else None
-
-
-def _subject(name: str, part: str) -> str:
-    if part.startswith("module "):
-        return f"job {name!r}: {part} has"
-    if part == "model" or part.startswith("class "):
-        return f"job {name!r}: its {part}" if part == "model" else f"job {name!r}:"
-    return _another(name, part)
-
-
-def _another(name: str, part: str) -> str:
-    return f"job {name!r} has another {part}:"
-
-
-def _whose(name: str, part: str) -> str:
-    return (
-        f"job {name!r}: {part}" if part not in (*NAMED, "model", "stop", "optimizer") else f"job {name!r}: its {part}"
-    )
-
-
-def _code_words(place: str, part: str) -> str:
-    if part.startswith("class "):
-        return f"the code of {part.removeprefix('class ')}.{place} differs"
-    if part == "model" or part.startswith("module "):
-        return f"another {place}: its code differs"
-    return "its code differs" if not place else f"the code of its {place} differs"
-
-
-def _value_words(place: str, part: str, old: str | None, new: str | None) -> str:
-    there, here = ("nothing" if text is None else text for text in (old, new))
-    if part.startswith("class "):
-        return f"{part}{'.' + place if place else ''} is {there} there and {here} here"
-    if part == "model" or part.startswith("module "):
-        prefix = "has " if part == "model" else ""
-        return f"{prefix}{place.removeprefix('attribute ') or 'type'} {there} there and {here} here"
-    return f"it is {there} there and {here} here" if not place else f"its {place} is {there} there and {here} here"
+def _same_bytecode(held: JobTable, here: JobTable) -> bool:
+    return held.made_by.get("bytecode") == here.made_by.get("bytecode")
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -162,10 +101,10 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
             f"{', '.join(seen.versions)}; code of libraries is compared by version alone: what is there is taken as it "
             "is, and the rest is trained with what is here"
         )
-    if seen.not_compared:
+    if not _same_bytecode(held, here):
         yield (
-            f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}: code "
-            f"without its source ({_some(seen.not_compared)}) cannot be compared; use another folder if you changed it"
+            f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}, which makes "
+            "other bytecode: code cannot be compared; use another folder if you changed it"
         )
     if seen.rounded:
         yield (
@@ -180,4 +119,4 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(dict.fromkeys(names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

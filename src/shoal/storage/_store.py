@@ -2,7 +2,7 @@
 
     shoal checkpoint 2
     <sha256 of all that follows>
-    {"bytes": 40311, "number": "7", "job": "..."}
+    {"bytes": 40311, "job": "..."}
     <the pickle>
 
 A file that was cut short, zeroed or changed in any bit is refused before anything in it is used. Reading one runs no
@@ -33,8 +33,6 @@ from shoal.storage import _atomic
 FORMAT = "2"
 START = b"shoal checkpoint "
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_HEADER = 2048
-"""Bytes at the beginning of a file that hold the whole header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +196,3 @@ def fault(data: bytes) -> str | None:
     if len(data) < length:
         return f"is cut short: {len(data)} of its {length} bytes are left"
     return "is damaged: its contents do not match their checksum"
-
-
-def peek(path: Path, note: str) -> str | None:
-    """Return a note of a file without checking the file, so it may be wrong; None where there is none."""
-    try:
-        with path.open("rb") as file:
-            start, _, line, _ = file.read(_HEADER).split(b"\n", 3)
-        text = json.loads(line)[note] if start.startswith(START) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return text if isinstance(text, str) else None

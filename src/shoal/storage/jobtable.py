@@ -20,25 +20,13 @@ from torch import Tensor
 from shoal.data.dataset import DatasetSource
 from shoal.engine.members.member import Member
 from shoal.engine.python_state.user_code import PYTHON, version_of
-from shoal.storage._codehash import MAGIC
-from shoal.storage._describer import Describer
+from shoal.storage._describer import BYTECODE, Describer, Texts
 from shoal.storage._initial_weights import describe_weights
 
 PLAIN = (
-    "batch_size",
-    "epochs",
-    "steps",
-    "seed",
-    "data_seed",
-    "shuffle",
-    "drop_last",
-    "accumulate",
-    "clip_norm",
-    "precision",
-    "schedule_every",
-    "val_every",
-    "keep",
-)
+    "batch_size", "epochs", "steps", "seed", "data_seed", "shuffle", "drop_last", "accumulate", "clip_norm",
+    "precision", "schedule_every", "val_every", "keep",
+)  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
 """Fields of a job's entry that name a part."""
@@ -62,11 +50,11 @@ class JobTable:
         for member, job in zip(members, table.jobs, strict=True):
             if not names_only:
                 describer = _described(member)
-                job[CODE] = table._put({name: table._put(texts) for name, texts in describer.finish().items()})
+                job[CODE] = table._put({name: table._put(texts) for name, texts in describer.parts.items()})
                 job[WEIGHTS] = table._put(describe_weights(member.model))
                 libraries |= describer.libraries
         table.made_by = {name: version_of(name) for name in sorted(libraries)}
-        table.made_by |= {PYTHON: platform.python_version(), "bytecode": MAGIC}
+        table.made_by |= {PYTHON: platform.python_version(), "bytecode": BYTECODE}
         return table
 
     @classmethod
@@ -81,21 +69,15 @@ class JobTable:
         """A short name for what each job is."""
         return [_hash(job) for job in self.jobs]
 
-    def code(self, job: Mapping[str, Any]) -> dict[str, str]:
-        """The parts that a job's functions and network are made of, by their names, as keys of `parts`."""
-        names: dict[str, str] = self.parts[job[CODE]]
-        return names
-
-    def functions(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """What a job's functions and classes are made of, without its network, which is built anew each time."""
-        return {part: self.parts[key] for part, key in self.code(job).items() if not _is_network(part)}
+    def code(self, job: Mapping[str, Any]) -> dict[str, Texts]:
+        """What a job's functions and network are made of, part by part."""
+        return {part: self.parts[key] for part, key in self.parts[job[CODE]].items()}
 
     def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
         """Have a job's functions described as another table does; `known` is that one's entry of the same job."""
-        mine = {part: key for part, key in self.code(job).items() if _is_network(part)}
-        theirs = {part: key for part, key in held.code(known).items() if not _is_network(part)}
-        self.parts |= {key: held.parts[key] for key in theirs.values()}
-        job[CODE] = self._put(mine | theirs)
+        mine = {part: texts for part, texts in self.code(job).items() if is_network(part)}
+        code = mine | without_network(held.code(known))
+        job[CODE] = self._put({part: self._put(texts) for part, texts in code.items()})
 
     def _put(self, content: dict[str, Any]) -> str:
         key = _hash(content)
@@ -124,28 +106,29 @@ def describe_settings(member: Member) -> dict[str, Any]:
     return plain
 
 
-def describe_functions(member: Member) -> dict[str, Any]:
-    """What a member's functions and classes are made of now, as `JobTable.functions` gives it."""
-    return {part: texts for part, texts in _described(member).finish().items() if not _is_network(part)}
+def describe_functions(member: Member) -> dict[str, Texts]:
+    """What a member's functions and classes are made of now."""
+    return without_network(_described(member).parts)
 
 
 def _described(member: Member) -> Describer:
     """What a member's functions and network are made of."""
-    job, describer = member.job, Describer()
-    describer.add_model(member.model)
-    for name in (*NAMED, "optimizer", "stop"):
-        if getattr(job, name) is not None:
-            describer.add(name, getattr(job, name))
-    for name, metric in job.metrics.items():
-        describer.add(f"metric {name!r}", metric)
+    job = member.job
+    roots = {name: getattr(job, name) for name in (*NAMED, "optimizer") if getattr(job, name) is not None}
+    roots |= {f"metric {name!r}": metric for name, metric in job.metrics.items()}
     for name, view in (("data", member.data), ("val", member.val)):
         if view is not None and isinstance(view.source, DatasetSource):
-            describer.add(name, type(view.source.dataset))
-    return describer
+            roots[name] = type(view.source.dataset)
+    return Describer(roots, member.model)
 
 
-def _is_network(part: str) -> bool:
-    return part == "model" or part.startswith("module ")
+def is_network(part: str) -> bool:
+    return part == "model" or part.startswith("model.")
+
+
+def without_network(code: Mapping[str, Texts]) -> dict[str, Texts]:
+    """A job's functions and classes: its network is built anew each time."""
+    return {part: texts for part, texts in code.items() if not is_network(part)}
 
 
 def _hash(content: Any) -> str:

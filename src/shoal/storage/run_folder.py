@@ -2,7 +2,7 @@
 
     jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
     plan.json                   how they run, so that a resume replays the same arithmetic
-    members/0003/a.ckpt         a checkpoint: weights, optimizer, schedule, random state, place in the data; and b
+    members/0003/000008.ckpt    a checkpoint: weights, optimizer, schedule, random state, place in the data; and 000007
     history/0003.jsonl          one row an epoch
     results.json                how each ended, and the environment
     weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
@@ -35,10 +35,10 @@ from shoal.storage._histories import Histories, from_text, to_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
 from shoal.storage._jobdiff import compare, remarks
 from shoal.storage._lock import Lock
-from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions
+from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lost_state import in_words, lost_state
 
-VERSION = 4
+VERSION = 5
 """Of the folder's format. Folders of other formats are refused."""
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
 """By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
@@ -132,7 +132,7 @@ class RunFolder:
         return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
 
     def _saved(self) -> Iterator[Path]:
-        return self.path.glob("members/*/[ab].ckpt")
+        return self.path.glob("members/*/*.ckpt")
 
     def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
         known = self.path / "jobs.json"
@@ -175,7 +175,7 @@ class RunFolder:
         known = {job["name"]: job for job in held.jobs}
         for job in here.jobs:
             left = _left.get((self.path.resolve(), job["name"]))
-            if left is not None and left == here.functions(job) and CODE in known.get(job["name"], {}):
+            if left is not None and left == without_network(here.code(job)) and CODE in known.get(job["name"], {}):
                 here.take_functions(job, held, known[job["name"]])
 
     def _leave(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,64 +22,47 @@ ENDLESS = 2**62
 """Steps of a job whose length is its user's loop."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Settings:
-    """What `Pack` takes for its members, each setting one for all or a list with one for each."""
+Settings = dict[str, Any]
+"""What `Pack` takes for its members by name, each setting one for all or a list with one for each."""
 
-    optimizer: Any
-    hparams: Any
-    loss: Any
-    step: Any
-    params: Any
-    clip_norm: Any
-    precision: Any
-    schedule: Any
 
-    def of_each(self, models: Any, seeds: Any) -> list[dict[str, Any]]:
-        """Every member's own settings.
+def settings_of_each(given: Settings, models: Any) -> list[Settings]:
+    """Every member's own settings.
 
-        Raises:
-            JobError: with a line for each list of the wrong length.
-        """
-        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
-            raise JobError("models is a single network; pass a list of them")
-        count = len(models)
-        if not count:
-            raise JobError("models is empty; pass at least one network")
-        seeds = seeds.tolist() if isinstance(seeds, np.ndarray | Tensor) else seeds
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray) and value.ndim:
-                setattr(self, field.name, value.tolist())
-        lines = [
-            f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
-            for name, value in [*((f.name, getattr(self, f.name)) for f in fields(self)), ("seeds", seeds)]
-            if _each(value) and len(value) != count
-        ]
-        if seeds is not None and not _each(seeds):
-            lines.append(f"seeds is {seeds!r}; pass a whole number for each model")
-        if lines:
-            raise JobError(*lines)
-        names = [f.name for f in fields(self)]
-        return [
-            {name: self._for(name, place) for name in names} | {"seed": None if seeds is None else seeds[place]}
-            for place in range(count)
-        ]
+    Raises:
+        JobError: with a line for each list of the wrong length.
+    """
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        raise JobError("models is a single network; pass a list of them")
+    count = len(models)
+    if not count:
+        raise JobError("models is empty; pass at least one network")
+    for name, value in given.items():
+        if isinstance(value, np.ndarray | Tensor) and value.ndim:
+            given[name] = value.tolist()
+    lines = [
+        f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
+        for name, value in given.items()
+        if _each(value) and len(value) != count
+    ]
+    if given["seeds"] is not None and not _each(given["seeds"]):
+        lines.append(f"seeds is {given['seeds']!r}; pass a whole number for each model")
+    if lines:
+        raise JobError(*lines)
+    return [{name: value[i] if _each(value) else value for name, value in given.items()} for i in range(count)]
 
-    def _for(self, name: str, place: int) -> Any:
-        value = getattr(self, name)
-        return value[place] if _each(value) else value
 
-    def of_new_member(self, seed: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a member that joins later."""
-        names = [f.name for f in fields(self)]
-        unknown = sorted(set(given) - set(names))
-        if unknown:
-            raise TypeError(f"add() takes no {unknown[0]!r}; it takes {', '.join(names)} and seed")
-        missing = [name for name in names if name not in given and _each(getattr(self, name))]
-        if missing:
-            raise JobError(f"{missing[0]} was given one for each member; give the new member's too: {missing[0]}=...")
-        return {name: given[name] if name in given else getattr(self, name) for name in names} | {"seed": seed}
+def settings_of_new_member(shared: Settings, given: Settings) -> Settings:
+    """The settings of a member that joins later."""
+    unknown = sorted(set(given) - set(shared))
+    if unknown:
+        raise TypeError(
+            f"add() takes no {unknown[0]!r}; it takes {', '.join(n for n in shared if n != 'seeds')} and seed"
+        )
+    missing = [name for name, value in shared.items() if name not in given and _each(value)]
+    if missing:
+        raise JobError(f"{missing[0]} was given one for each member; give the new member's too: {missing[0]}=...")
+    return shared | given
 
 
 def _each(value: Any) -> bool:
@@ -96,9 +79,11 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
     name = f"member {id}"
     if not isinstance(model, nn.Module):
         raise JobError(f"{name}: the model is a {type(model).__name__}; pass an nn.Module")
-    seed = id if settings["seed"] is None else plain_int(settings["seed"])
+    given = dict(settings)
+    seed = plain_int(given.pop("seeds"))
+    seed = id if seed is None else seed
     try:
-        job = Job(**{**settings, "seed": seed}, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
+        job = Job(**given, seed=seed, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
     except JobError as error:
         raise JobError(*(line.replace("job: ", f"{name}: ", 1) for line in error.lines)) from None
     rng = torch.Generator().manual_seed(seed)

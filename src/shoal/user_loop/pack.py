@@ -27,7 +27,7 @@ from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, asked_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
-from shoal.user_loop._settings import Settings, device_of, make_member, refill
+from shoal.user_loop._settings import device_of, make_member, refill, settings_of_each, settings_of_new_member
 from shoal.utils.torch_flags import training_mode
 
 UNDECIDED = ("", "decided at its first step")
@@ -74,11 +74,11 @@ class Pack:
         device: str | torch.device | None = None,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        self._settings = Settings(
-            optimizer=optimizer, hparams=hparams or {}, loss=loss, step=step, params=params, clip_norm=clip_norm,
-            precision=precision, schedule=schedule,
-        )  # fmt: skip
-        chosen = self._settings.of_each(models, seeds)
+        self._settings = {
+            "optimizer": optimizer, "hparams": hparams or {}, "loss": loss, "step": step, "params": params,
+            "clip_norm": clip_norm, "precision": precision, "schedule": schedule, "seeds": seeds,
+        }  # fmt: skip
+        chosen = settings_of_each(self._settings, models)
         self.device = device_of(models, device)
         self._trace_cache = TraceCache()
         self._changes = LoopChanges(self._trace_cache)
@@ -134,7 +134,7 @@ class Pack:
         Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
         as for all members; a setting that was given one for each member must be given here too.
         """
-        return self._enter(model, self._settings.of_new_member(seed, settings))
+        return self._enter(model, settings_of_new_member({**self._settings, "seeds": seed}, settings))
 
     def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
         id, data = self._next, View(FixedBatchSource(self.device))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextvars
 import types
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from shoal.engine.python_state._compare import equal_value, same_value
+from shoal.engine.python_state.user_code import is_standard_class
 
 Path = tuple[str, ...]
 """The way to a piece of state from a named root, such as `("step", "<cfg>", "['beta']")`: closure cells are written
@@ -16,7 +18,7 @@ and `("class", module.name)`, so that a path means the same in another process t
 
 MISSING: Any = object()
 """Stands for a name or a closure cell that holds nothing."""
-_OMITTED = frozenset({".__slots__", ".__dict__", ".__next__", ".cell_contents"})
+_OMITTED = frozenset({".__dict__", ".__next__", ".cell_contents"})
 """Parts of paths that only tell two places of the same object apart."""
 
 
@@ -83,7 +85,7 @@ class Names(Place):
     """Named values: attributes of an object or a class, a module's globals. `get` gives a dict."""
 
     space: dict[str, Any]
-    """Where the values are; a class and an object with slots have none."""
+    """Where the values are; a class has none."""
 
     def _set(self, name: str, value: Any) -> None:
         self.space[name] = value
@@ -117,35 +119,41 @@ class Names(Place):
 
 
 class Attributes(Names):
-    """An object's own attributes, read and written past properties and `__setattr__`."""
+    """An object's own attributes, also those in `__slots__`, read and written past properties and `__setattr__`."""
 
     def __init__(self, path: Path, owner: Any, without: frozenset[str] = frozenset()) -> None:
         super().__init__(path, owner)
-        self.space = owner.__dict__
+        self.space = getattr(owner, "__dict__", {})
+        kind: Any = type(owner)
+        self.slots = slot_names(kind)
         self.without = without
 
     def get(self) -> dict[str, Any]:
         space = self.space.copy()
         for name in self.without:
             space.pop(name, None)
-        return space
-
-
-class Slots(Names):
-    """Attributes of an object in `__slots__`."""
-
-    def __init__(self, path: Path, owner: Any, names: Iterable[str]) -> None:
-        super().__init__(path, owner)
-        self.names = tuple(names)
-
-    def get(self) -> dict[str, Any]:
-        return {name: value for name in self.names if (value := getattr(self.owner, name, MISSING)) is not MISSING}
+        held = ((name, getattr(self.owner, name, MISSING)) for name in self.slots)
+        return space | {name: value for name, value in held if value is not MISSING}
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self.owner, name, value)
+        if name in self.slots:
+            object.__setattr__(self.owner, name, value)
+        else:
+            self.space[name] = value
 
     def _delete(self, name: str) -> None:
-        object.__delattr__(self.owner, name)
+        if name in self.slots:
+            object.__delattr__(self.owner, name)
+        else:
+            self.space.pop(name, None)
+
+
+@lru_cache(maxsize=8192)
+def slot_names(kind: Any) -> tuple[str, ...]:
+    """Names in the `__slots__` of a class and of what it is made from, without the standard library's."""
+    bases = [base for base in kind.__mro__ if not is_standard_class(base)]
+    descriptors = (pair for base in bases for pair in vars(base).items())
+    return tuple(name for name, value in descriptors if isinstance(value, types.MemberDescriptorType))
 
 
 class ClassAttributes(Names):
@@ -218,12 +226,6 @@ class Items(Place):
     def get(self) -> list[tuple[Any, Any]]:
         return list(self.owner.items())
 
-    def changed(self, note: list[tuple[Any, Any]]) -> bool:
-        now = self.get()
-        return len(now) != len(note) or any(
-            not (equal_value(x, a) and equal_value(y, b)) for (x, y), (a, b) in zip(now, note, strict=True)
-        )
-
     def put(self, value: list[tuple[Any, Any]]) -> None:
         wanted = dict(value)
         for key in [key for key in list(self.owner) if key not in wanted]:
@@ -257,10 +259,6 @@ class Elements(Place):
 
     def get(self) -> list[Any]:
         return list(self.owner)
-
-    def changed(self, note: list[Any]) -> bool:
-        now = self.get()
-        return len(now) != len(note) or not all(map(equal_value, now, note))
 
     def put(self, value: list[Any]) -> None:
         now = self.get()

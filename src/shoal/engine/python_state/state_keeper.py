@@ -38,36 +38,12 @@ _LARGE, _SAMPLE = 1 << 20, 1 << 16
 """Elements of a tensor from which a part of them is compared, and how many."""
 
 
-class _NamedWalk(Walk):
-    """A walk that knows a way to every object."""
-
-    def __init__(self, roots: Mapping[str, Any], skip: nn.Module | None, known: Mapping[int, Path]) -> None:
-        self.paths: dict[int, Path] = dict(known)
-        self.objects: dict[Path, Any] = {}
-        self._known = known
-        self._roots = {id(root) for root in roots.values()}
-        if skip is not None:
-            for name, tensor in (*skip.named_parameters(), *skip.named_buffers()):
-                self._name(("model tensor", name), tensor)
-        super().__init__(roots, skip=skip)
-
-    def _name(self, path: Path, value: Any) -> None:
-        while path in self.objects:  # two classes of one name
-            path = (*path, "'")
-        self.paths.setdefault(id(value), path)
-        self.objects[path] = value
-
-    def _visit(self, path: Path, value: Any) -> None:
-        if id(value) in self._known:
-            return
-        count = len(self._held)
-        super()._visit(path, value)
-        if len(self._held) > count:
-            self._name(path, value)
+class _KeptWalk(Walk):
+    """A walk that leaves out what is in the state_dict() of an optimizer that is a root."""
 
     def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
-        mine = isinstance(value, Optimizer) and id(value) in self._roots
-        super()._attributes(path, value, _IN_STATE_DICT if mine else without)
+        root = isinstance(value, Optimizer) and len(path) == 1
+        super()._attributes(path, value, _IN_STATE_DICT if root else without)
 
 
 class Keeper:
@@ -81,11 +57,17 @@ class Keeper:
     ) -> None:
         """`model`: one whose parameters and buffers are saved elsewhere. `beside`: another keeper, whose places are its
         own business."""
-        walk = _NamedWalk(roots, model, beside.paths if beside is not None else {})
-        self.paths: dict[int, Path] = walk.paths
-        self._objects = walk.objects
+        self.paths: dict[int, Path] = dict(beside.paths) if beside is not None else {}
+        self._objects: dict[Path, Any] = {}
+        walk = _KeptWalk(roots, skip=model, known=self.paths)
+        tensors = (*model.named_parameters(), *model.named_buffers()) if model is not None else ()
+        for path, value in (*((("model tensor", name), tensor) for name, tensor in tensors), *walk.reached):
+            while path in self._objects:  # two classes of one name
+                path = (*path, "'")
+            self.paths.setdefault(id(value), path)
+            self._objects[path] = value
         if beside is not None:
-            self._objects = {**beside._objects, **walk.objects}
+            self._objects = {**beside._objects, **self._objects}
         self.complete = walk.complete
         self._walk = walk  # holds the objects, so that their ids are theirs
         self._places: dict[str, Place] = {}

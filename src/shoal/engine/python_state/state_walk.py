@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from shoal.engine.python_state import _contents, places
-from shoal.engine.python_state.places import Path, Place, key_name
+from shoal.engine.python_state.places import Path, Place, key_name, slot_names
 from shoal.engine.python_state.user_code import (
     is_library_class,
     is_library_function,
@@ -35,9 +35,9 @@ from shoal.engine.python_state.user_code import (
 
 MOST_OBJECTS = 200_000
 """Objects that are looked into at the most; `Walk.complete` says whether that was all."""
-_TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
+TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Attributes of a module that are looked at on their own; the last two are an RNN's other list of its parameters."""
-_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 """Containers that every module has, and that are empty in most."""
 _PLAIN = (
     int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
@@ -54,20 +54,29 @@ _STANDARD = (
 class Walk:
     """All places that can be reached from some named roots, each with one path, the shortest."""
 
+    most: int | None = None
+    """Objects that are looked into at the most, where that is not `MOST_OBJECTS`."""
+
     def __init__(
-        self, roots: Mapping[str, Any], *, skip: nn.Module | None = None, private: Mapping[str, Any] | None = None
+        self,
+        roots: Mapping[str, Any],
+        *,
+        skip: nn.Module | None = None,
+        private: Mapping[str, Any] | None = None,
+        known: Iterable[int] = (),
     ) -> None:
         """`skip`: a model whose parameters and buffers are not looked at; its other attributes are.
 
         `private`: more roots, which nobody else holds, such as a copy of a model: of what hangs on them only what their
-        code shares with others is noted.
+        code shares with others is noted. `known`: ids of objects that are not looked into.
         """
         self.places: list[Place] = []
         self.complete = True
         self._skipped = set(map(id, skip.modules())) if skip is not None else set()
         tensors = (*skip.parameters(), *skip.buffers()) if skip is not None else ()
-        self._seen: set[int] = set(map(id, tensors))
-        self._held: list[Any] = []  # keeps ids from being given away
+        self._seen: set[int] = {*known, *map(id, tensors)}
+        self.reached: list[tuple[Path, Any]] = []
+        """All objects that were looked into, with the ways to them. It also keeps their ids from being given away."""
         self._queue: deque[tuple[Path, Any, bool]] = deque(((name,), root, False) for name, root in roots.items())
         self._private = False
         self._mentioned: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -84,13 +93,13 @@ class Walk:
     @property
     def written(self) -> frozenset[str]:
         """Names of globals that the code writes to."""
-        functions = [held for held in self._held if isinstance(held, types.FunctionType)]
+        functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
         return frozenset().union(*(mentioned(f.__code__)[1] for f in functions if not is_library_function(f)))
 
     @property
     def visited(self) -> list[Any]:
         """All objects that were looked into."""
-        return self._held
+        return [value for _, value in self.reached]
 
     def _go(self) -> None:
         while self._queue:
@@ -100,11 +109,11 @@ class Walk:
     def _visit(self, path: Path, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
-        if len(self._held) >= MOST_OBJECTS:
+        if len(self.reached) >= (self.most or MOST_OBJECTS):
             self.complete = False
             return
         self._seen.add(id(value))
-        self._held.append(value)
+        self.reached.append((path, value))
         kind: Any = type(value)
         look = _look_of(kind, self._looks)
         if look is not None:
@@ -122,6 +131,9 @@ class Walk:
         if not isinstance(value, _PLAIN):
             self._queue.append(((*path, element), value, self._private))
 
+    def _push_attribute(self, path: Path, owner: Any, name: str, value: Any) -> None:
+        self._push(path, f".{name}", value)
+
     # --- code -------------------------------------------------------------------------------------------------------
 
     def _function(self, path: Path, function: types.FunctionType) -> None:
@@ -129,7 +141,6 @@ class Walk:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                self._held.append(cell)
                 place = places.Cell((*path, f"<{name}>", ".cell_contents"), cell)
                 self._note(place)
                 self._push(path, f"<{name}>", place.get())
@@ -192,7 +203,7 @@ class Walk:
         place = places.ClassAttributes(path, kind)
         self._note(place)
         for name, value in place.get().items():
-            self._push(path, f".{name}", value)
+            self._push_attribute(path, kind, name, value)
         for base in kind.__bases__:
             self._push(path, ".__bases__", base)
 
@@ -207,10 +218,10 @@ class Walk:
                 self._note(places.Items((*path, f".{attribute}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
-        empty = [value for name in _HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
+        empty = [value for name in HOOKS if (value := vars(module).get(name)) is not None and not len(value)]
         self._note(places.Empties((*path, ".hooks"), empty))
         self._seen.update(map(id, empty))
-        self._attributes(path, module, _TENSORS)
+        self._attributes(path, module, TENSORS)
         self._push(path, ".__class__", type(module))
 
     def _object(self, path: Path, value: Any) -> None:
@@ -219,31 +230,18 @@ class Walk:
             return
         self._private &= not hasattr(kind, "__deepcopy__")  # it may give itself for its copy
         self._attributes(path, value)
-        self._slots(path, value)
         self._push(path, ".__class__", kind)
 
     def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
-        if not isinstance(getattr(value, "__dict__", None), dict):
+        kind: Any = type(value)
+        if not isinstance(getattr(value, "__dict__", None), dict) and not slot_names(kind):
             return
         place = places.Attributes(path, value, without)
         held = place.get()
         if held or not isinstance(value, types.FunctionType):
             self._note(place)
         for name, attribute in held.items():
-            self._push(path, f".{name}", attribute)
-
-    def _slots(self, path: Path, value: Any) -> None:
-        names = [
-            name
-            for kind in type(value).__mro__
-            for name, descriptor in vars(kind).items()
-            if isinstance(descriptor, types.MemberDescriptorType) and not is_standard_class(kind)
-        ]
-        if names:
-            place = places.Slots((*path, ".__slots__"), value, names)
-            self._note(place)
-            for name, held in place.get().items():
-                self._push(path, f".{name}", held)
+            self._push_attribute(path, value, name, attribute)
 
     def _reference(self, path: Path, value: weakref.ref[Any]) -> None:
         self._push(path, "()", value())
@@ -262,8 +260,9 @@ class Walk:
     def _dict(self, path: Path, value: Any) -> None:
         writable = isinstance(value, MutableMapping)
         self._note(places.Items(path, value) if writable else places.ReadOnlyItems(path, value))
+        hooks = path[-1].removeprefix(".") in HOOKS  # their keys count all hooks of the process
         for index, (key, item) in enumerate(list(value.items())):
-            self._push(path, key_name(key, index), item)
+            self._push(path, f"[#{index}]" if hooks else key_name(key, index), item)
         self._subclass(path, value)
 
     def _set(self, path: Path, value: set[Any]) -> None:

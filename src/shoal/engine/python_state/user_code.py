@@ -88,20 +88,19 @@ def _installed() -> tuple[str, ...]:
 
 
 def library_of(thing: Any) -> str | None:
-    """The library that a function or a class comes from; None: it is the user's own code.
+    """The library that a function, a class or a module comes from; None: it is the user's own code.
 
     A wrapper that a library puts around a function of the user's is the library's.
     """
     if isinstance(thing, types.FunctionType):
-        return _top(str(thing.__globals__.get("__name__", ""))) if is_library_function(thing) else None
-    if isinstance(thing, type):
-        return _top(str(thing.__module__)) if is_library_class(thing) else None
-    return PYTHON
-
-
-def library_of_module(module: types.ModuleType) -> str | None:
-    """The library that a module belongs to; None: it is the user's own."""
-    return _top(module.__name__) if is_library_module(module.__name__) else None
+        module, known = str(thing.__globals__.get("__name__", "")), is_library_function(thing)
+    elif isinstance(thing, type):
+        module, known = str(thing.__module__), is_library_class(thing)
+    else:
+        module, known = thing.__name__, is_library_module(thing.__name__)
+    top = module.partition(".")[0]
+    standard = top in sys.stdlib_module_names or top in sys.builtin_module_names
+    return None if not known else PYTHON if standard else top
 
 
 @lru_cache
@@ -114,8 +113,3 @@ def version_of(library: str) -> str:
         return str(version or metadata.version(library)).partition("+")[0]
     except (metadata.PackageNotFoundError, ValueError):
         return "?"
-
-
-def _top(module: str) -> str:
-    top = module.partition(".")[0]
-    return PYTHON if top in sys.stdlib_module_names or top in sys.builtin_module_names else top

@@ -59,12 +59,9 @@ class Watch:
         self._members: set[int] = set()
         self._checks: list[_Check] = []
         self._by_place: dict[tuple[Any, ...], _Check] = {}
-        self._empty: list[Any] = []
-        """Containers with nothing in them, such as the tables of hooks that every module has."""
-        self._empties: list[_Check] = []
 
     def __len__(self) -> int:
-        return len(self._checks) + len(self._empties)
+        return len(self._checks)
 
     def add(self, member: int, code: Mapping[str, Any], model: nn.Module, *, private: bool = False) -> bool:
         """Note what a member's code and model can read now; whether all of it could be looked at.
@@ -88,9 +85,7 @@ class Watch:
             if isinstance(place, _contents.TensorContent):
                 place.most = MOST_ELEMENTS
             check = self._by_place[key] = _Check(place, place.note(), _identity(place))
-            empty = isinstance(place, places.Empties)
-            self._empty += place.owner if empty else []
-            (self._empties if empty else self._checks).append(check)
+            self._checks.append(check)
         check.members.add(member)
 
     def drop(self, members: Iterable[int]) -> None:
@@ -103,16 +98,14 @@ class Watch:
         if len(wanted) == len(self._members):
             return
         self._members = wanted
-        for check in (*self._checks, *self._empties):
+        for check in self._checks:
             check.members &= wanted
         self._checks = [check for check in self._checks if check.members]
-        self._empties = [check for check in self._empties if check.members]
-        self._empty = [container for check in self._empties for container in check.place.owner]
         self._by_place = {key: check for key, check in self._by_place.items() if check.members}
 
     def shared_with(self, walk: Walk) -> bool:
         """Whether other code can reach what these members' steps read."""
-        mine = {_key(check.place): check.place for check in (*self._checks, *self._empties)}
+        mine = {_key(check.place): check.place for check in self._checks}
         for place in walk.places:
             if isinstance(place, places.Globals):
                 read = (p for p in mine.values() if isinstance(p, places.Globals) and p.owner is place.owner)
@@ -124,8 +117,7 @@ class Watch:
 
     def changes(self) -> dict[int, Path]:
         """Members whose steps read something that has changed since they were added, and what."""
-        checks = [*self._checks, *self._empties] if any(self._empty) else self._checks
-        changed = [check for check in checks if check.changed()]
+        changed = [check for check in self._checks if check.changed()]
         changes: dict[int, Path] = {}
         for check in changed:
             path = next(iter(check.place.differences(check.note)))
@@ -141,10 +133,12 @@ def _key(place: Place) -> tuple[Any, ...]:
 def _identity(place: Place) -> Callable[[], bool] | None:
     """A quick test whether a place holds the very objects that it holds now; None: there is none."""
     owner = place.owner
-    if isinstance(place, places.Attributes | places.ClassAttributes):
+    if isinstance(place, places.ClassAttributes) or (isinstance(place, places.Attributes) and not place.slots):
         return _same_values(vars(owner))
     if isinstance(place, places.Items) and isinstance(owner, dict):
         return _same_values(owner)
+    if isinstance(place, places.Empties):
+        return lambda: not any(owner)
     if isinstance(place, places.Elements):
         items = tuple(owner)
         return lambda: len(owner) == len(items) and all(map(is_, owner, items))

@@ -25,13 +25,13 @@ _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_
 _MAX_DEPTH = 12
 
 
-def fingerprint(value: Any, *, tensors: bool = True, hold: list[Any] | None = None) -> Hashable:
-    """Return a hashable description of `value`; with `tensors=False` tensors count by shape only, not by content.
+def fingerprint(value: Any, *, hold: list[Any] | None = None) -> Hashable:
+    """Return a hashable description of `value`.
 
     A module's own parameters and buffers never count by content: they are what is trained.
     `hold`: takes the objects that count by their ids, which are theirs only while they live.
     """
-    walker = _Walker(tensors, [] if hold is None else hold)
+    walker = _Walker([] if hold is None else hold)
     if isinstance(value, nn.Module):
         walker.trained = {id(t) for t in (*value.parameters(), *value.buffers())}
     return walker.visit(value, 0)
@@ -52,8 +52,8 @@ def without_floats(print: Hashable) -> Hashable:
 
 
 class _Walker:
-    def __init__(self, tensors: bool, held: list[Any]) -> None:
-        self.tensors, self.held = tensors, held
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
         self.seen: dict[int, int] = {}
         self.trained: set[int] = set()
 
@@ -119,8 +119,6 @@ class _Walker:
         if isinstance(value, Tensor) and value.is_nested:
             return ("identity", id(value))
         shape = (tuple(value.shape), str(value.dtype))
-        if not self.tensors:
-            return ("tensor", shape)
         if isinstance(value, Tensor):
             held = parts(value)
             if held[0] is not value:
