@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal import models
 from shoal.evidence.bench import published
+from shoal.evidence.bench.ways import build
 from shoal.evidence.bench.workloads import TINY, Spec, names, workload
 
 
@@ -36,11 +37,10 @@ def test_parameter_counts(make: Callable[[], nn.Module], number: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "mixed"])
 def test_every_network_gives_a_finite_loss_and_a_gradient_everywhere(name: str) -> None:
-    work = workload(Spec(network=name, members=1, batches=1, batch_size=2, side=32))
-    task = work.tasks[0]
-    model = task.build(torch.device("cpu"))
-    x, y = work.data(task)
-    loss = task.kind.loss(model(x), y)
+    (job,) = workload(Spec(network=name, members=1, batches=1, batch_size=2, side=32))
+    model = build(job, torch.device("cpu"))
+    x, y = job.data
+    loss = job.loss(model(x), y)
     loss.backward()
     assert torch.isfinite(loss)
     assert all(p.grad is not None for p in model.parameters())

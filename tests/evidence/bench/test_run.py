@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from shoal.cli.app import main
 from shoal.evidence.bench.child import ignoring_interrupts
 from shoal.evidence.bench.floor import Ceilings, count
-from shoal.evidence.bench.memory import Memory
 from shoal.evidence.bench.report import _plain, peak, size
 from shoal.evidence.bench.run import Outcome, Settings, set_ratios
 from shoal.evidence.bench.workloads import Spec, workload
@@ -44,26 +44,23 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_floor_counts_what_a_step_must_do() -> None:
-    kind = workload(Spec(network="tiny", members=1, batches=1)).tasks[0].kind
-    cost = count(kind, None)
+    (job,) = workload(Spec(network="tiny", members=1, batches=1))
+    cost = count(job)
     forward = 2 * 32 * (64 * 32 + 32 * 10)
     assert cost.flops == 3 * forward - 2 * 32 * 64 * 32  # the data need no gradient
     assert cost.state_bytes == 2410 * (28 + 4 + 8)
     assert cost.batch_bytes == 2 * 32 * (64 * 4 + 8)
     assert (cost + cost).bytes == 2 * cost.bytes
-    assert count(kind, "bf16").bytes < cost.bytes
+    assert count(replace(job, precision="bf16")).bytes < cost.bytes
     assert Ceilings(bandwidth=1e9, rate=1e30).floor_ms(cost) == pytest.approx(cost.bytes / 1e6)
 
 
 def test_a_depthwise_convolution_is_not_counted_as_a_dense_one() -> None:
-    kind = workload(Spec(network="mobilenetv2", members=1, batches=1, batch_size=1)).tasks[0].kind
-    assert 1.6e9 < count(kind, None).flops < 2.0e9  # 0.3 billion multiplications forward, three times that in all
+    (job,) = workload(Spec(network="mobilenetv2", members=1, batches=1, batch_size=1))
+    assert 1.6e9 < count(job).flops < 2.0e9  # 0.3 billion multiplications forward, three times that in all
 
 
-def test_memory_of_several_processes_adds_up() -> None:
-    two = Memory(resident=3, growth=1).plus(Memory(resident=4, growth=None))
-    assert (two.resident, two.growth, two.allocated) == (7, None, None)
-    assert two.times(2).resident == 14
+def test_figures_for_people() -> None:
     assert peak({"reserved": None, "growth": 5}) == 5
     assert peak({"reserved": 6, "growth": None}) == 6
     assert size(2**31) == "2.00 GiB"

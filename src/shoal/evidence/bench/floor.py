@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.evidence.bench.workloads import Kind, Workload
+from shoal.evidence.bench.workloads import kind_of
+from shoal.jobs.job import Job
 
 ADAM_BYTES = 28  # a float32 parameter's step: read p, gradient and both moments, write p and both moments
 GRADIENT_BYTES = 4  # written once by the backward pass
@@ -54,16 +56,16 @@ class Ceilings:
         return 1e3 * max(cost.bytes / self.bandwidth, cost.flops / self.rate)
 
 
-def count(kind: Kind, precision: str | None) -> Cost:
+def count(job: Job) -> Cost:
     """Run one step on tensors without storage and count.
 
     >>> from shoal.evidence.bench.workloads import Spec, workload
-    >>> count(workload(Spec(network="tiny", members=1, batches=1)).tasks[0].kind, None).parameters
+    >>> count(workload(Spec(network="tiny", members=1, batches=1))[0]).parameters
     2410
     """
-    narrow = 0.5 if precision == "bf16" else 1.0
-    model = kind.make().to("meta").train()
-    x, y = (t.to("meta") for t in kind.data(kind.batch_size))
+    narrow = 0.5 if job.precision == "bf16" else 1.0
+    model = job.model().to("meta").train()
+    x, y = (t[: job.batch_size].to("meta") for t in job.data)
     weights_storage = {p.untyped_storage()._cdata for p in model.parameters()}
     saved_tensors: dict[int, Tensor] = {}
 
@@ -74,7 +76,8 @@ def count(kind: Kind, precision: str | None) -> Cost:
         return tensor
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = kind.loss(model(x), y)
+        assert job.loss is not None
+        loss = job.loss(model(x), y)
         forward = counter.get_total_flops()
         loss.backward()  # type: ignore[no-untyped-call]
     # The counter takes a grouped convolution's backward pass for a dense one; the first layer needs no input gradient.
@@ -92,10 +95,11 @@ def count(kind: Kind, precision: str | None) -> Cost:
     )
 
 
-def count_all(work: Workload) -> Cost:
+def count_all(jobs: Sequence[Job]) -> Cost:
     """One step of all members."""
-    each = {task.kind.name: count(task.kind, work.precision) for task in work.tasks}
-    total, *rest = [each[task.kind.name] for task in work.tasks]
+    each = {kind_of(job): job for job in jobs}
+    costs = {name: count(job) for name, job in each.items()}
+    total, *rest = [costs[kind_of(job)] for job in jobs]
     for cost in rest:
         total = total + cost
     return total

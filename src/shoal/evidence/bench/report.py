@@ -109,7 +109,7 @@ def _plain(text: str, longest: int = 110) -> str:
 
 
 def _memory_lines(result: dict[str, Any]) -> list[str]:
-    """Shoal's reserved peak beside the sum of the members' own, and beside its prediction."""
+    """Shoal's reserved peak beside the sum of the members' own."""
     lines = []
     for row in result["results"]:
         if row["way"] != "shoal" or row["error"]:
@@ -119,10 +119,6 @@ def _memory_lines(result: dict[str, Any]) -> list[str]:
         if solo and reserved:
             lines.append(
                 f"{row['network']}: {reserved / solo:.2f} of the sum of the members' peaks alone ({size(solo)})"
-            )
-        if row["predicted_bytes"] is not None:
-            lines.append(
-                f"{row['network']}: memory predicted {size(row['predicted_bytes'])}, measured {size(reserved)}"
             )
     return lines
 
