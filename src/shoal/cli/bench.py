@@ -31,7 +31,7 @@ def bench(
     """Measure Shoal against other ways to train many networks.
 
     Sequential eager, sequential compiled and captured, vmap, and Shoal do the same work,
-    each in a process of its own: milliseconds for a step of all networks, memory, set-up time, the device's floor.
+    each in a process of its own: milliseconds for a step of all networks, memory, set-up time.
     """
     from rich.console import Console
 

@@ -52,7 +52,7 @@ def test_ours_is_shown_beside_what_was_measured_before() -> None:
     screen = Console(file=StringIO(), width=200)
     table(result, screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("50.0 %", "76.9 %", "40.0 %", "55%", "2.0 KiB"):
+    for text in ("50.0 %", "76.9 %", "40.0 %", "55%", "2.05 kB"):
         assert text in shown
     assert bars(result) == [("64-32: labels A", 0.5, 0.769)]
 

@@ -20,7 +20,6 @@ import torch
 
 from shoal.errors import describe
 from shoal.evidence.bench.child import Child, ChildError, prepare_torch
-from shoal.evidence.bench.floor import Ceilings, Cost, ceilings, count_all
 from shoal.evidence.bench.memory import Driver, Memory, Meter
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.bench.titles import TITLES
@@ -74,7 +73,6 @@ class Outcome:
     ratio: float | None = None
     """How many times faster than sequential eager."""
     predicted_ms: float | None = None
-    floor_ms: float | None = None
     solo_reserved: int | None = None
     """GPU, on the row of sequential eager: what the members would reserve alone, added up."""
 
@@ -138,11 +136,6 @@ def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
         while True:
             steps = pipe.recv()
             pipe.send(timed(steps) if steps else meter.read())
-
-
-def _send_ceilings(precision: str | None, settings: Settings, pipe: Connection) -> None:
-    prepare_torch(settings.device, settings.threads)
-    pipe.send(ceilings(torch.device(settings.device), precision, quick=settings.warm_up < 2))
 
 
 class _Row:
@@ -260,18 +253,6 @@ def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
             outcome.ratio = statistics.median(base.times_ms) / statistics.median(outcome.times_ms)
 
 
-def measure_ceilings(spec: Spec, settings: Settings, deadline: float) -> Ceilings | None:
-    """What the device does at best; None where it cannot be measured."""
-    child = Child(_send_ceilings, spec.precision, settings)
-    try:
-        best: Ceilings = child.receive(min(deadline, time.monotonic() + 120))
-        return best
-    except ChildError:
-        return None
-    finally:
-        child.close()
-
-
 def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Measure all; the result as plain data.
 
@@ -279,23 +260,12 @@ def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) ->
     """
     end = time.monotonic() + settings.limit - min(5.0, settings.limit / 10)  # the rest is for ending processes
     outcomes: list[Outcome] = []
-    floors: dict[str, Any] = {}
     with Driver(settings.device) as driver:
-        tell("measuring the device")
-        best = measure_ceilings(specs[0], settings, end)
         for i, spec in enumerate(specs):
-            cost: Cost = count_all(workload(spec))
-            rows = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
-            floor = None if best is None else best.floor_ms(cost)
-            for outcome in rows:
-                outcome.floor_ms = floor
-            outcomes += rows
-            floors[spec.network] = {**asdict(cost), "bytes": cost.bytes, "ms": floor}
+            outcomes += compare(spec, settings, _share(end, len(specs) - i), driver, tell)
     return {
         "stamp": stamp(settings.device, settings.threads),
         "settings": asdict(settings),
         "specs": [asdict(spec) for spec in specs],
-        "ceilings": None if best is None else asdict(best),
-        "floors": floors,
         "results": [outcome.to_dict() for outcome in outcomes],
     }

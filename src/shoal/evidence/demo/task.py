@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Job
+from shoal.evidence.reproduce.datasets import accuracy, digits
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 DROPOUTS = (0.0, 0.1, 0.2, 0.4)
@@ -41,14 +42,7 @@ class Digits:
 
     @classmethod
     def load(cls, dtype: torch.dtype = torch.float32) -> "Digits":
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ValueError("the demo needs scikit-learn and matplotlib: pip install 'shoal[demo]'") from error
-        x, y = load_digits(return_X_y=True)
-        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-        inputs = torch.tensor(x, dtype=dtype)[rows] / 16
-        targets = torch.tensor(y, dtype=torch.int64)[rows]
+        inputs, targets = digits(dtype)
         return cls(inputs[:1437], targets[:1437], inputs[1437:], targets[1437:])
 
 
@@ -60,17 +54,13 @@ def network(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(WIDTH, 10))
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    return (outputs.argmax(-1) == targets).double().mean().item()
-
-
-def jobs(digits: Digits, epochs: int | None = None) -> list[Job]:
+def jobs(data: Digits, epochs: int | None = None) -> list[Job]:
     """The sweep as jobs, in the data's dtype."""
     return [
         Job(
-            model=lambda s=s: network(s.dropout).to(digits.x.dtype),  # type: ignore[misc]
-            data=(digits.x, digits.y),
-            val=(digits.x_val, digits.y_val),
+            model=lambda s=s: network(s.dropout).to(data.x.dtype),  # type: ignore[misc]
+            data=(data.x, data.y),
+            val=(data.x_val, data.y_val),
             loss=F.cross_entropy,
             optimizer=torch.optim.Adam,
             hparams={"lr": s.lr},
@@ -84,23 +74,23 @@ def jobs(digits: Digits, epochs: int | None = None) -> list[Job]:
     ]
 
 
-def train_alone(s: Setting, digits: Digits, epochs: int | None = None) -> tuple[nn.Module, list[dict[str, float]]]:
+def train_alone(s: Setting, data: Digits, epochs: int | None = None) -> tuple[nn.Module, list[dict[str, float]]]:
     """The same training as most people write it, without Shoal."""
     torch.manual_seed(s.seed)
-    model = network(s.dropout).to(digits.x.dtype)
+    model = network(s.dropout).to(data.x.dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr)
     order = torch.Generator().manual_seed(s.seed)
     history = []
     for epoch in range(EPOCHS if epochs is None else epochs):
         model.train()
-        for rows in torch.split(torch.randperm(len(digits.x), generator=order), BATCH_SIZE):
+        for rows in torch.split(torch.randperm(len(data.x), generator=order), BATCH_SIZE):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(digits.x[rows]), digits.y[rows])
+            loss = F.cross_entropy(model(data.x[rows]), data.y[rows])
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            outputs = model(digits.x_val)
-            val_loss = F.cross_entropy(outputs, digits.y_val).item()
-        history.append({"epoch": epoch, "val_loss": val_loss, "accuracy": accuracy(outputs, digits.y_val)})
+            outputs = model(data.x_val)
+            val_loss = F.cross_entropy(outputs, data.y_val).item()
+        history.append({"epoch": epoch, "val_loss": val_loss, "accuracy": float(accuracy(outputs, data.y_val))})
     return model, history
