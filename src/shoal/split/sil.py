@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -131,49 +132,37 @@ def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict
             for name, piece in way.slices(Part(number=place, role=str(place))).items():
                 if piece.name in state:
                     body[name].copy_(state[piece.name])
-    sums = [_Sum() for _ in parts]
+    sums: list[Counter[str]] = [Counter() for _ in parts]
     for batch in (way.member.val or way.data).feed(max(way.source.batch_size, 256)):
         value: Any = batch[:-1]
         for place, part in enumerate(parts):
             with evaluating(part):
                 value = _through(way, place, part, value, batch, sums[place])
-    *alone, joined = [total.values() for total in sums]
+    *alone, joined = [
+        {name: value / total["rows"] for name, value in total.items() if name != "rows"} for total in sums
+    ]
     return joined, alone
 
 
-def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
+def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: Counter[str]) -> tuple[Tensor]:
     """One part on one batch: its loss and accuracy are added up; its output is the next part's input."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
     output: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
-    total.rows += rows
+    total["rows"] += rows
     if last or isinstance(part, WithHead):
         said = part.head(output) if isinstance(part, WithHead) else output
         assert loss is not None
-        total.add("loss", float(loss(said, target)) * rows)
+        total["loss"] += float(loss(said, target)) * rows  # type: ignore[assignment]
         if _classes(said, target):
-            total.add("accuracy", float((said.argmax(1) == target).sum()))
+            total["accuracy"] += float((said.argmax(1) == target).sum())  # type: ignore[assignment]
     else:
         table = way.tables[place]
         assert way.labels is not None
-        total.add("loss", float(way.labels.loss(output, table, target)) * rows)
-        total.add("accuracy", float((nearest(output, table) == target).sum()))
-        total.add("spread", float(_spread(output, table, target).sum()))
+        total["loss"] += float(way.labels.loss(output, table, target)) * rows  # type: ignore[assignment]
+        total["accuracy"] += float((nearest(output, table) == target).sum())  # type: ignore[assignment]
+        total["spread"] += float(_spread(output, table, target).sum())  # type: ignore[assignment]
     return (output,)
-
-
-class _Sum:
-    """Values added up over batches."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.sums: dict[str, float] = {}
-
-    def add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def values(self) -> dict[str, float]:
-        return {name: total / self.rows for name, total in self.sums.items()}
 
 
 def _classes(output: Tensor, target: Any) -> bool:

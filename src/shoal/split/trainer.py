@@ -63,9 +63,7 @@ def train_split(
         checkpoint_every: Seconds between checkpoints, where there is `out`.
     """
     member = method.member
-    plan = getattr(method, "plan", None)
-    if plan is not None:
-        shard_problems(member, plan.workers)
+    shard_problems(member, method.shards)
     if val_every is not None:
         check_count("val_every", val_every)
     run = _Run(method, executor, torch.device(device), tell or (lambda line: None), val_every)

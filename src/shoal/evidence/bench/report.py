@@ -122,7 +122,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Bars on a log scale: milliseconds for a step of all members, by network and way."""
     networks = list(dict.fromkeys(row["network"] for row in result["results"]))
     times = {(row["network"], row["way"]): row["ms"] for row in result["results"]}
-    series = {
+    series: dict[str, Sequence[float | None]] = {
         title: [times.get((name, way)) for name in networks]
         for way, title in TITLES.items()
         if any(row["way"] == way for row in result["results"])
@@ -132,7 +132,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def draw_bars(path: Path, bars: list[tuple[str, float | None, float]], *, ylabel: str, title: str) -> None:
     """Ours beside the published numbers: two bars for each label, shares as per cent; a missing one is left out."""
-    series = {
+    series: dict[str, Sequence[float | None]] = {
         "Shoal": [None if ours is None else 100 * ours for _, ours, _ in bars],
         "published": [100 * there for *_, there in bars],
     }

@@ -123,10 +123,10 @@ def _kinds() -> dict[str, Kind]:
 
 def _published(side: int) -> dict[str, Kind]:
     makes: dict[str, Callable[[], nn.Module]] = {
-        "mlp3": partial(published.MLP3, side),
-        "mobilenetv2": published.MobileNetV2,
-        "resnet50": published.ResNet50,
-        "densenet121": published.DenseNet121,
+        "mlp3": partial(published.mlp3, side),
+        "mobilenetv2": published.mobilenet_v2,
+        "resnet50": published.resnet50,
+        "densenet121": published.densenet121,
     }
     data = partial(_images, (3, side, side), 1000)
     return {name: Kind(name=name, make=make, data=data, batch_size=32) for name, make in makes.items()}

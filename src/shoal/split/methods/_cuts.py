@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from shoal.engine.members.member import evaluating
 from shoal.errors import SplitError, describe
-from shoal.split.methods._tracing import Recorded, copy_node, record
+from shoal.split.methods._tracing import Recorded, copy_node, is_mode, record
 
 AFTER = "after:"
 MOST_NAMES = 8
@@ -155,7 +155,7 @@ def weights_before(recorded: Recorded) -> list[int]:
     modules = dict(recorded.model.named_modules())
     counts = [0]
     for node in recorded.nodes:
-        has = node.op == "get_attr"
+        has = node.op == "get_attr" and not is_mode(node)
         if node.op == "call_module":
             has = any(p.requires_grad for p in modules[str(node.target)].parameters())
         counts.append(counts[-1] + has)
@@ -169,8 +169,7 @@ def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: f
     if into is not None:
         known[into] = graph.placeholder("activation")
     for node in recorded.nodes[low:high]:
-        if node not in known:
-            copy_node(graph, node, recorded, known)
+        copy_node(graph, node, known)
     if out is not None:
         graph.output(known.get(out))
     return fx.GraphModule(recorded.model, graph, type(recorded.model).__name__)

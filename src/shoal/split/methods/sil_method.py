@@ -30,7 +30,7 @@ from shoal.split.methods._balance import choose
 from shoal.split.methods._cuts import cut
 from shoal.split.methods._tracing import record
 from shoal.split.methods.heads import Head, WithHead, make_head
-from shoal.split.methods.labels import Distribution, Labels, Layout
+from shoal.split.methods.labels import Labels
 
 WHOLE = "whole"
 """The role of the one part of a recovery round."""
@@ -41,19 +41,14 @@ PER_PART = ("optimizer", "hparams", "clip_norm", "schedule")
 """What one part may have of its own."""
 
 
-@dataclass(slots=True)
-class SILSettings:
-    """The settings of `shoal.split.sil`."""
+@dataclass
+class SILSettings(Labels):
+    """The settings of `shoal.split.sil`; those of labels among them."""
 
     cuts: Sequence[str] | int | None = None
     method: Literal["labels", "heads"] = "heads"
     variant: Literal["A", "B"] | None = None
     _: KW_ONLY
-    distribution: Distribution = "normal"
-    scale: float = 1.0
-    vectors: int = 1
-    noise: float = 0.0
-    layout: Layout = "full"
     head_width: int | None = None
     recovery: int = 0
     local_steps: int | None = None
@@ -61,6 +56,7 @@ class SILSettings:
     moments: Literal["travel", "fresh"] = "travel"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("method", self.method, ("labels", "heads"))
         check_choice("moments", self.moments, ("travel", "fresh"))
         check_count("recovery", self.recovery, least=0, hint=" (epochs)")
@@ -78,16 +74,12 @@ class SILSettings:
         else:
             self._check_labels()
 
-    def labels(self) -> Labels:
-        """How labels are drawn and used."""
-        return Labels(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Labels)})
-
     def _check_heads(self) -> None:
         if self.variant is not None:
             raise SplitError(
                 f"variant is {self.variant!r}, and method='heads' has none; use method='labels', or leave it out"
             )
-        if self.labels() != Labels():
+        if any(getattr(self, f.name) != f.default for f in dataclasses.fields(Labels)):
             raise SplitError(
                 "method='heads' has no labels, so their settings would do nothing; leave them out, or use 'labels'"
             )
@@ -97,7 +89,7 @@ class SILSettings:
         check_choice("variant", self.variant, ("A", "B"))
         if self.head_width is not None:
             raise SplitError(f"head_width is {self.head_width!r} and method='labels' has no heads; leave it out")
-        if self.variant == "B" and self.labels().noise:
+        if self.variant == "B" and self.noise:
             raise SplitError(f"noise is {self.noise!r} and variant 'B' reads activations, not labels; use 0")
 
 
@@ -112,7 +104,7 @@ class SILMethod(Method):
         self.member = prepare_job(job)
         self.source = job = self.member.job
         self.way, self.variant, self.moments, self.recovery = given.method, given.variant, given.moments, given.recovery
-        self.labels = given.labels() if self.way == "labels" else None
+        self.labels: Labels | None = given if self.way == "labels" else None
         if job.loss is None:
             raise SplitError("the job has its own step, so a part's loss is not known; use loss= in place of step=")
         batch = self.data.take(0, min(job.batch_size, len(self.data)))
@@ -150,7 +142,7 @@ class SILMethod(Method):
                 "per_part": {
                     str(part): repr(sorted(changes.items())) for part, changes in sorted(self.per_part.items())
                 },
-                **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
+                **({f.name: getattr(given, f.name) for f in dataclasses.fields(Labels)} if self.labels else {}),
             }
         )
 

@@ -220,19 +220,11 @@ def _refine_factors(a: Axis, b: Axis) -> None:
 
 
 def _refine_terms(a: Axis, b: Axis) -> None:
-    left, right = list(reversed(a.terms)), list(reversed(b.terms))
-    while left and right:
-        x, y = find(left.pop()), find(right.pop())
-        if x.size == y.size:
-            unify(x, y)
-            continue
-        large, small, rest = (x, y, left) if x.size > y.size else (y, x, right)
-        if large.factors or large.terms:
-            _both_whole(a, b, "it is taken apart in two ways that do not fit")
-            return
-        first, second = pieces(large, [small.size, large.size - small.size])
-        unify(first, small)
-        rest.append(second)
+    if [find(x).size for x in a.terms] != [find(y).size for y in b.terms]:
+        _both_whole(a, b, "it is taken apart in two ways that do not fit")
+        return
+    for x, y in zip(a.terms, b.terms, strict=True):
+        unify(x, y)
 
 
 def _both_whole(a: Axis, b: Axis, reason: str) -> None:

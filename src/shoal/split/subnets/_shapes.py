@@ -227,18 +227,6 @@ def _pool(c: Coupling, op: Op) -> None:
         c.give(out, [*given[:-sides], *fresh])
 
 
-@rule("pixel_shuffle")
-def _shuffle(c: Coupling, op: Op) -> None:
-    given, shape = c.of(op.args["self"]), op.outs[0].shape
-    inside = "channels become an image's sides"
-    channels = Axis(shape[-3])
-    unify(given[-3], product([channels, Axis(op.args["upscale_factor"] ** 2, inside)]))
-    sides = [Axis(n, inside) for n in shape[-2:]]
-    for axis in sides:
-        note(axis, "input")
-    c.give(op.outs[0], [*given[:-3], channels, *sides])
-
-
 @rule("constant_pad_nd")
 def _pad(c: Coupling, op: Op) -> None:
     given, sizes = c.of(op.args["self"]), op.outs[0].shape
