@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import evaluating, run_step
+from shoal.engine.members.member import evaluating
 from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.split.api import takes_settings_of, train_by
-from shoal.split.core.memory import Cost, measure
+from shoal.split.core.memory import WHOLE, Cost, part_costs
 from shoal.split.core.parts import Part
 from shoal.split.core.report import SplitReport
+from shoal.split.core.state import named_state
 from shoal.split.methods.heads import WithHead
 from shoal.split.methods.labels import nearest
-from shoal.split.methods.sil_method import WHOLE, SILMethod
+from shoal.split.methods.sil_method import SILMethod
 from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
@@ -124,11 +125,11 @@ def _chosen(shares: list[float] | None) -> str:
 
 def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
     """What a trained network is worth, and each of its parts but the last by itself."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = named_state(model)
     parts = [way.network(Part(number=place, role=str(place))) for place in range(way.count)]
     with torch.no_grad():
         for place, part in enumerate(parts):
-            body = dict([*part.named_parameters(), *part.named_buffers()])
+            body = named_state(part)
             for name, piece in way.slices(Part(number=place, role=str(place))).items():
                 if piece.name in state:
                     body[name].copy_(state[piece.name])
@@ -181,19 +182,7 @@ def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
 
 def costs(way: SILMethod) -> dict[str, Cost]:
     """Of a step of the whole network and of each part, on a batch of the job's size."""
-    job = way.source
-    batch = tuple(way.data.take(0, min(job.batch_size, len(way.data))))
-    costs_by_part = {WHOLE: measure(job, way.model, lambda network, given: run_step(job, network, given)[0], batch)}
-    for place in range(way.count):
-        part = Part(number=place, role=str(place))
-        given = batch
-        if place and way.lag:
-            cut = way.pieces.cuts[place - 1]
-            given = (torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1])
-        elif place:
-            given = (batch[-1],)
-        costs_by_part[str(place)] = measure(way.job(job, part), way.network(part), way.step(part), given)
-    return costs_by_part
+    return part_costs(way, [Part(number=place, role=str(place)) for place in range(way.count)])
 
 
 def advice(way: SILMethod, joined: dict[str, float], alone: list[dict[str, float]]) -> str:

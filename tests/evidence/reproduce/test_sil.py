@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from shoal.cli.app import main
+from shoal.evidence.bench.datasets import load
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.datasets import load
 from shoal.evidence.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, network, table
 
 

@@ -37,7 +37,7 @@ class Dense(nn.Sequential):
     """Puts what its layers make of its input behind the input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, super().forward(x)], 1)
+        return torch.cat([x, super().forward(x)], 1)  # type: ignore[no-untyped-call]
 
 
 def _conv_norm(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> Layers:

@@ -188,7 +188,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
     share = SETUP_SHARE if len(rows) > 1 else 1.0
     setup_end = time.monotonic() + share * (deadline - time.monotonic())
     for i, row in enumerate(rows):
-        tell(f"{spec.network}: setting up {TITLES[row.outcome.way]}")
+        tell(f"{spec.members} x {spec.network}: setting up {TITLES[row.outcome.way]}")
         try:
             row.start(spec, _share(setup_end, len(rows) - i))
         except (ChildError, OSError) as error:
@@ -198,7 +198,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
         alive = [row for row in rows if row.child is not None]
         if not alive or (number > 0 and time.monotonic() + longest > deadline):
             break
-        tell(f"{spec.network}: round {number + 1}")
+        tell(f"{spec.members} x {spec.network}: round {number + 1}")
         start = time.monotonic()
         turn = number % len(alive)
         for row in alive[turn:] + alive[:turn]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Job
-from shoal.evidence.reproduce.datasets import accuracy, digits
+from shoal.evidence.bench.datasets import accuracy, digits
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 DROPOUTS = (0.0, 0.1, 0.2, 0.4)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.evidence.bench.datasets import finished
 from shoal.evidence.bench.memory import peak_resident
 from shoal.evidence.demo import task
 from shoal.evidence.demo.compare import largest_difference
-from shoal.evidence.reproduce.datasets import finished
 
 Send = Callable[[Any], None]
 THREADS = 1

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.evidence.bench.datasets import DIGITS_TEST, digits
 from shoal.evidence.bench.ways import Loop
-from shoal.evidence.reproduce.datasets import DIGITS_TEST, digits
 from shoal.jobs.job import Job
 from shoal.models import CNN, MLP, Encoder, LSTMClassifier
 

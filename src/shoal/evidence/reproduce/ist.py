@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.evidence.reproduce.datasets import Data, accuracy
+from shoal.evidence.bench.datasets import Data, accuracy
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job

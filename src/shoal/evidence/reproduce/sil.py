@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.evidence.bench.datasets import Data, accuracy, finished, load
 from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.datasets import Data, accuracy, finished, load
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shoal.evidence.bench.child import Child, ChildError
+from shoal.evidence.bench.datasets import finished
 from shoal.evidence.bench.memory import Driver, Memory, Meter, host_cores
 from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.datasets import finished
 
 PUBLISHED = {"memory": 0.53, "time": 0.81}
 LOOK_SECONDS = 0.25  # between two looks at the driver

@@ -109,16 +109,12 @@ class State:
         One owner: an exact copy. None, or only parts that were lost or had no steps: it keeps its value. Whole numbers
         (counters) and an optimizer's step counts: the largest.
         """
-        pieces: dict[str, list[Piece]] = {}
+        came = _arrived(parts, slices, outcomes)
         moments: dict[str, list[Piece]] = {}
-        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
-            if outcome is None or not part.steps:
-                continue
-            for name, value in outcome.tensors.items():
-                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, 1.0))
+        for part_slices, outcome in came:
             for key, value in outcome.moments.items():
                 self._place_moment(part_slices, key, value, moments)
-        self._merge(self.tensors, pieces)
+        self._merge(self.tensors, _pieces(came))
         self._merge(self.moments, moments)
         self._rows = {}
 
@@ -154,14 +150,8 @@ class State:
 
         What is not in `trained` (buffers) is committed as it is.
         """
-        pieces: dict[str, list[Piece]] = {}
-        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
-            if outcome is None or not part.steps:
-                continue
-            for name, value in outcome.tensors.items():
-                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, float(outcome.rows)))
         gradients: Tensors = {}
-        for name, own_pieces in pieces.items():
+        for name, own_pieces in _pieces(_arrived(parts, slices, outcomes), by_rows=True).items():
             near = self._near_all(own_pieces, self.tensors[name].device)
             if name in trained:
                 gradients[name] = torch.zeros_like(self.tensors[name])
@@ -190,9 +180,32 @@ class State:
         }
 
 
+def _arrived(
+    parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None]
+) -> list[tuple[Slices, Outcome]]:
+    """The outcomes of parts that were trained and did not get lost, with their slices."""
+    every = zip(parts, slices, outcomes, strict=True)
+    return [(part_slices, outcome) for part, part_slices, outcome in every if outcome is not None and part.steps]
+
+
+def _pieces(came: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) -> dict[str, list[Piece]]:
+    """For each tensor the pieces that came back, all alike or counted by their rows."""
+    pieces: dict[str, list[Piece]] = {}
+    for part_slices, outcome in came:
+        for name, value in outcome.tensors.items():
+            piece = (part_slices[name], value, float(outcome.rows) if by_rows else 1.0)
+            pieces.setdefault(part_slices[name].name, []).append(piece)
+    return pieces
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that has several names (tied weights) by its first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def tensors_of(network: nn.Module) -> Tensors:
-    """A network's parameters and buffers by name; tied ones once."""
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    """The same without autograd; SplitError where one has no shape yet."""
+    tensors = named_state(network)
     lazy = next((name for name, tensor in tensors.items() if is_lazy(tensor)), None)
     if lazy is not None:
         raise SplitError(f"{lazy!r} has no shape yet; run one batch through the network before it is split")

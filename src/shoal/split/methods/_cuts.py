@@ -7,10 +7,11 @@ is the one part's, what comes after is the next one's, and exactly one tensor ma
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from shoal.engine.members.member import evaluating
 from shoal.errors import SplitError, describe
+from shoal.split.core.state import named_state
 from shoal.split.methods._tracing import Recorded, copy_node, is_mode, record
 
 AFTER = "after:"
@@ -36,13 +38,8 @@ class Cut:
     dtype: torch.dtype
 
     @property
-    def numel(self) -> int:
-        """Elements of one row."""
-        return int(torch.Size(self.shape).numel())
-
-    @property
     def row_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +54,6 @@ class Pieces:
     """The shape of one row of the network's output; empty where it is no single tensor with rows."""
     names: list[dict[str, str]]
     """For each part: its tensors' names -> their names in the whole network, where tied weights have one name."""
-
-
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, tied ones once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
@@ -90,12 +81,12 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     names = [name for _, _, name in places]
     _check_weights(networks, names)
     shapes, output = _try_out(recorded.model, networks, inputs)
-    whole = {id(x): name for name, x in tensors(recorded.model)}
+    whole = {id(x): name for name, x in named_state(recorded.model).items()}
     return Pieces(
         networks,
         [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
         output,
-        [{name: whole[id(x)] for name, x in tensors(network)} for network in networks],
+        [{name: whole[id(x)] for name, x in named_state(network).items()} for network in networks],
     )
 
 
@@ -182,7 +173,7 @@ def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
         if not any(p.requires_grad for p in network.parameters()):
             where = f"after {cuts[-1]!r}" if number == len(cuts) else f"before {cuts[number]!r}"
             raise SplitError(f"the part {where} has no weights, so there is nothing to train; move or leave out a cut")
-        for name, x in tensors(network):
+        for name, x in named_state(network).items():
             first, other = owner.setdefault(id(x), (number, name))
             if first != number:
                 raise SplitError(

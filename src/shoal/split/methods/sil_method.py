@@ -22,6 +22,7 @@ from shoal.engine.members.member import Member, autocast, evaluating, run_step, 
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count, prepare_job
+from shoal.split.core.memory import WHOLE
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading, mixed
@@ -32,8 +33,6 @@ from shoal.split.methods._tracing import record
 from shoal.split.methods.heads import Head, WithHead, make_head
 from shoal.split.methods.labels import Labels
 
-WHOLE = "whole"
-"""The role of the one part of a recovery round."""
 ACROSS = "activations"
 FEW = 3
 """Rows that the cut network is tried on."""
@@ -294,6 +293,14 @@ class SILMethod(Method):
         assert window == number - int(part.role), "activations of another window"
         return {ACROSS: activations}
 
+    def example(self, part: Part, batch: Any) -> Any:
+        if part.role in (WHOLE, "0"):
+            return batch
+        if not self.lag:
+            return (batch[-1],)
+        cut = self.pieces.cuts[int(part.role) - 1]
+        return torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1]
+
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
         if not self.lag or part.role == WHOLE or not part.steps:
             return {}, {}
@@ -328,24 +335,21 @@ class SILMethod(Method):
         if head_tensors:
             self.heads[place].load_state_dict(head_tensors)
 
-    def stored(self) -> Tensors:
-        tensors = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
-        tensors |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
-        tensors |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
-        return tensors | {
-            "missing": torch.tensor(sorted(self._missing), dtype=torch.int64).view(-1, 2),
-            "crossed": torch.tensor(self.crossed),
-            **self.companions(),
+    def stored(self) -> dict[str, Any]:
+        return {
+            "known": dict(self._known),
+            "missing": sorted(self._missing),
+            "crossed": self.crossed,
+            "peaks": dict(self.peaks),
+            "heads": self.companions(),
         }
 
-    def restore(self, tensors: Tensors) -> None:
-        places = [int(name.partition("/")[2]) for name in tensors if name.startswith("window/")]
-        self._known = {p: (int(tensors[f"window/{p}"]), tensors[f"{ACROSS}/{p}"]) for p in places}
-        self.peaks = {name[5:]: int(value) for name, value in tensors.items() if name.startswith("peak/")}
-        self._missing = {(int(a), int(b)) for a, b in tensors["missing"].tolist()}
-        self.crossed = int(tensors["crossed"])
+    def restore(self, state: dict[str, Any]) -> None:
+        self._known = {part: (window, activations) for part, (window, activations) in state["known"].items()}
+        self._missing = {(part, window) for part, window in state["missing"]}
+        self.crossed, self.peaks = state["crossed"], state["peaks"]
         for place, head in enumerate(self.heads):
-            head.load_state_dict({name: tensors[f"{_head(place)}{name}"] for name in tensors_of(head)})
+            head.load_state_dict({name: state["heads"][f"{_head(place)}{name}"] for name in tensors_of(head)})
 
     def crossing_bytes(self) -> int:
         """What will cross all cuts: C x D numbers once (labels A), or N x D an epoch."""
