@@ -110,7 +110,6 @@ def report(result: Result, way: SILMethod) -> SilReport:
         cut_bytes_measured=way.crossed if way.lag else way.crossing_bytes(),
     )
     full.method = str(way.settings["method"])
-    full.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
     full.peak_predicted = {name: cost["peak_bytes"] for name, cost in full.costs.items()}
     full.advice = advice(way, joined, alone)
     return full

@@ -37,8 +37,6 @@ from shoal.storage.run_folder import RunFolder
 from shoal.training import parse_seconds
 
 Tell = Callable[[str], None]
-FORMAT = 2
-"""Of a split's checkpoints."""
 
 
 def train_split(
@@ -71,7 +69,7 @@ def train_split(
     run = _Run(method, executor, torch.device(device), tell or (lambda line: None), val_every)
     run.save_every = parse_seconds(checkpoint_every)
     with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
-        settings = {"method": method.name, **method.settings, "format": FORMAT}
+        settings = {"method": method.name, **method.settings}
         if folder is not None and folder.claim([member], {"split": settings}):
             folder.restore(run)
         run.go(folder)
@@ -223,7 +221,7 @@ class _Run:
         for task, outcome in zip(tasks, outcomes, strict=True):
             if outcome is not None and outcome.peak_bytes:
                 first = self.method.rounds - self.method.recovery
-                key = "recovery" if 0 < first <= task.round else str(outcome.number)
+                key = "recovery" if 0 < first <= task.round else task.part.role or str(outcome.number)
                 report.peak_measured[key] = max(report.peak_measured.get(key, 0), outcome.peak_bytes)
 
     def _row(self) -> None:

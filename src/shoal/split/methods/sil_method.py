@@ -128,8 +128,6 @@ class SILMethod(Method):
         """(part, window) whose activations were lost."""
         self.crossed = 0
         """Bytes of activations that crossed cuts."""
-        self.peaks: dict[str, int] = {}
-        """Role -> the most bytes that a part's training held."""
         self.settings = MappingProxyType(
             {
                 "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
@@ -314,7 +312,6 @@ class SILMethod(Method):
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
         came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
         for role, outcome in came.items():
-            self.peaks[role] = max(self.peaks.get(role, 0), outcome.peak_bytes)
             if role != WHOLE and int(role) < len(self.heads):
                 self._keep_head(int(role), outcome.tensors)
         for place in range(self.count - 1 if self.lag else 0):
@@ -340,14 +337,13 @@ class SILMethod(Method):
             "known": dict(self._known),
             "missing": sorted(self._missing),
             "crossed": self.crossed,
-            "peaks": dict(self.peaks),
             "heads": self.companions(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._known = {part: (window, activations) for part, (window, activations) in state["known"].items()}
         self._missing = {(part, window) for part, window in state["missing"]}
-        self.crossed, self.peaks = state["crossed"], state["peaks"]
+        self.crossed = state["crossed"]
         for place, head in enumerate(self.heads):
             head.load_state_dict({name: state["heads"][f"{_head(place)}{name}"] for name in tensors_of(head)})
 

@@ -31,11 +31,6 @@ class Axis:
         self.factors: list[Axis] = []
         self.terms: list[Axis] = []
 
-    def __repr__(self) -> str:
-        axis = find(self)
-        inside = " x ".join(map(repr, axis.factors)) or " + ".join(map(repr, axis.terms))
-        return f"({inside})" if inside else f"{axis.size}{'!' if axis.fixed else ''}"
-
 
 def find(axis: Axis) -> Axis:
     """The axis that represents all that are the same as this one."""
