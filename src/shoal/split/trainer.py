@@ -248,7 +248,7 @@ class _Run:
     def merged(self) -> nn.Module:
         """The whole network as it is now."""
         self.tensors.load_into(self.whole)
-        self.method.finish_merge(self.round, self.whole)
+        self.method.finish_merge(self.whole, self.tensors.tensors)
         return self.whole
 
     # --- in and out -----------------------------------------------------------------------------------------------

@@ -101,8 +101,9 @@ class Method(ABC):
         """The part's own step, (network, batch) -> loss; as in a job."""
         raise NotImplementedError
 
-    def finish_merge(self, number: int, model: nn.Module) -> None:  # noqa: B027  # most have nothing to do
-        """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again."""
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:  # noqa: B027  # most have nothing to do
+        """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again;
+        `tensors` are all that train, companions too."""
 
     # --- what only some methods need --------------------------------------------------------------------------------
 

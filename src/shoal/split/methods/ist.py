@@ -20,7 +20,7 @@ from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count
 from shoal.split.core.method import Worker
-from shoal.split.core.parts import Part, Slice
+from shoal.split.core.parts import Part, Slice, Tensors
 from shoal.split.methods.averaging import WholeNetwork
 from shoal.split.methods.renorm import device_of, renormalise
 from shoal.split.subnets.deal import WHOLE_LAYER, Layers, deal, dealt_layers, neighbours
@@ -128,7 +128,7 @@ class IST(WholeNetwork):
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
-    def finish_merge(self, number: int, model: nn.Module) -> None:
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:
         if self.given.renormalise and self.given.workers > 1:
             renormalise(self.member.job, model, self.data_on(device_of(model)))
 

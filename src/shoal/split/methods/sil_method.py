@@ -303,17 +303,17 @@ class SILMethod(Method):
         if not self.lag or part.role == WHOLE or not part.steps:
             return {}, {}
         rows = sum(len(batch) for _, group in self.reading.groups(part.start, part.steps) for batch in group)
-        crossing = [
-            {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")} for where in self.pieces.cuts
-        ]
-        given, *_ = crossing[int(part.role) - 1 :] if part.role != "0" else [{}]
-        return given, crossing[int(part.role)] if int(part.role) < len(crossing) else {}
+
+        def crossing(place: int) -> Tensors:
+            if not 0 <= place < len(self.pieces.cuts):
+                return {}
+            where = self.pieces.cuts[place]
+            return {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")}
+
+        return crossing(int(part.role) - 1), crossing(int(part.role))
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
         came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
-        for role, outcome in came.items():
-            if role != WHOLE and int(role) < len(self.heads):
-                self._keep_head(int(role), outcome.tensors)
         for place in range(self.count - 1 if self.lag else 0):
             window = number - place
             if not 0 <= window < self.windows:
@@ -325,27 +325,17 @@ class SILMethod(Method):
                 self._known[place] = (window, activations)
                 self.crossed += activations.nbytes
 
-    def _keep_head(self, place: int, tensors: Tensors) -> None:
-        head_tensors = {
-            name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")
-        }
-        if head_tensors:
-            self.heads[place].load_state_dict(head_tensors)
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:
+        for place, head in enumerate(self.heads):
+            head.load_state_dict({name: tensors[f"{_head(place)}{name}"] for name in tensors_of(head)})
 
     def stored(self) -> dict[str, Any]:
-        return {
-            "known": dict(self._known),
-            "missing": sorted(self._missing),
-            "crossed": self.crossed,
-            "heads": self.companions(),
-        }
+        return {"known": dict(self._known), "missing": sorted(self._missing), "crossed": self.crossed}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._known = {part: (window, activations) for part, (window, activations) in state["known"].items()}
         self._missing = {(part, window) for part, window in state["missing"]}
         self.crossed = state["crossed"]
-        for place, head in enumerate(self.heads):
-            head.load_state_dict({name: state["heads"][f"{_head(place)}{name}"] for name in tensors_of(head)})
 
     def crossing_bytes(self) -> int:
         """What will cross all cuts: C x D numbers once (labels A), or N x D an epoch."""
