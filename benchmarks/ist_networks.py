@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
+from shoal.evidence.bench.datasets import Data, load
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.datasets import Data, load
 from shoal.evidence.reproduce.ist import accuracy
 from shoal.models import Residual
 from shoal.results import Result

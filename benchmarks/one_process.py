@@ -77,27 +77,27 @@ class Book:
 def four(book: Book) -> None:
     """Bar 3: 32 members in bf16."""
     for net in ("mlp", "cnn", "gpt", "resnet"):
-        work = workload(Spec(network=net, members=32, precision="bf16"))
+        work = workload(Spec(network=net, members=32, precision="bf16"), epochs=10)
         book.add(f"{net} eager", lambda work=work: open_way("eager", work, DEVICE), 5)
-        book.add(f"{net} shoal", lambda work=work: open_pack(work.jobs(epochs=10), DEVICE, True), 50, 5)
+        book.add(f"{net} shoal", lambda work=work: open_pack(work, DEVICE, True), 50, 5)
         book.add(f"{net} captured", lambda work=work: open_way("captured", work, DEVICE), 20)
 
 
 def mixed(book: Book) -> None:
     """Bar 7: unlike networks in one list."""
-    work = workload(Spec(network="mixed", members=8, precision="bf16"))
+    work = workload(Spec(network="mixed", members=8, precision="bf16"), epochs=10)
     book.add("mixed eager", lambda: open_way("eager", work, DEVICE), 5)
-    book.add("mixed shoal", lambda: open_pack(work.jobs(epochs=10), DEVICE, False), 20)
+    book.add("mixed shoal", lambda: open_pack(work, DEVICE, False), 20)
 
 
 def pack(book: Book) -> None:
     """Bar 6: the gain at 2, 3 and 4 packed."""
     for net in ("mlp3", "mobilenetv2", "resnet50", "densenet121"):
-        alone = workload(Spec(network=net, members=1, batches=8))
+        alone = workload(Spec(network=net, members=1, batches=8), epochs=10)
         book.add(f"{net} 1 eager", lambda work=alone: open_way("eager", work, DEVICE), 5)
         for count in (2, 3, 4):
-            work = workload(Spec(network=net, members=count, batches=8))
-            book.add(f"{net} {count} shoal", lambda work=work: open_pack(work.jobs(epochs=10), DEVICE, True), 20)
+            work = workload(Spec(network=net, members=count, batches=8), epochs=10)
+            book.add(f"{net} {count} shoal", lambda work=work: open_pack(work, DEVICE, True), 20)
 
 
 if __name__ == "__main__":

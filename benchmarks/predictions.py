@@ -40,8 +40,8 @@ RUNTIME_BYTES = 88_000_000
 def jobs(network: str, members: int, steps: int, batches: int, precision: str | None = None) -> list[Any]:
     from shoal.evidence.bench.workloads import Spec, workload
 
-    work = workload(Spec(network=network, members=members, batches=batches, precision=precision))
-    return [dataclasses.replace(job, epochs=None, steps=steps) for job in work.jobs(epochs=1)]
+    made = workload(Spec(network=network, members=members, batches=batches, precision=precision))
+    return [dataclasses.replace(job, epochs=None, steps=steps) for job in made]
 
 
 def predict(network: str, members: int) -> dict[str, float]:

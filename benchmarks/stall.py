@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--network", default="mlp")
     parser.add_argument("--seats", type=int, default=32)
     args = parser.parse_args()
-    made = workload(Spec(network=args.network, members=3 * args.seats, precision="bf16", batches=64)).jobs(epochs=1)
+    made = workload(Spec(network=args.network, members=3 * args.seats, precision="bf16", batches=64), epochs=1)
     lengths = [200 + 53 * (7 * index % 40) for index in range(len(made))]
     jobs = [
         dataclasses.replace(job, epochs=None, steps=steps, name=str(index))

@@ -352,11 +352,11 @@ def test_gradients_of_a_frozen_parameter_stay_away() -> None:
 
 
 def test_who_reads_which_shard_when_workers_come_and_go() -> None:
-    plan = LocalSGD(make_job(), 3).plan
-    assert plan.shards([Worker(0), Worker(2)]) == [(0, 3), (2, 3)]
-    assert plan.shards([Worker(0), Worker(2), Worker(3)]) == [(0, 3), (2, 3), (1, 3)]
-    assert plan.shards([Worker(5, shard=1), Worker(1)]) == [(1, 3), (0, 3)]
-    assert plan.shards([Worker(n) for n in range(4)]) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    method = LocalSGD(make_job(), 3)
+    assert method.shards_of([Worker(0), Worker(2)]) == [(0, 3), (2, 3)]
+    assert method.shards_of([Worker(0), Worker(2), Worker(3)]) == [(0, 3), (2, 3), (1, 3)]
+    assert method.shards_of([Worker(5, shard=1), Worker(1)]) == [(1, 3), (0, 3)]
+    assert method.shards_of([Worker(n) for n in range(4)]) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_data_parallel_of_one_worker_is_ordinary_training() -> None:

@@ -17,15 +17,10 @@ def bench(
     ] = None,
     members: Annotated[int, typer.Option(min=1, help="Networks trained at once.")] = 32,
     precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU.")] = "auto",
-    ways: Annotated[
-        str, typer.Option(help="Of eager, captured, processes, vmap, vmap-captured, shoal; with commas.")
-    ] = "all",
+    ways: Annotated[str, typer.Option(help="Of eager, captured, vmap, vmap-captured, shoal; with commas.")] = "all",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median counts.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
-    processes: Annotated[
-        int, typer.Option(min=1, help="The most processes at once; the time of more networks is scaled.")
-    ] = 16,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
     out: Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")] = None,
@@ -35,8 +30,8 @@ def bench(
 ) -> None:
     """Measure Shoal against other ways to train many networks.
 
-    Sequential eager, sequential compiled and captured, one process per network, vmap, and Shoal do the same work,
-    each in a process of its own: milliseconds for a step of all networks, memory, set-up time, the device's floor.
+    Sequential eager, sequential compiled and captured, vmap, and Shoal do the same work,
+    each in a process of its own: milliseconds for a step of all networks, memory, set-up time.
     """
     from shoal.evidence.bench.report import plot as draw
     from shoal.evidence.bench.report import table
@@ -52,7 +47,6 @@ def bench(
         device=place,
         rounds=min(rounds, 2) if quick else rounds,
         threads=threads or None,
-        processes=processes,
         limit=limit,
         **(quick_settings() if quick else {}),
     )

@@ -154,8 +154,8 @@ def ist(
 ) -> None:
     """IST: independent subnets over slow links, against local SGD and data parallel."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without a name
+    from shoal.evidence.bench.datasets import load
     from shoal.evidence.reproduce import ist_report as paper
-    from shoal.evidence.reproduce.datasets import load
     from shoal.evidence.reproduce.ist import Scene, windows_of
     from shoal.training import pick_device
 

@@ -107,7 +107,7 @@ def add_notes(result: Result, method: Method) -> None:
     report = result.split
     if report is None or not isinstance(method, IST):
         return
-    if WHOLE_LAYER in method.units.whole.values() and method.plan.workers > 1:
+    if WHOLE_LAYER in method.units.whole.values() and method.num_workers > 1:
         report.notes.append(
             f"layers   every other one is dealt ({', '.join(method.units.groups)}), so that every weight is trained in "
             "every round; layers='all' deals all of them"
@@ -115,10 +115,10 @@ def add_notes(result: Result, method: Method) -> None:
     if not method.given.scale or method.given.backward_only:
         return
     bad = result.status == "diverged" or (report.tier != "distributed" and report.lost > 0)
-    if bad and method.plan.workers > 1:
+    if bad and method.num_workers > 1:
         report.notes.append(
-            f"advice   losses were not finite: scale=True makes a narrow network's steps about {method.plan.workers} "
-            f"times as large; use a learning rate {method.plan.workers} times smaller, or scale=False"
+            f"advice   losses were not finite: scale=True makes a narrow network's steps about {method.num_workers} "
+            f"times as large; use a learning rate {method.num_workers} times smaller, or scale=False"
         )
 
 

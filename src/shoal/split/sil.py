@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import evaluating, run_step
+from shoal.engine.members.member import evaluating
 from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.split.api import takes_settings_of, train_by
-from shoal.split.core.memory import Cost, measure
+from shoal.split.core.memory import WHOLE, Cost, part_costs
 from shoal.split.core.parts import Part
 from shoal.split.core.report import SplitReport
+from shoal.split.core.state import named_state
 from shoal.split.methods.heads import WithHead
 from shoal.split.methods.labels import nearest
-from shoal.split.methods.sil_method import WHOLE, SILMethod
+from shoal.split.methods.sil_method import SILMethod
 from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
@@ -108,7 +110,6 @@ def report(result: Result, way: SILMethod) -> SilReport:
         cut_bytes_measured=way.crossed if way.lag else way.crossing_bytes(),
     )
     full.method = str(way.settings["method"])
-    full.peak_measured = {"recovery" if role == WHOLE else role: peak for role, peak in way.peaks.items()}
     full.peak_predicted = {name: cost["peak_bytes"] for name, cost in full.costs.items()}
     full.advice = advice(way, joined, alone)
     return full
@@ -123,57 +124,45 @@ def _chosen(shares: list[float] | None) -> str:
 
 def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
     """What a trained network is worth, and each of its parts but the last by itself."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = named_state(model)
     parts = [way.network(Part(number=place, role=str(place))) for place in range(way.count)]
     with torch.no_grad():
         for place, part in enumerate(parts):
-            body = dict([*part.named_parameters(), *part.named_buffers()])
+            body = named_state(part)
             for name, piece in way.slices(Part(number=place, role=str(place))).items():
                 if piece.name in state:
                     body[name].copy_(state[piece.name])
-    sums = [_Sum() for _ in parts]
+    sums: list[Counter[str]] = [Counter() for _ in parts]
     for batch in (way.member.val or way.data).feed(max(way.source.batch_size, 256)):
         value: Any = batch[:-1]
         for place, part in enumerate(parts):
             with evaluating(part):
                 value = _through(way, place, part, value, batch, sums[place])
-    *alone, joined = [total.values() for total in sums]
+    *alone, joined = [
+        {name: value / total["rows"] for name, value in total.items() if name != "rows"} for total in sums
+    ]
     return joined, alone
 
 
-def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: _Sum) -> tuple[Tensor]:
+def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: Counter[str]) -> tuple[Tensor]:
     """One part on one batch: its loss and accuracy are added up; its output is the next part's input."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
     output: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
-    total.rows += rows
+    total["rows"] += rows
     if last or isinstance(part, WithHead):
         said = part.head(output) if isinstance(part, WithHead) else output
         assert loss is not None
-        total.add("loss", float(loss(said, target)) * rows)
+        total["loss"] += float(loss(said, target)) * rows  # type: ignore[assignment]
         if _classes(said, target):
-            total.add("accuracy", float((said.argmax(1) == target).sum()))
+            total["accuracy"] += float((said.argmax(1) == target).sum())  # type: ignore[assignment]
     else:
         table = way.tables[place]
         assert way.labels is not None
-        total.add("loss", float(way.labels.loss(output, table, target)) * rows)
-        total.add("accuracy", float((nearest(output, table) == target).sum()))
-        total.add("spread", float(_spread(output, table, target).sum()))
+        total["loss"] += float(way.labels.loss(output, table, target)) * rows  # type: ignore[assignment]
+        total["accuracy"] += float((nearest(output, table) == target).sum())  # type: ignore[assignment]
+        total["spread"] += float(_spread(output, table, target).sum())  # type: ignore[assignment]
     return (output,)
-
-
-class _Sum:
-    """Values added up over batches."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.sums: dict[str, float] = {}
-
-    def add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def values(self) -> dict[str, float]:
-        return {name: total / self.rows for name, total in self.sums.items()}
 
 
 def _classes(output: Tensor, target: Any) -> bool:
@@ -192,19 +181,7 @@ def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
 
 def costs(way: SILMethod) -> dict[str, Cost]:
     """Of a step of the whole network and of each part, on a batch of the job's size."""
-    job = way.source
-    batch = tuple(way.data.take(0, min(job.batch_size, len(way.data))))
-    costs_by_part = {WHOLE: measure(job, way.model, lambda network, given: run_step(job, network, given)[0], batch)}
-    for place in range(way.count):
-        part = Part(number=place, role=str(place))
-        given = batch
-        if place and way.lag:
-            cut = way.pieces.cuts[place - 1]
-            given = (torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1])
-        elif place:
-            given = (batch[-1],)
-        costs_by_part[str(place)] = measure(way.job(job, part), way.network(part), way.step(part), given)
-    return costs_by_part
+    return part_costs(way, [Part(number=place, role=str(place)) for place in range(way.count)])
 
 
 def advice(way: SILMethod, joined: dict[str, float], alone: list[dict[str, float]]) -> str:

@@ -25,7 +25,7 @@ from shoal.jobs.job import Job
 from shoal.results import Result, Results
 from shoal.split._evaluation import Follower, evaluate
 from shoal.split.core.checks import check_count, shard_problems
-from shoal.split.core.memory import predicted_peaks
+from shoal.split.core.memory import part_costs
 from shoal.split.core.method import Method, TaskExecutor, Worker
 from shoal.split.core.moments import load_moments
 from shoal.split.core.parts import Outcome, Part, Task
@@ -63,15 +63,14 @@ def train_split(
         checkpoint_every: Seconds between checkpoints, where there is `out`.
     """
     member = method.member
-    plan = getattr(method, "plan", None)
-    if plan is not None:
-        shard_problems(member, plan.workers)
+    shard_problems(member, method.shards)
     if val_every is not None:
         check_count("val_every", val_every)
     run = _Run(method, executor, torch.device(device), tell or (lambda line: None), val_every)
     run.save_every = parse_seconds(checkpoint_every)
     with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
-        if folder is not None and folder.claim([member], {"split": dict(method.settings) or {"method": method.name}}):
+        settings = {"method": method.name, **method.settings}
+        if folder is not None and folder.claim([member], {"split": settings}):
             folder.restore(run)
         run.go(folder)
         result = run.result()
@@ -205,7 +204,7 @@ class _Run:
         report = self.report
         report.workers, report.rounds = len(workers), self.method.rounds
         report.bytes_predicted = Forecast(self.method).all_rounds(workers).both
-        report.peak_predicted = predicted_peaks(self.method, parts)
+        report.peak_predicted = {name: cost.peak_bytes for name, cost in part_costs(self.method, parts).items()}
 
     def _account(self, tasks: Sequence[Task], outcomes: Sequence[Outcome | None], seconds: float) -> None:
         report = self.report
@@ -221,16 +220,9 @@ class _Run:
             report.seconds_predicted = seconds * self.method.rounds
         for task, outcome in zip(tasks, outcomes, strict=True):
             if outcome is not None and outcome.peak_bytes:
-                key = "recovery" if self._recovers(task) else str(outcome.number)
+                first = self.method.rounds - self.method.recovery
+                key = "recovery" if 0 < first <= task.round else task.part.role or str(outcome.number)
                 report.peak_measured[key] = max(report.peak_measured.get(key, 0), outcome.peak_bytes)
-
-    def _recovers(self, task: Task) -> bool:
-        """Whether a part is the whole network, in a split whose other rounds have less."""
-        whole = sum(tensor.nbytes for tensor in self.tensors.tensors.values())
-        held = sum(tensor.nbytes for tensor in task.tensors.values())
-        if task.round == 0:
-            self.report.cuts = self.report.cuts or held < whole
-        return self.report.cuts and held == whole
 
     def _row(self) -> None:
         """A row of the history: the losses since the last one, and what the whole network is worth now."""
@@ -256,7 +248,7 @@ class _Run:
     def merged(self) -> nn.Module:
         """The whole network as it is now."""
         self.tensors.load_into(self.whole)
-        self.method.finish_merge(self.round, self.whole)
+        self.method.finish_merge(self.whole, self.tensors.tensors)
         return self.whole
 
     # --- in and out -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal import models
 from shoal.evidence.bench import published
+from shoal.evidence.bench.ways import build
 from shoal.evidence.bench.workloads import TINY, Spec, names, workload
 
 
@@ -23,10 +24,10 @@ def parameters(model: nn.Module) -> int:
         (models.CNN, 32 * 9 + 32 + 64 * 32 * 9 + 64 + 64 * 49 * 128 + 128 + 128 * 10 + 10),
         (models.ResNet18, 11_173_962),
         (models.GPT, 2 * 256 * 128 + 256 + 128 * 128 + 2 * 128 + 4 * (12 * 128 * 128 + 13 * 128)),
-        (published.MobileNetV2, 3_504_872),
-        (published.ResNet50, 25_557_032),
-        (published.DenseNet121, 7_978_856),
-        (published.MLP3, 150_528 * 128 + 128 + 128 * 128 + 128 + 128 * 1000 + 1000),
+        (published.mobilenet_v2, 3_504_872),
+        (published.resnet50, 25_557_032),
+        (published.densenet121, 7_978_856),
+        (published.mlp3, 150_528 * 128 + 128 + 128 * 128 + 128 + 128 * 1000 + 1000),
     ],
 )
 def test_parameter_counts(make: Callable[[], nn.Module], number: int) -> None:
@@ -36,17 +37,16 @@ def test_parameter_counts(make: Callable[[], nn.Module], number: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "mixed"])
 def test_every_network_gives_a_finite_loss_and_a_gradient_everywhere(name: str) -> None:
-    work = workload(Spec(network=name, members=1, batches=1, batch_size=2, side=32))
-    task = work.tasks[0]
-    model = task.build(torch.device("cpu"))
-    x, y = work.data(task)
-    loss = task.kind.loss(model(x), y)
+    (job,) = workload(Spec(network=name, members=1, batches=1, batch_size=2, side=32))
+    model = build(job, torch.device("cpu"))
+    x, y = job.data
+    loss = job.loss(model(x), y)
     loss.backward()
     assert torch.isfinite(loss)
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_published_networks_give_a_thousand_classes_for_imagenet_shaped_input() -> None:
-    for make in (published.MLP3, published.MobileNetV2, published.ResNet50, published.DenseNet121):
+    for make in (published.mlp3, published.mobilenet_v2, published.resnet50, published.densenet121):
         with torch.device("meta"):
             assert make()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)

@@ -5,35 +5,33 @@ import pickle
 import pytest
 import torch
 
-from shoal.evidence.bench.workloads import Spec, learning_rates, workload
+from shoal.evidence.bench.ways import Loop, build, epochs
+from shoal.evidence.bench.workloads import Spec, kind_of, learning_rates, workload
 from shoal.reference import solo
+
+CPU = torch.device("cpu")
 
 
 def test_the_same_spec_gives_the_same_data_weights_and_orders() -> None:
     spec = Spec(network="tiny", members=2, batches=2)
-    a, b = workload(spec), workload(pickle.loads(pickle.dumps(spec)))
-    assert torch.equal(a.tensors["tiny"][0], b.tensors["tiny"][0])
-    cpu = torch.device("cpu")
-    for first, second in zip(a.tasks, b.tasks, strict=True):
-        assert torch.equal(a.orders(first).epoch(), b.orders(second).epoch())
-        for p, q in zip(first.build(cpu).parameters(), second.build(cpu).parameters(), strict=True):
+    for first, second in zip(workload(spec), workload(pickle.loads(pickle.dumps(spec))), strict=True):
+        assert torch.equal(first.data[0], second.data[0])
+        assert torch.equal(epochs(first)(), epochs(second)())
+        for p, q in zip(build(first, CPU).parameters(), build(second, CPU).parameters(), strict=True):
             assert torch.equal(p, q)
 
 
 def test_members_differ_in_weights_orders_and_learning_rate() -> None:
-    work = workload(Spec(network="tiny", members=2, batches=2))
-    one, two = work.tasks
-    assert one.lr != two.lr
-    assert not torch.equal(work.orders(one).epoch(), work.orders(two).epoch())
-    cpu = torch.device("cpu")
-    assert not torch.equal(next(one.build(cpu).parameters()), next(two.build(cpu).parameters()))
+    one, two = workload(Spec(network="tiny", members=2, batches=2))
+    assert one.hparams != two.hparams
+    assert not torch.equal(epochs(one)(), epochs(two)())
+    assert not torch.equal(next(build(one, CPU).parameters()), next(build(two, CPU).parameters()))
 
 
 def test_mixed_holds_unlike_networks_in_turn() -> None:
-    work = workload(Spec(network="mixed", members=5, batches=1, batch_size=2))
-    assert [task.kind.name for task in work.tasks] == ["mlp", "cnn", "gpt", "resnet", "mlp"]
-    assert set(work.tensors) == {"mlp", "cnn", "gpt", "resnet"}
-    assert set(work.only(work.tasks[:1]).tensors) == {"mlp"}
+    jobs = workload(Spec(network="mixed", members=5, batches=1, batch_size=2))
+    assert [kind_of(job) for job in jobs] == ["mlp", "cnn", "gpt", "resnet", "mlp"]
+    assert jobs[0].data is jobs[4].data
 
 
 def test_learning_rates_span_a_factor_of_ten() -> None:
@@ -56,12 +54,10 @@ def test_a_wrong_spec_says_what_is_wrong(wrong: dict[str, object], says: str) ->
         Spec(**wrong)  # type: ignore[arg-type]
 
 
-def test_jobs_are_the_same_work_by_the_reference_loop() -> None:
-    from shoal.evidence.bench.ways import Eager
-
-    work = workload(Spec(network="tiny", members=2, batches=3))
-    way = Eager(work, torch.device("cpu"))
+def test_the_loop_is_the_reference_loop() -> None:
+    jobs = workload(Spec(network="tiny", members=2, batches=3), epochs=2)
+    way = Loop(jobs, CPU)
     way.step(6)
-    for job, alone in zip(work.jobs(epochs=2), way.solos, strict=True):
+    for job, alone in zip(jobs, way.solos, strict=True):
         for a, b in zip(solo(job).model.parameters(), alone.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)

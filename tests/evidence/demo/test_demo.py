@@ -83,8 +83,8 @@ def test_equality_is_judged_in_float64(
 
 def test_check_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker compares weights of packed networks with those of a plain loop, and agrees."""
-    picked = [task.settings()[i] for i in (0, 21, 63)]
-    monkeypatch.setattr(task, "settings", lambda: picked)
+    jobs = task.jobs
+    monkeypatch.setattr(task, "jobs", lambda *args: [jobs(*args)[i] for i in (0, 21, 63)])
     monkeypatch.setattr(task, "CHECKED_EPOCHS", 1)
     reported = worker.checked(lambda progress: None, longest=60.0)
     assert reported["difference"] <= 1e-9 and (reported["trained"], reported["steps"]) == (3, 45)
@@ -92,8 +92,10 @@ def test_check_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_part_of_the_check_covers_the_sweep() -> None:
     assert sorted(worker.spread(64)) == list(range(64)) and sorted(worker.spread(3)) == [0, 1, 2]
-    first = [task.settings()[i] for i in worker.spread(64)[:16]]
-    assert {s.lr for s in first} == set(task.LEARNING_RATES) and {s.dropout for s in first} == set(task.DROPOUTS)
+    jobs = task.jobs()
+    first = [dict(cell.split("=") for cell in jobs[i].name.split()) for i in worker.spread(64)[:16]]
+    assert {float(names["lr"]) for names in first} == set(task.LEARNING_RATES)
+    assert {float(names["dropout"]) for names in first} == set(task.DROPOUTS)
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -104,17 +106,15 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_sweep_is_64_different_networks() -> None:
-    assert len({setting.name for setting in task.settings()}) == 64
+    assert len({job.name for job in task.jobs()}) == 64
 
 
 def test_packed_is_the_same_training_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "EPOCHS", 1)
-    digits = task.Digits.load(torch.float64)
-    picked = [0, 21, 63]
-    jobs = task.jobs(digits)
-    results = shoal.train([jobs[i] for i in picked], device="cpu", threads=1)
-    for i, result in zip(picked, results, strict=True):
-        model, history = task.train_alone(task.settings()[i], digits)
+    jobs = [task.jobs(torch.float64)[i] for i in (0, 21, 63)]
+    results = shoal.train(jobs, device="cpu", threads=1)
+    for job, result in zip(jobs, results, strict=True):
+        model, history = task.train_alone(job)
         for a, b in zip(result.model.state_dict().values(), model.state_dict().values(), strict=True):
             assert distance(a, b) <= TOLERANCE
         assert result.history[-1]["val_loss"] == pytest.approx(history[-1]["val_loss"], rel=TOLERANCE)

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
+from shoal.evidence.bench.datasets import load
 from shoal.evidence.reproduce import ist, ist_report, namespaces
-from shoal.evidence.reproduce.datasets import load
 from shoal.evidence.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, Scene, Setting
 
 SCENE = Scene(data=load(), width=32, batch=32, steps=8)

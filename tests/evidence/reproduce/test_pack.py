@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,17 +16,17 @@ from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.pack import bars, line, scale, table
 
 
-def found(ratio: float | None) -> list[Outcome]:
+def found(network: str, ratio: float | None) -> list[dict[str, Any]]:
     memory = Memory(growth=200)
-    eager = Outcome(network="resnet50", way="eager", members=4, times_ms=[8.0], memory=Memory(growth=100), ratio=1.0)
-    packed = Outcome(network="resnet50", way="shoal", members=4, times_ms=[5.0], memory=memory, ratio=ratio)
+    eager = Outcome(network=network, way="eager", members=4, times_ms=[8.0], memory=Memory(growth=100), ratio=1.0)
+    packed = Outcome(network=network, way="shoal", members=4, times_ms=[5.0], memory=memory, ratio=ratio)
     if ratio is None:
-        packed = Outcome(network="resnet50", way="shoal", members=4, error="out of [memory]")
-    return [eager, packed]
+        packed = Outcome(network=network, way="shoal", members=4, error="out of [memory]")
+    return [eager.to_dict(), packed.to_dict()]
 
 
 def test_gain_is_the_share_of_sequential_time_saved(tmp_path: Path) -> None:
-    good, bad = line(4, "resnet50", found(1.6)), line(4, "densenet121", found(None))
+    good, bad = line(*found("resnet50", 1.6)), line(*found("densenet121", None))
     assert good["gain"] == pytest.approx(0.375)  # (8 - 5) / 8
     assert good["published"] == 0.27
     assert good["ceiling"] == 0.75

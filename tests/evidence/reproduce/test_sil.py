@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from shoal.cli.app import main
+from shoal.evidence.bench.datasets import load
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.datasets import load
 from shoal.evidence.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, network, table
 
 
@@ -52,7 +52,7 @@ def test_ours_is_shown_beside_what_was_measured_before() -> None:
     screen = Console(file=StringIO(), width=200)
     table(result, screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("50.0 %", "76.9 %", "40.0 %", "55%", "2.0 KiB"):
+    for text in ("50.0 %", "76.9 %", "40.0 %", "55%", "2.05 kB"):
         assert text in shown
     assert bars(result) == [("64-32: labels A", 0.5, 0.769)]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shoal.cli.app import main
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.digits import NETWORKS, User, accuracy, jobs, load, users, vanilla
+from shoal.evidence.reproduce.digits import accuracy, jobs, load, vanilla
 from shoal.evidence.reproduce.unifiednn import PUBLISHED, bars, saved, table
 
 
@@ -18,19 +18,17 @@ def test_the_vanilla_loop_is_the_reference_loop() -> None:
     from shoal.reference import solo
 
     x, y, _, _ = load()
-    x, y = x[:80], y[:80]  # the last batch is short
-    for name in NETWORKS:
-        user = User(network=name, seed=3, lr=1e-3, epochs=1)
-        model = vanilla(user, x, y, torch.device("cpu"))
-        alone = solo(jobs([user], x, y)[0]).model
-        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+    for job in jobs(4, 1, (x[:80], y[:80]), same=False):  # the last batch is short
+        model = vanilla(job, torch.device("cpu"))
+        for a, b in zip(model.parameters(), solo(job).model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_users_and_data() -> None:
-    assert {user.network for user in users(8, 1, same=True)} == {"CNN"}
-    assert [user.network for user in users(5, 1, same=False)] == ["CNN", "MLP", "LSTM", "encoder", "CNN"]
     x, y, xt, yt = load()
+    assert {job.name.split()[0] for job in jobs(8, 1, (x, y), same=True)} == {"CNN"}
+    names = [job.name.split()[0] for job in jobs(5, 1, (x, y), same=False)]
+    assert names == ["CNN", "MLP", "LSTM", "encoder", "CNN"]
     assert x.shape == (1437, 1, 28, 28)
     assert xt.shape == (360, 1, 28, 28)
     assert len(y) + len(yt) == 1797

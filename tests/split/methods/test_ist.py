@@ -77,7 +77,7 @@ def test_a_residual_stream_stays_whole_where_the_rest_is_enough() -> None:
     assert groups(2, 2, False) == {"up", "hidden"}
     job = make_job(lambda: Residual(16, 16).double(), steps=4)
     method = IST(job, 2, 2)
-    assert method.settings["streams"] is False and "streams" not in IST(job, 2, 2, streams=True).settings
+    assert method.settings["streams"] is False and IST(job, 2, 2, streams=True).settings["streams"] is True
     parts = method.parts(0, [Worker(0), Worker(1)])
     assert method.network(parts[0]).get_parameter("down.weight").shape == (8, 8)
     with pytest.raises(SplitError, match="streams is 'no'; use True, False or 'auto'"):
@@ -138,7 +138,7 @@ def test_which_layers_are_dealt_is_a_setting_and_is_said() -> None:
     method = IST(job, 2, 2)
     assert method.settings["layers"] == "alternate" and method.recovery == 0, "no weight waits for a later deal"
     everything = IST(job, 2, 2, layers="all")
-    assert "layers" not in everything.settings and everything.recovery == 1
+    assert everything.settings["layers"] == "all" and everything.recovery == 1
     for other in ({"overlap": 0.25}, {"backward_only": True}):
         assert len(IST(job, 2, 2, **other).units.groups) == 3, "another remedy was chosen"
     assert IST(job, 2, 2, overlap=0.25, layers="alternate").units.groups.keys() == {"convs.3"}

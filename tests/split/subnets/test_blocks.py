@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.errors import SplitError
 from shoal.models import GPT, MLP, Encoder, ResNet18
-from shoal.split.subnets._record import named_state
+from shoal.split.core.state import named_state
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import find_units

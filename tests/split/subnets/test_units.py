@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.split.drawn import Drawn, networks
 from torch import Tensor, nn
 
-from shoal.split.subnets._record import named_state
+from shoal.split.core.state import named_state
 from shoal.split.subnets.deal import deal
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units, find_units

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -24,11 +23,11 @@ class ChildError(Exception):
 class Child:
     """Runs `target(*args, pipe)` in a new process, and talks with it."""
 
-    def __init__(self, target: Callable[..., None], *args: Any, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(target, args, theirs))
-        with ignoring_interrupts(), _environment(environment or {}):
+        with ignoring_interrupts():
             self.process.start()
         theirs.close()
 
@@ -72,7 +71,7 @@ class Child:
 def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
     warnings.simplefilter("ignore")  # vmap's remarks about speed are what the table shows
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave through `finally`: a service it started must end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave through `finally`
     try:
         target(*args, pipe)
     except (EOFError, ConnectionError, KeyboardInterrupt):
@@ -94,18 +93,6 @@ def ignoring_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside: what a new process inherits."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def prepare_torch(device: str, threads: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,16 +26,6 @@ class Memory:
     """Host: proportional set size of all the processes of this way, libraries included."""
     driver: int | None = None
     """GPU: what the driver reports in use beyond what was in use before, contexts included."""
-
-    def plus(self, other: Memory) -> Memory:
-        """Two processes together."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return Memory(**{name: None if None in pair else sum(pair) for name, pair in pairs.items()})
-
-    def times(self, factor: float) -> Memory:
-        """Scaled from a sample of the processes to all of them."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Memory(**{name: None if size is None else int(size * factor) for name, size in sizes.items()})
 
 
 def _proc(file: str, field: str) -> int | None:

@@ -7,162 +7,89 @@ layers of hidden width 128, so that the first layer (150,528 inputs) does not dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+Layers = list[nn.Module]
 
-class MLP3(nn.Module):
+
+def mlp3(side: int = 224, hidden: int = 128, classes: int = 1000) -> nn.Module:
     """Three linear layers over the flattened image."""
+    layers: Layers = [nn.Flatten(), nn.Linear(3 * side * side, hidden), nn.ReLU(), nn.Linear(hidden, hidden)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, classes))
 
-    def __init__(self, side: int = 224, hidden: int = 128, classes: int = 1000) -> None:
+
+class Residual(nn.Module):
+    """Adds its input, or a projection of it, to what its layers make of it."""
+
+    def __init__(self, layers: Layers, shortcut: Sequence[nn.Module] = ()) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(3 * side * side, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, classes),
-        )
+        self.layers, self.shortcut = nn.Sequential(*layers), nn.Sequential(*shortcut)
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        logits: Tensor = self.layers(x_BCHW)
-        return logits
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x) + self.shortcut(x)
+        return y
 
 
-def _conv_norm(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+class Dense(nn.Sequential):
+    """Puts what its layers make of its input behind the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, super().forward(x)], 1)  # type: ignore[no-untyped-call]
+
+
+def _conv_norm(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> Layers:
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return [conv, nn.BatchNorm2d(out)]
 
 
-class _Inverted(nn.Module):
-    """Widen by `expand`, filter each channel, narrow again; a skip where shapes agree."""
-
-    def __init__(self, channels: int, out: int, stride: int, expand: int) -> None:
-        super().__init__()
-        wide = channels * expand
-        layers: list[nn.Module] = []
-        if expand != 1:
-            layers += [*_conv_norm(channels, wide, 1), nn.ReLU6()]
-        layers += [*_conv_norm(wide, wide, 3, stride, groups=wide), nn.ReLU6(), *_conv_norm(wide, out, 1)]
-        self.layers = nn.Sequential(*layers)
-        self.skip = stride == 1 and channels == out
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y_BCHW: Tensor = self.layers(x_BCHW)
-        return x_BCHW + y_BCHW if self.skip else y_BCHW
+def _classifier(layers: Layers, channels: int, classes: int, dropout: float = 0.0) -> nn.Module:
+    last: Layers = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), *([nn.Dropout(dropout)] if dropout else [])]
+    return nn.Sequential(*layers, *last, nn.Linear(channels, classes))
 
 
-class MobileNetV2(nn.Module):
+def mobilenet_v2(classes: int = 1000) -> nn.Module:
     """Inverted residuals with linear bottlenecks, width 1.0."""
-
     # expansion, output channels, repeats, stride of the first
-    STAGES = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    )
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [*_conv_norm(3, 32, 3, 2), nn.ReLU6()]
-        channels = 32
-        for expand, out, repeats, stride in self.STAGES:
-            for i in range(repeats):
-                layers.append(_Inverted(channels, out, stride if i == 0 else 1, expand))
-                channels = out
-        layers += [*_conv_norm(channels, 1280, 1), nn.ReLU6()]
-        self.features = nn.Sequential(*layers)
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(1280, classes)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.drop(self.features(x_BCHW).mean((2, 3))))
-        return logits
+    stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    layers: Layers = [*_conv_norm(3, 32, 3, 2), nn.ReLU6()]
+    channels = 32
+    for expand, out, repeats, first in stages:
+        for stride in (first, *[1] * (repeats - 1)):
+            wide = channels * expand
+            widen: Layers = [*_conv_norm(channels, wide, 1), nn.ReLU6()] if expand != 1 else []
+            block = [*widen, *_conv_norm(wide, wide, 3, stride, groups=wide), nn.ReLU6(), *_conv_norm(wide, out, 1)]
+            layers.append(Residual(block) if stride == 1 and channels == out else nn.Sequential(*block))
+            channels = out
+    return _classifier([*layers, *_conv_norm(channels, 1280, 1), nn.ReLU6()], 1280, classes, dropout=0.2)
 
 
-class _Bottleneck(nn.Module):
-    """1 x 1 down, 3 x 3, 1 x 1 up by four."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * width
-        self.layers = nn.Sequential(
-            *_conv_norm(channels, width, 1),
-            nn.ReLU(),
-            *_conv_norm(width, width, 3, stride),
-            nn.ReLU(),
-            *_conv_norm(width, out, 1),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(*_conv_norm(channels, out, 1, stride))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return F.relu(self.layers(x_BCHW) + self.shortcut(x_BCHW))
+def resnet50(classes: int = 1000) -> nn.Module:
+    """Stages of 3, 4, 6 and 3 bottlenecks: 1 x 1 down, 3 x 3, 1 x 1 up by four."""
+    layers: Layers = [*_conv_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    channels = 64
+    for width, repeats, first in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for stride in (first, *[1] * (repeats - 1)):
+            block = [*_conv_norm(channels, width, 1), nn.ReLU(), *_conv_norm(width, width, 3, stride), nn.ReLU()]
+            shortcut = _conv_norm(channels, 4 * width, 1, stride) if stride != 1 or channels != 4 * width else []
+            layers += [Residual([*block, *_conv_norm(width, 4 * width, 1)], shortcut), nn.ReLU()]
+            channels = 4 * width
+    return _classifier(layers, channels, classes)
 
 
-class ResNet50(nn.Module):
-    """Stages of 3, 4, 6 and 3 bottlenecks."""
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [*_conv_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        channels = 64
-        for width, repeats, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-            for i in range(repeats):
-                layers.append(_Bottleneck(channels, width, stride if i == 0 else 1))
-                channels = 4 * width
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x_BCHW).mean((2, 3)))
-        return logits
-
-
-class _Dense(nn.Module):
-    """Norm, ReLU, 1 x 1 to four times the growth, norm, ReLU, 3 x 3; the result joins the input."""
-
-    def __init__(self, channels: int, growth: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, 4 * growth, 1, bias=False),
-            nn.BatchNorm2d(4 * growth),
-            nn.ReLU(),
-            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
-        )
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return torch.cat([x_BCHW, self.layers(x_BCHW)], 1)
-
-
-class DenseNet121(nn.Module):
+def densenet121(classes: int = 1000, growth: int = 32) -> nn.Module:
     """Dense blocks of 6, 12, 24 and 16 layers, growth 32, halving between them."""
-
-    def __init__(self, classes: int = 1000, growth: int = 32) -> None:
-        super().__init__()
-        channels = 2 * growth
-        layers: list[nn.Module] = [*_conv_norm(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        blocks = (6, 12, 24, 16)
-        for b, repeats in enumerate(blocks):
-            for _ in range(repeats):
-                layers.append(_Dense(channels, growth))
-                channels += growth
-            layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-            if b + 1 < len(blocks):
-                layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
-                channels //= 2
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x_BCHW).mean((2, 3)))
-        return logits
+    channels = 2 * growth
+    layers: Layers = [*_conv_norm(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    for repeats in (6, 12, 24, 16):
+        if repeats > 6:
+            layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
+            channels //= 2
+        for _ in range(repeats):
+            narrow: Layers = [nn.BatchNorm2d(channels), nn.ReLU(), *_conv_norm(channels, 4 * growth, 1), nn.ReLU()]
+            layers.append(Dense(*narrow, nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)))
+            channels += growth
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+    return _classifier(layers, channels, classes)

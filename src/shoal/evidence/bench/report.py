@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.evidence.bench.titles import TITLES
+from shoal.utils import tables
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def size(value: float | None) -> str:
-    """Bytes for people.
-
-    >>> size(3 * 2**20), size(None)
-    ('3.0 MiB', '')
-    """
-    if value is None:
-        return ""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{value:.0f} B"
-        value /= 1024
-    return f"{value:.2f} GiB"
+    """Bytes for people; nothing where they are not known."""
+    return "" if value is None else tables.size(value)
 
 
 def percent(value: float | None, missing: str = "") -> str:
@@ -54,23 +46,13 @@ def heading(result: dict[str, Any]) -> str:
     return f"{device}; torch {at['torch']}; code {at['commit'] or at['source']}; {at['date']}"
 
 
-def _floor_line(result: dict[str, Any]) -> str:
-    best = result["ceilings"]
-    if best is None:
-        return "The device's ceilings could not be measured: no floors."
-    return (
-        f"Floor: bytes and operations of the step over a measured {best['bandwidth'] / 1e9:.0f} GB/s copy and "
-        f"{best['rate'] / 1e12:.3g} TFLOP/s matrix product; activations are estimated."
-    )
-
-
 def table(result: dict[str, Any], console: Console) -> None:
     """One table: milliseconds for a step of all members, against sequential eager; memory beside."""
     from rich.table import Table
 
     gpu = result["stamp"]["gpu"] is not None
-    columns = ["network", "members", "way", "ms", "times eager", "floor ms", "predicted ms", "set-up s", "memory"]
-    columns += ["driver" if gpu else "all processes", "note"]
+    columns = ["network", "members", "way", "ms", "times eager", "predicted ms", "set-up s", "memory"]
+    columns += ["driver" if gpu else "whole process", "note"]
     shown = Table(*columns)
     for column in shown.columns[3:-1]:
         column.justify = "right"
@@ -88,7 +70,6 @@ def table(result: dict[str, Any], console: Console) -> None:
             TITLES[row["way"]],
             milliseconds(row["ms"]),
             f"{row['ratio']:.2f}x" if row["ratio"] else "",
-            milliseconds(row["floor_ms"]) if first else "",
             milliseconds(row["predicted_ms"]),
             f"{row['setup_s']:.1f}" if row["setup_s"] is not None else "",
             size(peak(row["memory"])),
@@ -96,7 +77,6 @@ def table(result: dict[str, Any], console: Console) -> None:
             " ".join(filter(None, [_plain(row["note"]), reason])),
         )
     console.print(shown)
-    console.print(_floor_line(result), style="dim")
     for line in _memory_lines(result):
         console.print(line)
     console.print(heading(result), style="dim")
@@ -109,26 +89,16 @@ def _plain(text: str, longest: int = 110) -> str:
 
 
 def _memory_lines(result: dict[str, Any]) -> list[str]:
-    """Shoal's reserved peak beside the sum of the members' own, and beside its prediction."""
+    """Shoal's reserved peak beside the sum of the members' own."""
+    solo = {row["network"]: row["solo_reserved"] for row in result["results"] if row["way"] == "eager"}
     lines = []
     for row in result["results"]:
-        if row["way"] != "shoal" or row["error"]:
-            continue
-        solo = next((r["solo_reserved"] for r in result["results"] if _same(r, row) and r["way"] == "eager"), None)
-        reserved = peak(row["memory"])
-        if solo and reserved:
+        alone, reserved = solo.get(row["network"]), peak(row["memory"])
+        if row["way"] == "shoal" and alone and reserved:
             lines.append(
-                f"{row['network']}: {reserved / solo:.2f} of the sum of the members' peaks alone ({size(solo)})"
-            )
-        if row["predicted_bytes"] is not None:
-            lines.append(
-                f"{row['network']}: memory predicted {size(row['predicted_bytes'])}, measured {size(reserved)}"
+                f"{row['network']}: {reserved / alone:.2f} of the sum of the members' peaks alone ({size(alone)})"
             )
     return lines
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return bool(a["network"] == b["network"] and a["members"] == b["members"])
 
 
 def text(result: dict[str, Any]) -> str:
@@ -138,64 +108,53 @@ def text(result: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], path: Path) -> None:
     """The plain data as JSON, in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(result) + "\n")
 
 
-def pyplot() -> Any:
-    """matplotlib, drawing into files."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'shoal[plot]'") from None
+def new_figure(width: float, height: float = 4.5) -> Any:
+    """A figure of matplotlib's that is drawn into a file."""
+    from matplotlib.figure import Figure
 
-    def figure(width: float, height: float) -> Any:
-        drawn = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(drawn)
-        return drawn
-
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars on a log scale: milliseconds for a step of all members, by network and way, the floor as a line."""
+    """Bars on a log scale: milliseconds for a step of all members, by network and way."""
     networks = list(dict.fromkeys(row["network"] for row in result["results"]))
-    ways = [way for way in TITLES if any(row["way"] == way for row in result["results"])]
     times = {(row["network"], row["way"]): row["ms"] for row in result["results"]}
-    figure = pyplot()(max(6.0, 1.8 * len(networks) + 2), 4.5)
-    axes = figure.subplots()
-    width = 0.8 / len(ways)
-    for w, way in enumerate(ways):
-        places = [n + w * width for n, name in enumerate(networks) if times.get((name, way))]
-        heights = [times[name, way] for name in networks if times.get((name, way))]
-        bars = axes.bar(places, heights, width, label=TITLES[way], color=f"C{w}")
-        axes.bar_label(bars, labels=[milliseconds(h) for h in heights], fontsize=6, rotation=90, padding=2)
-    for n, name in enumerate(networks):
-        floor = result["floors"].get(name, {}).get("ms")
-        if floor:
-            axes.hlines(floor, n - width / 2, n + 0.8 - width / 2, colors="black", linestyles="dotted")
-    axes.set_yscale("log")
-    axes.margins(y=0.15)
-    axes.set_xticks([n + 0.4 - width / 2 for n in range(len(networks))], networks)
-    axes.set_ylabel("ms for a step of all members (dotted: floor)")
-    figure.legend(fontsize=7, loc="outside lower center", ncols=3)
-    axes.set_title(heading(result), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    series: dict[str, Sequence[float | None]] = {
+        title: [times.get((name, way)) for name in networks]
+        for way, title in TITLES.items()
+        if any(row["way"] == way for row in result["results"])
+    }
+    grouped_bars(path, networks, series, ylabel="ms for a step of all members", title=heading(result), log=True)
 
 
 def draw_bars(path: Path, bars: list[tuple[str, float | None, float]], *, ylabel: str, title: str) -> None:
     """Ours beside the published numbers: two bars for each label, shares as per cent; a missing one is left out."""
-    figure = pyplot()(max(6.0, 0.8 * len(bars) + 2), 4.5)
+    series: dict[str, Sequence[float | None]] = {
+        "Shoal": [None if ours is None else 100 * ours for _, ours, _ in bars],
+        "published": [100 * there for *_, there in bars],
+    }
+    grouped_bars(path, [label for label, *_ in bars], series, ylabel=f"{ylabel}, %", title=title)
+
+
+def grouped_bars(
+    path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], *, ylabel: str, title: str,
+    log: bool = False,
+) -> None:  # fmt: skip
+    """A group of bars for each label, one bar for each series that has a number there."""
+    figure = new_figure(max(6.0, (0.3 * len(series) + 0.4) * len(labels) + 2))
     axes = figure.subplots()
-    places = range(len(bars))
-    axes.bar([p - 0.2 for p in places], [100 * (ours or 0) for _, ours, _ in bars], 0.4, label="Shoal", color="C0")
-    axes.bar([p + 0.2 for p in places], [100 * there for *_, there in bars], 0.4, label="published", color="C7")
-    axes.axhline(0, color="black", linewidth=0.5)
-    axes.set_xticks(list(places), [label for label, *_ in bars], rotation=30, ha="right", fontsize=8)
-    axes.set_ylabel(f"{ylabel}, %")
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        known = [(place + number * width, value) for place, value in enumerate(values) if value is not None]
+        bars = axes.bar([place for place, _ in known], [value for _, value in known], width, label=name)
+        axes.bar_label(bars, labels=[milliseconds(value) for _, value in known], fontsize=6, rotation=90, padding=2)
+    axes.set_yscale("log" if log else "linear")
+    axes.margins(y=0.15)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels, rotation=30, ha="right")
+    axes.set_ylabel(ylabel)
     axes.set_title(title, fontsize=7)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)

@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -20,12 +20,12 @@ import torch
 
 from shoal.errors import describe
 from shoal.evidence.bench.child import Child, ChildError, prepare_torch
-from shoal.evidence.bench.floor import Ceilings, Cost, ceilings, count_all
 from shoal.evidence.bench.memory import Driver, Memory, Meter
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.bench.titles import TITLES
-from shoal.evidence.bench.ways import Eager, open_way, serve_way, synchronize
-from shoal.evidence.bench.workloads import Spec, Workload, workload
+from shoal.evidence.bench.ways import Loop, open_way
+from shoal.evidence.bench.workloads import Spec, kind_of, workload
+from shoal.jobs.job import Job
 
 BASE = "eager"
 SETUP_SHARE = 0.7  # of a network's time: the rest is for the rounds
@@ -44,8 +44,6 @@ class Settings:
     warm_up: int = 3
     threads: int | None = None
     """CPU threads for every way; None: as torch chooses."""
-    processes: int = 16
-    """The most processes at once in `processes`."""
     limit: float = 1800.0
     """Seconds for everything."""
 
@@ -75,8 +73,6 @@ class Outcome:
     ratio: float | None = None
     """How many times faster than sequential eager."""
     predicted_ms: float | None = None
-    predicted_bytes: int | None = None
-    floor_ms: float | None = None
     solo_reserved: int | None = None
     """GPU, on the row of sequential eager: what the members would reserve alone, added up."""
 
@@ -88,12 +84,18 @@ class Outcome:
         return {**asdict(self), "ms": self.ms}
 
 
-def _measure_alone(work: Workload, settings: Settings) -> tuple[Memory, int | None]:
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _measure_alone(jobs: Sequence[Job], settings: Settings) -> tuple[Memory, int | None]:
     """Train the first network of each kind alone: the largest peak, and the sum of the reserved ones over members."""
     largest, total = Memory(), 0
-    for name, number in Counter(task.kind.name for task in work.tasks).items():
+    for name, number in Counter(map(kind_of, jobs)).items():
         meter = Meter(settings.device)
-        way = Eager(work.only([next(t for t in work.tasks if t.kind.name == name)]), torch.device(settings.device))
+        way = Loop([next(job for job in jobs if kind_of(job) == name)], torch.device(settings.device))
         way.step(settings.warm_up)
         synchronize(settings.device)
         alone = meter.read()
@@ -108,36 +110,32 @@ def _measure_alone(work: Workload, settings: Settings) -> tuple[Memory, int | No
 
 
 def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
-    """In a child: set a way up, send its outcome so far, its scale and the seconds of a step; then answer."""
-    device, threads = settings.device, settings.threads
-    prepare_torch(device, threads)
-    meter, work = Meter(device), workload(spec)
+    """In a child: set a way up, send its outcome so far and the seconds of a step; then step or read memory on request,
+    until the other end of the pipe is closed."""
+    device = settings.device
+    prepare_torch(device, settings.threads)
+    meter, jobs = Meter(device), workload(spec)
     outcome = Outcome(network=spec.network, way=name, members=spec.members)
     if name == BASE:  # a loop trains one network at a time: its memory is one network's
-        outcome.memory, outcome.solo_reserved = _measure_alone(work, settings)
-    start = time.perf_counter()
-    with closing(
-        open_way(
-            name, work, torch.device(device), processes=settings.processes, threads=threads or torch.get_num_threads()
-        )
-    ) as way:
-        way.step(1)
-        synchronize(device)
-        outcome.setup_s = time.perf_counter() - start
-        way.step(settings.warm_up)
+        outcome.memory, outcome.solo_reserved = _measure_alone(jobs, settings)
+
+    def timed(n: int) -> float:
         synchronize(device)
         start = time.perf_counter()
-        way.step(1)
+        way.step(n)
         synchronize(device)
-        step_s = time.perf_counter() - start
-        outcome.note, outcome.predicted_ms, outcome.predicted_bytes = way.note, way.predicted_ms, way.predicted_bytes
-        pipe.send((outcome, way.scale, step_s))
-        serve_way(way, meter, device, pipe)
+        return time.perf_counter() - start
 
-
-def _send_ceilings(precision: str | None, settings: Settings, pipe: Connection) -> None:
-    prepare_torch(settings.device, settings.threads)
-    pipe.send(ceilings(torch.device(settings.device), precision, quick=settings.warm_up < 2))
+    start = time.perf_counter()
+    with closing(open_way(name, jobs, torch.device(device))) as way:
+        timed(1)
+        outcome.setup_s = time.perf_counter() - start
+        timed(settings.warm_up)
+        outcome.note, outcome.predicted_ms = way.note, way.predicted_ms
+        pipe.send((outcome, timed(1)))
+        while True:
+            steps = pipe.recv()
+            pipe.send(timed(steps) if steps else meter.read())
 
 
 class _Row:
@@ -148,26 +146,25 @@ class _Row:
         self.settings = settings
         self.child: Child | None = None
         self.steps = 1
-        self.scale = 1.0
 
     def start(self, spec: Spec, deadline: float) -> None:
         self.child = Child(_serve, self.outcome.way, spec, self.settings)
-        self.outcome, self.scale, step_s = self.child.receive(deadline)
+        self.outcome, step_s = self.child.receive(deadline)
         self.steps = max(1, round(self.settings.round_seconds / max(step_s, 1e-6)))
 
     def round(self, deadline: float) -> None:
         assert self.child is not None
-        seconds = self.child.ask(("time", self.steps), deadline)
-        self.outcome.times_ms.append(1e3 * self.scale * seconds / self.steps)
+        seconds = self.child.ask(self.steps, deadline)
+        self.outcome.times_ms.append(1e3 * seconds / self.steps)
 
     def finish(self, driver: Driver, before: int | None, deadline: float) -> None:
         """Read its memory while it is all there."""
         assert self.child is not None
         if self.outcome.way != BASE:
-            self.outcome.memory = self.child.ask(("memory", 0), deadline)
+            self.outcome.memory = self.child.ask(0, deadline)
             used = driver.used()
             if used is not None and before is not None and self.outcome.memory is not None:
-                self.outcome.memory.driver = int((used - before) * self.scale)
+                self.outcome.memory.driver = used - before
 
     def fail(self, error: Exception) -> None:
         self.outcome.error = str(error) if isinstance(error, ChildError) else describe(error)
@@ -191,7 +188,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
     share = SETUP_SHARE if len(rows) > 1 else 1.0
     setup_end = time.monotonic() + share * (deadline - time.monotonic())
     for i, row in enumerate(rows):
-        tell(f"{spec.network}: setting up {TITLES[row.outcome.way]}")
+        tell(f"{spec.members} x {spec.network}: setting up {TITLES[row.outcome.way]}")
         try:
             row.start(spec, _share(setup_end, len(rows) - i))
         except (ChildError, OSError) as error:
@@ -201,7 +198,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
         alive = [row for row in rows if row.child is not None]
         if not alive or (number > 0 and time.monotonic() + longest > deadline):
             break
-        tell(f"{spec.network}: round {number + 1}")
+        tell(f"{spec.members} x {spec.network}: round {number + 1}")
         start = time.monotonic()
         turn = number % len(alive)
         for row in alive[turn:] + alive[:turn]:
@@ -256,18 +253,6 @@ def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
             outcome.ratio = statistics.median(base.times_ms) / statistics.median(outcome.times_ms)
 
 
-def measure_ceilings(spec: Spec, settings: Settings, deadline: float) -> Ceilings | None:
-    """What the device does at best; None where it cannot be measured."""
-    child = Child(_send_ceilings, spec.precision, settings)
-    try:
-        best: Ceilings = child.receive(min(deadline, time.monotonic() + 120))
-        return best
-    except ChildError:
-        return None
-    finally:
-        child.close()
-
-
 def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Measure all; the result as plain data.
 
@@ -275,23 +260,12 @@ def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) ->
     """
     end = time.monotonic() + settings.limit - min(5.0, settings.limit / 10)  # the rest is for ending processes
     outcomes: list[Outcome] = []
-    floors: dict[str, Any] = {}
     with Driver(settings.device) as driver:
-        tell("measuring the device")
-        best = measure_ceilings(specs[0], settings, end)
         for i, spec in enumerate(specs):
-            cost: Cost = count_all(workload(spec))
-            rows = compare(spec, settings, _share(end, len(specs) - i), driver, tell)
-            floor = None if best is None else best.floor_ms(cost)
-            for outcome in rows:
-                outcome.floor_ms = floor
-            outcomes += rows
-            floors[spec.network] = {**asdict(cost), "bytes": cost.bytes, "ms": floor}
+            outcomes += compare(spec, settings, _share(end, len(specs) - i), driver, tell)
     return {
         "stamp": stamp(settings.device, settings.threads),
         "settings": asdict(settings),
         "specs": [asdict(spec) for spec in specs],
-        "ceilings": None if best is None else asdict(best),
-        "floors": floors,
         "results": [outcome.to_dict() for outcome in outcomes],
     }

@@ -48,20 +48,15 @@ def stamp(device: str, threads: int | None) -> dict[str, Any]:
     """Hardware, versions, commit."""
     import torch
 
-    gpu = None
-    if device.startswith("cuda"):
-        gpu = torch.cuda.get_device_name(torch.device(device))
-    return {
+    from shoal.environment import environment
+
+    known = environment(torch.device(device))
+    return known | {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "source": source_hash(),
-        "device": device,
-        "gpu": gpu,
+        "gpu": known.get("device_name"),
         "processor": _processor(),
         "cores": host_cores(),
-        "threads": threads if threads is not None else torch.get_num_threads(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": platform.platform(),
+        "threads": threads if threads is not None else known["threads"],
     }

@@ -3,7 +3,6 @@
 TITLES = {
     "eager": "sequential, eager",
     "captured": "sequential, compiled and captured",
-    "processes": "one process per network",
     "vmap": "vmap",
     "vmap-captured": "vmap, compiled and captured",
     "shoal": "Shoal",

@@ -1,8 +1,8 @@
-"""What the benchmark trains: for each network its data, batch size, loss and a learning rate per member.
+"""What the benchmark trains, as jobs: for each network its data, batch size, loss and a learning rate per member.
 
-Every way builds its work from here, so that all train the same networks from the same weights on the same
-rows in the same order: a member's model is built under its seed, and its rows come from
-`torch.randperm(rows, generator)` per epoch with a generator of that seed, as for any job.
+Every way takes these jobs, so that all train the same networks from the same weights on the same rows in the same
+order: a member's model is built under its seed, and its rows come from `torch.randperm(rows, generator)` per epoch
+with a generator of that seed, as for any job.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from shoal import models
 from shoal.evidence.bench import published
-
-if TYPE_CHECKING:
-    from shoal.jobs.job import Job
+from shoal.jobs.job import Job
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TINY = partial(models.MLP, 64, 32, layers=1)
@@ -28,6 +26,8 @@ TINY = partial(models.MLP, 64, 32, layers=1)
 MIXED = ("mlp", "cnn", "gpt", "resnet")
 MIXED_BATCHES = 64
 """Of networks in one list, all with epochs of one length."""
+EPOCHS = 1000
+"""More than any measurement takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,81 +66,10 @@ class Kind:
     """In an epoch: 60,000 small grey images, 50,000 small coloured ones, a text of 1.1 million characters."""
     loss: Loss = F.cross_entropy
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The whole data set."""
-        return self.data(self.batches * self.batch_size)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One member's training: a job, before any way of running it."""
-
-    kind: Kind
-    seed: int
-    lr: float
-
-    def build(self, device: torch.device) -> nn.Module:
-        torch.manual_seed(self.seed)
-        return self.kind.make().to(device).train()
-
-
-class Orders:
-    """The rows of one member, epoch after epoch."""
-
-    def __init__(self, seed: int, *, rows: int, batch_size: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.rows = rows
-        self.batch_size = batch_size
-
-    def epoch(self) -> Tensor:
-        """[batches, batch size], on the CPU."""
-        return torch.randperm(self.rows, generator=self.generator).view(-1, self.batch_size)
-
-
-@dataclass(kw_only=True)
-class Workload:
-    """All members of one line of the table."""
-
-    name: str
-    tasks: list[Task]
-    precision: str | None
-    tensors: dict[str, tuple[Tensor, Tensor]]
-    """Kind name -> its data, once for all members."""
-
-    def data(self, task: Task) -> tuple[Tensor, Tensor]:
-        return self.tensors[task.kind.name]
-
-    def orders(self, task: Task) -> Orders:
-        return Orders(task.seed, rows=len(self.data(task)[0]), batch_size=task.kind.batch_size)
-
-    def to(self, device: torch.device) -> Workload:
-        moved = {name: (x.to(device), y.to(device)) for name, (x, y) in self.tensors.items()}
-        return replace(self, tensors=moved)
-
-    def only(self, tasks: list[Task]) -> Workload:
-        """The same work for some of the members."""
-        kinds = {t.kind.name for t in tasks}
-        return replace(self, tasks=tasks, tensors={k: v for k, v in self.tensors.items() if k in kinds})
-
-    def jobs(self, *, epochs: int = 1000) -> list[Job]:
-        """The same work as Shoal's users write it."""
-        from shoal.jobs.job import Job
-
-        return [
-            Job(
-                model=task.kind.make,
-                data=self.data(task),
-                loss=task.kind.loss,
-                optimizer=torch.optim.Adam,
-                hparams={"lr": task.lr},
-                batch_size=task.kind.batch_size,
-                epochs=epochs,
-                seed=task.seed,
-                precision=cast("Literal['bf16'] | None", self.precision),
-                name=f"{task.kind.name}-{i}",
-            )
-            for i, task in enumerate(self.tasks)
-        ]
+def kind_of(job: Job) -> str:
+    """The name of the network that a job of the benchmark trains."""
+    return str(job.name).rpartition("-")[0]
 
 
 def token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
@@ -194,10 +123,10 @@ def _kinds() -> dict[str, Kind]:
 
 def _published(side: int) -> dict[str, Kind]:
     makes: dict[str, Callable[[], nn.Module]] = {
-        "mlp3": partial(published.MLP3, side),
-        "mobilenetv2": published.MobileNetV2,
-        "resnet50": published.ResNet50,
-        "densenet121": published.DenseNet121,
+        "mlp3": partial(published.mlp3, side),
+        "mobilenetv2": published.mobilenet_v2,
+        "resnet50": published.resnet50,
+        "densenet121": published.densenet121,
     }
     data = partial(_images, (3, side, side), 1000)
     return {name: Kind(name=name, make=make, data=data, batch_size=32) for name, make in makes.items()}
@@ -213,12 +142,12 @@ def learning_rates(members: int) -> list[float]:
     return [3e-4 * 10 ** (i / max(1, members - 1)) for i in range(members)]
 
 
-def workload(spec: Spec) -> Workload:
-    """The work that a Spec names, its data made on the CPU.
+def workload(spec: Spec, epochs: int = EPOCHS) -> list[Job]:
+    """The jobs that a Spec names, their data made on the CPU, once for each kind of network.
 
-    >>> work = workload(Spec(network="tiny", members=3, batches=2))
-    >>> len(work.tasks), work.tensors["tiny"][0].shape
-    (3, torch.Size([64, 64]))
+    >>> jobs = workload(Spec(network="tiny", members=3, batches=2))
+    >>> len(jobs), jobs[0].data[0].shape, jobs[0].data is jobs[1].data
+    (3, torch.Size([64, 64]), True)
     """
     known = _kinds() | _published(spec.side or 224)
     chosen = MIXED if spec.network == "mixed" else (spec.network,)
@@ -226,12 +155,19 @@ def workload(spec: Spec) -> Workload:
     if spec.batch_size is not None:
         kinds = [replace(kind, batch_size=spec.batch_size) for kind in kinds]
     batches = spec.batches or (MIXED_BATCHES if spec.network == "mixed" else None)
-    if batches is not None:
-        kinds = [replace(kind, batches=batches) for kind in kinds]
-    rates = learning_rates(spec.members)
-    return Workload(
-        name=spec.network,
-        tasks=[Task(kind=kinds[i % len(kinds)], seed=i, lr=rates[i]) for i in range(spec.members)],
-        precision=spec.precision,
-        tensors={kind.name: kind.rows() for kind in kinds},
-    )
+    data = [kind.data((batches or kind.batches) * kind.batch_size) for kind in kinds]
+    return [
+        Job(
+            model=kinds[i % len(kinds)].make,
+            data=data[i % len(kinds)],
+            loss=kinds[i % len(kinds)].loss,
+            optimizer=torch.optim.Adam,
+            hparams={"lr": rate},
+            batch_size=kinds[i % len(kinds)].batch_size,
+            epochs=epochs,
+            seed=i,
+            precision=cast("Literal['bf16'] | None", spec.precision),
+            name=f"{kinds[i % len(kinds)].name}-{i}",
+        )
+        for i, rate in enumerate(learning_rates(spec.members))
+    ]

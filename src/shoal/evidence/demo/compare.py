@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.evidence.bench.report import new_figure
+
 EQUAL = 1e-9
 """Largest relative difference of a weight, in float64, that is still rounding."""
 
@@ -105,13 +107,11 @@ def compare(alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, An
 
 def draw(path: Path, comparison: Comparison, histories: list[list[dict[str, float]]], rates: list[float]) -> None:
     """Learning curves of all networks, one colour for each learning rate, beside the two times."""
-    import matplotlib
+    from matplotlib import colormaps
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (curves, bars) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 1), layout="constrained")
-    colours = {rate: plt.get_cmap("viridis")(0.9 * i / 3) for i, rate in enumerate(sorted(set(rates)))}
+    figure = new_figure(11)
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 1))
+    colours = {rate: colormaps["viridis"](0.9 * i / 3) for i, rate in enumerate(sorted(set(rates)))}
     for history, rate in zip(histories, rates, strict=True):
         epochs = range(1, len(history) + 1)
         curves.plot(epochs, [row["accuracy"] for row in history], color=colours[rate], alpha=0.45, linewidth=1)
@@ -131,4 +131,3 @@ def draw(path: Path, comparison: Comparison, histories: list[list[dict[str, floa
     bars.bar_label(drawn, fmt="%.1f s")
     bars.set(ylabel="seconds for all networks", title=comparison.verdict)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -1,106 +1,57 @@
 """What the demonstration trains: one small network in 64 settings, as jobs and as a plain PyTorch loop."""
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from shoal import Job
+from shoal.evidence.bench.datasets import accuracy, digits
+from shoal.evidence.bench.ways import Loop
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 DROPOUTS = (0.0, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2, 3)
-WIDTH, BATCH_SIZE, EPOCHS = 32, 32, 8
+WIDTH, BATCH_SIZE, EPOCHS, ROWS = 32, 32, 8, 1437
 CHECKED_EPOCHS = 2
 """Epochs in float64, where packed and alone are held to be equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One cell of the sweep."""
-
-    lr: float
-    dropout: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"lr={self.lr:g} dropout={self.dropout:g} seed={self.seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class Digits:
-    """Handwritten digits of 8 x 8 pixels, as scikit-learn ships them: 1437 to train on, 360 to validate."""
-
-    x: Tensor
-    y: Tensor
-    x_val: Tensor
-    y_val: Tensor
-
-    @classmethod
-    def load(cls, dtype: torch.dtype = torch.float32) -> "Digits":
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ValueError("the demo needs scikit-learn and matplotlib: pip install 'shoal[demo]'") from error
-        x, y = load_digits(return_X_y=True)
-        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-        inputs = torch.tensor(x, dtype=dtype)[rows] / 16
-        targets = torch.tensor(y, dtype=torch.int64)[rows]
-        return cls(inputs[:1437], targets[:1437], inputs[1437:], targets[1437:])
-
-
-def settings() -> list[Setting]:
-    return [Setting(*cell) for cell in itertools.product(LEARNING_RATES, DROPOUTS, SEEDS)]
 
 
 def network(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(WIDTH, 10))
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    return (outputs.argmax(-1) == targets).double().mean().item()
-
-
-def jobs(digits: Digits, epochs: int | None = None) -> list[Job]:
-    """The sweep as jobs, in the data's dtype."""
+def jobs(dtype: torch.dtype = torch.float32, epochs: int | None = None) -> list[Job]:
+    """The sweep on handwritten digits: 1437 to train on, 360 to validate."""
+    x, y = digits(dtype)
     return [
         Job(
-            model=lambda s=s: network(s.dropout).to(digits.x.dtype),  # type: ignore[misc]
-            data=(digits.x, digits.y),
-            val=(digits.x_val, digits.y_val),
+            model=lambda dropout=dropout: network(dropout).to(dtype),  # type: ignore[misc]
+            data=(x[:ROWS], y[:ROWS]),
+            val=(x[ROWS:], y[ROWS:]),
             loss=F.cross_entropy,
             optimizer=torch.optim.Adam,
-            hparams={"lr": s.lr},
+            hparams={"lr": lr},
             batch_size=BATCH_SIZE,
             epochs=EPOCHS if epochs is None else epochs,
-            seed=s.seed,
+            seed=seed,
             metrics={"accuracy": accuracy},
-            name=s.name,
+            name=f"lr={lr:g} dropout={dropout:g} seed={seed}",
         )
-        for s in settings()
+        for lr, dropout, seed in itertools.product(LEARNING_RATES, DROPOUTS, SEEDS)
     ]
 
 
-def train_alone(s: Setting, digits: Digits, epochs: int | None = None) -> tuple[nn.Module, list[dict[str, float]]]:
+def train_alone(job: Job) -> tuple[nn.Module, list[dict[str, float]]]:
     """The same training as most people write it, without Shoal."""
-    torch.manual_seed(s.seed)
-    model = network(s.dropout).to(digits.x.dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=s.lr)
-    order = torch.Generator().manual_seed(s.seed)
-    history = []
-    for epoch in range(EPOCHS if epochs is None else epochs):
+    loop = Loop([job], torch.device("cpu"))
+    model, (x, y), history = loop.solos[0].model, job.val, []
+    for _ in range(job.epochs or 0):
         model.train()
-        for rows in torch.split(torch.randperm(len(digits.x), generator=order), BATCH_SIZE):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(digits.x[rows]), digits.y[rows])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        loop.step(-(-len(job.data[0]) // job.batch_size))
         model.eval()
         with torch.no_grad():
-            outputs = model(digits.x_val)
-            val_loss = F.cross_entropy(outputs, digits.y_val).item()
-        history.append({"epoch": epoch, "val_loss": val_loss, "accuracy": accuracy(outputs, digits.y_val)})
+            outputs = model(x)
+        history.append({"val_loss": float(F.cross_entropy(outputs, y)), "accuracy": float(accuracy(outputs, y))})
     return model, history

@@ -8,18 +8,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from shoal import Job
+from shoal.evidence.bench.datasets import finished
 from shoal.evidence.bench.memory import peak_resident
 from shoal.evidence.demo import task
 from shoal.evidence.demo.compare import largest_difference
-
-if TYPE_CHECKING:
-    import shoal
 
 Send = Callable[[Any], None]
 THREADS = 1
@@ -34,32 +33,31 @@ def weights(model: nn.Module, index: int) -> dict[str, np.ndarray[Any, Any]]:
 def alone(send: Send, longest: float) -> dict[str, Any]:
     """One network after the other, as many of them as there is time for."""
     torch.set_num_threads(THREADS)
-    digits, settings = task.Digits.load(), task.settings()
+    jobs = task.jobs()
     before, start = peak_resident(), time.perf_counter()
     models, histories = [], []
-    for done, setting in enumerate(settings, 1):
-        model, history = task.train_alone(setting, digits)
+    for done, job in enumerate(jobs, 1):
+        model, history = task.train_alone(job)
         models.append(model)
         histories.append(history)
         seconds = time.perf_counter() - start
-        send((done, len(settings)))
+        send((done, len(jobs)))
         if seconds > longest:
             break
-    return summary(seconds, before, models, histories)
+    return summary(seconds, before, jobs, models, histories)
 
 
 def packed(send: Send, longest: float) -> dict[str, Any]:
     """All networks together."""
     import shoal
 
-    jobs = task.jobs(task.Digits.load())
+    jobs = task.jobs()
     before, start = peak_resident(), time.perf_counter()
-    results = shoal.train(jobs, device="cpu", threads=THREADS)
+    results = finished(shoal.train(jobs, device="cpu", threads=THREADS))
     seconds = time.perf_counter() - start
-    raise_unless_done(results)
     histories = [[dict(row) for row in result.history] for result in results]
     tiers = sorted({result.tier for result in results})
-    return summary(seconds, before, [result.model for result in results], histories) | {"tiers": tiers}
+    return summary(seconds, before, jobs, [result.model for result in results], histories) | {"tiers": tiers}
 
 
 def checked(send: Send, longest: float) -> dict[str, Any]:
@@ -69,17 +67,16 @@ def checked(send: Send, longest: float) -> dict[str, Any]:
     """
     import shoal
 
-    digits, settings = task.Digits.load(torch.float64), task.settings()
-    results = shoal.train(task.jobs(digits, task.CHECKED_EPOCHS), device="cpu", threads=THREADS)
-    raise_unless_done(results)
+    jobs = task.jobs(torch.float64, task.CHECKED_EPOCHS)
+    results = finished(shoal.train(jobs, device="cpu", threads=THREADS))
     start, difference = time.perf_counter(), 0.0
-    for done, index in enumerate(spread(len(settings)), 1):
-        model, _ = task.train_alone(settings[index], digits, task.CHECKED_EPOCHS)
+    for done, index in enumerate(spread(len(jobs)), 1):
+        model, _ = task.train_alone(jobs[index])
         difference = max(difference, largest_difference(weights(model, index), weights(results[index].model, index)))
-        send((done, len(settings)))
+        send((done, len(jobs)))
         if time.perf_counter() - start > longest:
             break
-    return {"trained": done, "total": len(settings), "difference": difference, "steps": results[0].steps}
+    return {"trained": done, "total": len(jobs), "difference": difference, "steps": results[0].steps}
 
 
 def spread(count: int) -> list[int]:
@@ -88,26 +85,23 @@ def spread(count: int) -> list[int]:
     return [i * stride % count for i in range(count)]
 
 
-def raise_unless_done(results: "shoal.Results") -> None:
-    for result in results:
-        if result.status != "done":
-            raise ValueError(f"{result.name} ended as {result.status}: {result.error}")
-
-
 def summary(
-    seconds: float, before: int | None, models: Sequence[nn.Module], histories: list[list[dict[str, float]]]
+    seconds: float,
+    before: int | None,
+    jobs: Sequence[Job],
+    models: Sequence[nn.Module],
+    histories: list[list[dict[str, float]]],
 ) -> dict[str, Any]:
     """What the parent process compares."""
-    settings = task.settings()
     return {
         "seconds": seconds,
         "trained": len(histories),
-        "total": len(settings),
+        "total": len(jobs),
         "before": before,
         "peak": peak_resident(),
         "histories": histories,
-        "names": [setting.name for setting in settings],
-        "rates": [setting.lr for setting in settings],
+        "names": [job.name for job in jobs],
+        "rates": [job.hparams["lr"] for job in jobs],
         "weights": {key: value for i, model in enumerate(models) for key, value in weights(model, i).items()},
     }
 

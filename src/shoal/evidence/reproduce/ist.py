@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.evidence.reproduce.datasets import Data
+from shoal.evidence.bench.datasets import Data, accuracy
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
@@ -81,10 +81,6 @@ class Setting:
     window: int = 1
     rate: float = 0.1
     steps: int = 400
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(1) == targets).double().mean()
 
 
 def job_of(scene: Scene, setting: Setting, seed: int) -> Job:

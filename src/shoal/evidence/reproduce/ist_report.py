@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import describe
-from shoal.evidence.bench.report import heading, pyplot
+from shoal.evidence.bench.report import heading, new_figure
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce import ist, namespaces
 from shoal.evidence.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, PUBLISHED, Scene, Setting, Tell
@@ -185,7 +185,7 @@ def faster(lines: Sequence[dict[str, Any]], method: str) -> float | None:
 def draw(path: Path, result: dict[str, Any]) -> None:
     """Accuracy against traffic, every window of both methods; and against seconds, where they were measured."""
     timed = result["links"] if result["links"] and "rows" in result["links"] else None
-    figure = pyplot()(11 if timed else 6, 4.5)
+    figure = new_figure(11 if timed else 6)
     axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
     _curves(axes[0], result["rows"], "bytes", "bytes, all workers, both ways")
     lowest = min(line["accuracy"] for line in result["summary"])
@@ -193,7 +193,6 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     if timed is not None:
         _curves(axes[1], timed["rows"], "seconds", f"seconds, links of {timed['rate']}")
     figure.suptitle(heading(result), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 

@@ -7,14 +7,10 @@ order, so that sharing an input pipeline (a part of Pack's own gain) adds nothin
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
 from typing import Any
 
-from shoal.evidence.bench.memory import Driver
 from shoal.evidence.bench.report import heading, milliseconds, peak, percent
-from shoal.evidence.bench.run import Outcome, Settings, Tell, compare
-from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.bench.run import Settings, Tell, bench
 from shoal.evidence.bench.workloads import Spec
 
 TITLES = {"mlp3": "MLP-3", "mobilenetv2": "MobileNetV2", "resnet50": "ResNet-50", "densenet121": "DenseNet-121"}
@@ -33,23 +29,22 @@ def scale(device: str, *, quick: bool) -> dict[str, int]:
     return {"side": 224, "batch_size": 32} if device.startswith("cuda") else {"side": 64, "batch_size": 4}
 
 
-def line(k: int, network: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """One cell of the table with all that belongs to it."""
-    eager, packed = (next(o for o in outcomes if o.way == way) for way in ("eager", "shoal"))
-    alone = peak(asdict(eager.memory)) if eager.memory else None
-    together = peak(asdict(packed.memory)) if packed.memory else None
+def line(eager: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    """One cell of the table, from the benchmark's rows of both ways."""
+    network, k = eager["network"], eager["members"]
+    alone, together = peak(eager["memory"]), peak(packed["memory"])
     return {
         "network": network,
         "packed": k,
-        "sequential_ms": eager.ms,
-        "packed_ms": packed.ms,
-        "gain": None if packed.ratio is None else 1 - 1 / packed.ratio,
+        "sequential_ms": eager["ms"],
+        "packed_ms": packed["ms"],
+        "gain": None if packed["ratio"] is None else 1 - 1 / packed["ratio"],
         "published": PUBLISHED[network][k],
         "ceiling": 1 - 1 / k,
         "memory_ratio": None if not alone or together is None else together / alone,
-        "error": eager.error or packed.error,
-        "note": packed.note,
-        "outcomes": [outcome.to_dict() for outcome in outcomes],
+        "error": eager["error"] or packed["error"],
+        "note": packed["note"],
+        "outcomes": [eager, packed],
     }
 
 
@@ -66,28 +61,16 @@ def pack(
     for name in networks:
         if name not in TITLES:
             raise ValueError(f"no network {name!r} in Pack's table; there are {', '.join(TITLES)}")
-    end = time.monotonic() + settings.limit
     at = scale(settings.device, quick=quick)
-    plan = [(name, k) for name in networks for k in sizes]
-    lines = []
-    with Driver(settings.device) as driver:
-        for i, (name, k) in enumerate(plan):
-            share = (end - time.monotonic()) / (len(plan) - i)
-            spec = Spec(network=name, members=k, precision=precision, batches=8, **at)
-            outcomes = compare(
-                spec,
-                settings,
-                time.monotonic() + share,
-                driver,
-                lambda text, k=k: tell(f"{k} packed, {text}"),  # type: ignore[misc]
-            )
-            lines.append(line(k, name, outcomes))
+    specs = [Spec(network=name, members=k, precision=precision, batches=8, **at) for name in networks for k in sizes]
+    measured = bench(specs, settings, tell)
+    rows = iter(measured["results"])
     return {
-        "stamp": stamp(settings.device, settings.threads),
-        "settings": asdict(settings),
+        "stamp": measured["stamp"],
+        "settings": measured["settings"],
         "precision": precision or "fp32",
         "scale": at,
-        "lines": lines,
+        "lines": [line(eager, packed) for eager, packed in zip(rows, rows, strict=True)],
     }
 
 

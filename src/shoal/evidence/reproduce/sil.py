@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.evidence.bench.datasets import Data, accuracy, finished, load
 from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
@@ -21,7 +22,6 @@ from shoal.evidence.bench.stamp import stamp
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.evidence.reproduce.datasets import Data
     from shoal.jobs.job import Job
 
 ROWS, EPOCHS, BATCH, NOISE = 8000, 10, 64, 0.4
@@ -65,7 +65,7 @@ def job_of(data: Data, hidden: tuple[int, ...], seed: int, epochs: int) -> Job:
         epochs=epochs,
         seed=seed,
         val_every=epochs,
-        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()},
+        metrics={"accuracy": accuracy},
         name=f"seed {seed}",
     )
 
@@ -99,10 +99,7 @@ def ordinary(jobs: list[Job], device: str) -> list[dict[str, Any]]:
     """All seeds of the whole network, as one pack."""
     import shoal
 
-    results = shoal.train(jobs, device=device, progress=False)
-    bad = [r for r in results if r.status != "done"]
-    if bad:
-        raise RuntimeError(f"ordinary, {bad[0].name}: {bad[0].error}")
+    results = finished(shoal.train(jobs, device=device, progress=False))
     return [{"accuracy": r.last("accuracy"), "seconds": r.seconds} for r in results]
 
 
@@ -161,8 +158,6 @@ def sil(
 ) -> dict[str, Any]:
     """The whole table; the result as plain data."""
     import torch
-
-    from shoal.evidence.reproduce.datasets import load
 
     data = load(folder, 256 if quick else ROWS)
     epochs = 1 if quick else EPOCHS

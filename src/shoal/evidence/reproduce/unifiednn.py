@@ -9,60 +9,59 @@ set size of all processes, when all have trained and are still there.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from shoal.evidence.bench.child import Child, ChildError
+from shoal.evidence.bench.datasets import finished
 from shoal.evidence.bench.memory import Driver, Memory, Meter, host_cores
 from shoal.evidence.bench.report import heading, percent, size
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.digits import User, users
 
 PUBLISHED = {"memory": 0.53, "time": 0.81}
-WAYS = ("processes", "shoal")
 LOOK_SECONDS = 0.25  # between two looks at the driver
 TITLES = {"processes": "one process per network", "shoal": "Shoal"}
 
 
-def _trained(way: str, of: list[User], device: str) -> tuple[list[Any], float]:
-    """The trained networks, and the seconds their training took."""
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """Who trains: so many of one architecture, or of four. Small enough to send to another process."""
+
+    members: int
+    epochs: int
+    same: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.members} CNNs" if self.same else f"{self.members} of CNN, MLP, LSTM, encoder"
+
+
+def _process(way: str, users: Users, share: range, device: str, threads: int | None, pipe: Connection) -> None:
+    """Train a share of the users' networks, send the seconds, then on request the memory and the accuracies."""
     import torch
 
-    from shoal.evidence.reproduce.digits import jobs, load, vanilla
-
-    x, y, _, _ = load()
-    start = time.perf_counter()
-    if way == "processes":
-        models: list[Any] = [vanilla(user, x, y, torch.device(device)) for user in of]
-    else:
-        import shoal
-
-        results = shoal.train(jobs(of, x, y), device=device, progress=False)
-        bad = [r for r in results if r.status != "done"]
-        if bad:
-            raise RuntimeError(f"{len(bad)} of {len(of)} networks did not finish: {bad[0].error}")
-        models = [r.model for r in results]
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return models, time.perf_counter() - start
-
-
-def _process(way: str, of: list[User], device: str, threads: int | None, pipe: Connection) -> None:
-    """Train, send the seconds, then on request the memory and the accuracies."""
-    import torch
-
-    from shoal.evidence.reproduce.digits import accuracy, load
+    from shoal.evidence.reproduce.digits import accuracy, jobs, load, vanilla
 
     if threads is not None:
         torch.set_num_threads(threads)
     meter = Meter(device)
-    models, seconds = _trained(way, of, device)
-    pipe.send(seconds)
+    x, y, xt, yt = load()
+    ours = [jobs(users.members, users.epochs, (x, y), same=users.same)[i] for i in share]
+    start = time.perf_counter()
+    if way == "processes":
+        models = [vanilla(job, torch.device(device)) for job in ours]
+    else:
+        import shoal
+
+        models = [result.model for result in finished(shoal.train(ours, device=device, progress=False))]
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    pipe.send(time.perf_counter() - start)
     pipe.recv()
     pipe.send(meter.read())
     pipe.recv()
-    x, y, xt, yt = load()
     pipe.send([(accuracy(m, x, y), accuracy(m, xt, yt)) for m in models])
     pipe.recv()
 
@@ -85,11 +84,12 @@ class _Watch:
         return None if self.most is None or self.before is None else self.most - self.before
 
 
-def _start(way: str, of: list[User], device: str) -> list[Child]:
+def _start(way: str, users: Users, device: str) -> list[Child]:
     """The processes of one way."""
-    shares = [[user] for user in of] if way == "processes" else [of]
+    everybody = range(users.members)
+    shares = [everybody[i : i + 1] for i in everybody] if way == "processes" else [everybody]
     threads = max(1, host_cores() // len(shares)) if way == "processes" and device == "cpu" else None
-    return [Child(_process, way, share, device, threads) for share in shares]
+    return [Child(_process, way, users, share, device, threads) for share in shares]
 
 
 def _receive(children: list[Child], end: float, watch: _Watch) -> list[Any]:
@@ -108,11 +108,11 @@ def _ask(children: list[Child], end: float, watch: _Watch) -> list[Any]:
     return _receive(children, end, watch)
 
 
-def measure(way: str, of: list[User], device: str, driver: Driver, end: float) -> dict[str, Any]:
+def measure(way: str, users: Users, device: str, driver: Driver, end: float) -> dict[str, Any]:
     """One way's time, memory and accuracies, or its error."""
     watch = _Watch(driver)
     start = time.monotonic()
-    children = _start(way, of, device)
+    children = _start(way, users, device)
     try:
         training = max(_receive(children, end, watch))
         seconds = time.monotonic() - start
@@ -146,13 +146,12 @@ def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tel
     lines = []
     with Driver(device) as driver:
         for same in (True, False):
-            of = users(members, epochs, same=same)
-            label = f"{members} CNNs" if same else f"{members} of CNN, MLP, LSTM, encoder"
+            users = Users(members=members, epochs=epochs, same=same)
             rows = []
-            for way in WAYS:
-                tell(f"{label}: {TITLES[way]}")
-                rows.append(measure(way, of, device, driver, end))
-            lines.append({"networks": label, "ways": rows, **saved(*rows)})
+            for way, title in TITLES.items():
+                tell(f"{users.label}: {title}")
+                rows.append(measure(way, users, device, driver, end))
+            lines.append({"networks": users.label, "ways": rows, **saved(*rows)})
     return {"stamp": stamp(device, None), "members": members, "epochs": epochs, "published": PUBLISHED, "lines": lines}
 
 

@@ -31,6 +31,7 @@ from shoal.split.core.parts import Part, Task
 StepOf = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Any]]]
 """(network, batch) -> loss and logs."""
 _CPU = torch.device("cpu")
+WHOLE = "whole"
 
 _KNOWN: WeakKeyDictionary[Method, dict[Any, int]] = WeakKeyDictionary()
 """What parts of a shape hold, for each method that is in use."""
@@ -151,30 +152,27 @@ class Meter:
         return self._known.get(self._key, 0)
 
 
-def predicted_peaks(method: Method, parts: Sequence[Part]) -> dict[str, int]:
-    """What training holds at most, found without memory: the whole network, and each part by its number.
+def part_costs(method: Method, parts: Sequence[Part]) -> dict[str, Cost]:
+    """What a step costs, found without memory: of the whole network, and of each part by its number.
 
     A step that cannot be run on shapes alone is left out.
     """
     job, data = method.member.job, method.data
-    batch = data.take(0, min(job.batch_size, len(data)))
-    networks: list[tuple[str, Job, nn.Module, StepOf, bool]] = [
-        ("whole", job, method.model, lambda network, given: run_step(job, network, given), True)
-    ]
+    batch = tuple(data.take(0, min(job.batch_size, len(data))))
+    costs: dict[Any, Cost | None] = {WHOLE: _try_cost(job, method.model, lambda n, b: run_step(job, n, b), batch, True)}
+    shapes: dict[str, Any] = {WHOLE: WHOLE}
     for part in parts:
-        part_job = method.job(job, part)
-        step = step_of(part_job, method, part)
-        networks.append((str(part.number), part_job, method.network(part), step, method.merge == "weights"))
-    peaks: dict[str, int] = {}
-    known: dict[Any, int | None] = {}
-    for name, part_job, network, step, update in networks:
-        key = (*((n, tuple(t.shape)) for n, t in network.named_parameters()), update, name == "whole")
-        if key not in known:
-            try:
-                known[key] = measure(part_job, network, step, batch, update=update).peak_bytes
-            except Exception:
-                known[key] = None
-        peak = known[key]
-        if peak is not None:
-            peaks[name] = peak
-    return peaks
+        network, part_job = method.network(part), method.job(job, part)
+        key = (part.role, *((name, tuple(p.shape)) for name, p in network.named_parameters()))
+        shapes[str(part.number)] = key
+        if key not in costs:
+            step = step_of(part_job, method, part)
+            costs[key] = _try_cost(part_job, network, step, method.example(part, batch), method.merge == "weights")
+    return {name: cost for name, key in shapes.items() if (cost := costs[key]) is not None}
+
+
+def _try_cost(job: Job, network: nn.Module, step: StepOf, batch: Any, update: bool) -> Cost | None:
+    try:
+        return measure(job, network, step, batch, update=update)
+    except Exception:
+        return None

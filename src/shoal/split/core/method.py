@@ -45,6 +45,8 @@ class Method(ABC):
     """How many workers it is made for."""
     rounds: int
     """How many rounds the job takes."""
+    recovery: int = 0
+    """How many of the last rounds train the whole network."""
     local_steps: int = 1
     """A part's steps in a round."""
     shards: int = 1
@@ -99,8 +101,9 @@ class Method(ABC):
         """The part's own step, (network, batch) -> loss; as in a job."""
         raise NotImplementedError
 
-    def finish_merge(self, number: int, model: nn.Module) -> None:  # noqa: B027  # most have nothing to do
-        """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again."""
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:  # noqa: B027  # most have nothing to do
+        """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again;
+        `tensors` are all that train, companions too."""
 
     # --- what only some methods need --------------------------------------------------------------------------------
 
@@ -117,6 +120,10 @@ class Method(ABC):
         """What is sent with the part's task, such as another part's activations. Called where the state is."""
         return {}
 
+    def example(self, part: Part, batch: Any) -> Any:
+        """What the part's step gets in place of this batch of the job's: for the forecast of memory and operations."""
+        return batch
+
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
         """The extras of the part's task and of its outcome, on the meta device: for the forecast of bytes."""
         return {}, {}
@@ -132,11 +139,11 @@ class Method(ABC):
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:  # noqa: B027
         """Called where the state is with what came of a round, before it is evaluated."""
 
-    def stored(self) -> Tensors:
-        """What `see` has stored that later rounds need: written into every checkpoint."""
+    def stored(self) -> dict[str, Any]:
+        """What `see` has stored that later rounds need, plain data and tensors: written into every checkpoint."""
         return {}
 
-    def restore(self, tensors: Tensors) -> None:  # noqa: B027
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restore what `stored` returned."""
 
 

@@ -44,8 +44,6 @@ class SplitReport:
     """Bytes that training holds at most: "whole", and each part of the first round by its number."""
     peak_measured: dict[str, int] = field(default_factory=dict)
     """The same, as parts were trained; "recovery": where rounds of the whole network are among those of less."""
-    cuts: bool = False
-    """Whether parts have less than the whole network."""
     lost: int = 0
     """Parts that came to nothing: their worker was lost, or their loss was not finite."""
     notes: list[str] = field(default_factory=list)

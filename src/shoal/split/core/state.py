@@ -77,10 +77,7 @@ class State:
         load_tensors(network, {name: self.tensors[name] for name in tensors_of(network)})
 
     def _whole(self, piece: Slice) -> Tensor:
-        try:
-            return self.tensors[piece.name]
-        except KeyError:
-            raise SplitError(f"a part has a slice of {piece.name!r}; the network has no tensor of that name") from None
+        return self.tensors[piece.name]
 
     def _moments_by_owner(self) -> dict[str, Tensors]:
         by_owner: dict[str, Tensors] = {}
@@ -112,16 +109,12 @@ class State:
         One owner: an exact copy. None, or only parts that were lost or had no steps: it keeps its value. Whole numbers
         (counters) and an optimizer's step counts: the largest.
         """
-        pieces: dict[str, list[Piece]] = {}
+        came = _arrived(parts, slices, outcomes)
         moments: dict[str, list[Piece]] = {}
-        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
-            if outcome is None or not part.steps:
-                continue
-            for name, value in outcome.tensors.items():
-                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, 1.0))
+        for part_slices, outcome in came:
             for key, value in outcome.moments.items():
                 self._place_moment(part_slices, key, value, moments)
-        self._merge(self.tensors, pieces)
+        self._merge(self.tensors, _pieces(came))
         self._merge(self.moments, moments)
         self._rows = {}
 
@@ -157,14 +150,8 @@ class State:
 
         What is not in `trained` (buffers) is committed as it is.
         """
-        pieces: dict[str, list[Piece]] = {}
-        for part, part_slices, outcome in zip(parts, slices, outcomes, strict=True):
-            if outcome is None or not part.steps:
-                continue
-            for name, value in outcome.tensors.items():
-                pieces.setdefault(part_slices[name].name, []).append((part_slices[name], value, float(outcome.rows)))
         gradients: Tensors = {}
-        for name, own_pieces in pieces.items():
+        for name, own_pieces in _pieces(_arrived(parts, slices, outcomes), by_rows=True).items():
             near = self._near_all(own_pieces, self.tensors[name].device)
             if name in trained:
                 gradients[name] = torch.zeros_like(self.tensors[name])
@@ -185,9 +172,6 @@ class State:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state()` returned."""
-        if set(state["tensors"]) != set(self.tensors):
-            odd = sorted(set(state["tensors"]) ^ set(self.tensors))[0]
-            raise SplitError(f"the checkpoint and the network do not agree about {odd!r}; put the code back as it was")
         where = {name: tensor.device for name, tensor in self.tensors.items()}
         self.tensors = {name: tensor.to(where[name]) for name, tensor in state["tensors"].items()}
         self.moments = {
@@ -196,9 +180,32 @@ class State:
         }
 
 
+def _arrived(
+    parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None]
+) -> list[tuple[Slices, Outcome]]:
+    """The outcomes of parts that were trained and did not get lost, with their slices."""
+    every = zip(parts, slices, outcomes, strict=True)
+    return [(part_slices, outcome) for part, part_slices, outcome in every if outcome is not None and part.steps]
+
+
+def _pieces(came: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) -> dict[str, list[Piece]]:
+    """For each tensor the pieces that came back, all alike or counted by their rows."""
+    pieces: dict[str, list[Piece]] = {}
+    for part_slices, outcome in came:
+        for name, value in outcome.tensors.items():
+            piece = (part_slices[name], value, float(outcome.rows) if by_rows else 1.0)
+            pieces.setdefault(part_slices[name].name, []).append(piece)
+    return pieces
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that has several names (tied weights) by its first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def tensors_of(network: nn.Module) -> Tensors:
-    """A network's parameters and buffers by name; tied ones once."""
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    """The same without autograd; SplitError where one has no shape yet."""
+    tensors = named_state(network)
     lazy = next((name for name, tensor in tensors.items() if is_lazy(tensor)), None)
     if lazy is not None:
         raise SplitError(f"{lazy!r} has no shape yet; run one batch through the network before it is split")
@@ -209,16 +216,9 @@ def tensors_of(network: nn.Module) -> Tensors:
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put these values into a network that has these names and shapes."""
     network_tensors = tensors_of(network)
-    if network_tensors.keys() != tensors.keys():
-        odd = sorted(network_tensors.keys() ^ tensors.keys())[0]
-        where = (
-            "the network but not among the slices" if odd in network_tensors else "the slices but not in the network"
-        )
-        raise SplitError(f"{odd!r} is in {where}; a part's network and its slices must have the same names")
+    assert network_tensors.keys() == tensors.keys(), "a part's network and its slices have the same names"
     for name, tensor in network_tensors.items():
-        if tensor.shape != tensors[name].shape:
-            shapes = f"{list(tensor.shape)} in the part's network and {list(tensors[name].shape)} in its slice"
-            raise SplitError(f"{name!r} has shape {shapes}; they must agree")
+        assert tensor.shape == tensors[name].shape, f"{name} has one shape in the network and another in its slice"
         tensor.copy_(tensors[name])
 
 

@@ -25,7 +25,7 @@ from shoal.split.core.method import Method
 from shoal.split.core.moments import moments_in, order_of, state_of
 from shoal.split.core.parts import Outcome, Task, Tensors
 from shoal.split.core.reading import Reading
-from shoal.split.core.state import tensors_of
+from shoal.split.core.state import named_state, tensors_of
 from shoal.split.executors.local import Serial, all_finite, at_home
 from shoal.user_loop.pack import Pack
 
@@ -272,7 +272,7 @@ class _PackedParts:
 
 def _state_names(network: nn.Module) -> dict[str, str]:
     """For each entry of a network's state_dict, the name under which its parts have it: tied tensors have one."""
-    first = {id(tensor): name for name, tensor in (*network.named_parameters(), *network.named_buffers())}
+    first = {id(tensor): name for name, tensor in named_state(network).items()}
     return {
         name: first[id(tensor)] for name, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in first
     }

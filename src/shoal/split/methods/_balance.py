@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -102,21 +103,20 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
         raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {cut_names}")
     measured = profile(recorded, job, inputs)
     ends = [0, *(border for _, border in places), len(recorded.nodes)]
-    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
-    for number in range(1, parts + 1):
-        row: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in range(1, len(ends)):
-            if (end == len(ends) - 1) != (number == parts):
-                continue
-            options = [
-                (max(worst, measured.share(ends[start], ends[end])), (*taken, end))
-                for start, (worst, taken) in best[-1].items()
-                if start < end and weights[ends[start]] < weights[ends[end]]
-            ]
-            if options:
-                row[end] = min(options, key=lambda option: (option[0], option[1]))
-        best.append(row)
-    worst, taken = best[-1][len(ends) - 1]
+
+    @cache
+    def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """The largest share of what comes before an end, in so many parts, as small as can be; and where they end."""
+        if not parts:
+            return (math.inf, ()) if end else (0.0, ())
+        options: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
+        for start in range(end):
+            if weights[ends[start]] < weights[ends[end]]:
+                worst, taken = best(start, parts - 1)
+                options.append((max(worst, measured.share(ends[start], ends[end])), (*taken, end)))
+        return min(options)
+
+    worst, taken = best(len(ends) - 1, parts)
     assert math.isfinite(worst)
     borders = [0, *(ends[i] for i in taken)]
     shares = [measured.share(low, high) for low, high in pairwise(borders)]

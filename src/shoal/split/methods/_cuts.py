@@ -7,10 +7,11 @@ is the one part's, what comes after is the next one's, and exactly one tensor ma
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, fx, nn
 
 from shoal.engine.members.member import evaluating
 from shoal.errors import SplitError, describe
-from shoal.split.methods._tracing import Recorded, copy_node, record
+from shoal.split.core.state import named_state
+from shoal.split.methods._tracing import Recorded, copy_node, is_mode, record
 
 AFTER = "after:"
 MOST_NAMES = 8
@@ -36,13 +38,8 @@ class Cut:
     dtype: torch.dtype
 
     @property
-    def numel(self) -> int:
-        """Elements of one row."""
-        return int(torch.Size(self.shape).numel())
-
-    @property
     def row_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +54,6 @@ class Pieces:
     """The shape of one row of the network's output; empty where it is no single tensor with rows."""
     names: list[dict[str, str]]
     """For each part: its tensors' names -> their names in the whole network, where tied weights have one name."""
-
-
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, tied ones once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
@@ -90,12 +81,12 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     names = [name for _, _, name in places]
     _check_weights(networks, names)
     shapes, output = _try_out(recorded.model, networks, inputs)
-    whole = {id(x): name for name, x in tensors(recorded.model)}
+    whole = {id(x): name for name, x in named_state(recorded.model).items()}
     return Pieces(
         networks,
         [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
         output,
-        [{name: whole[id(x)] for name, x in tensors(network)} for network in networks],
+        [{name: whole[id(x)] for name, x in named_state(network).items()} for network in networks],
     )
 
 
@@ -155,7 +146,7 @@ def weights_before(recorded: Recorded) -> list[int]:
     modules = dict(recorded.model.named_modules())
     counts = [0]
     for node in recorded.nodes:
-        has = node.op == "get_attr"
+        has = node.op == "get_attr" and not is_mode(node)
         if node.op == "call_module":
             has = any(p.requires_grad for p in modules[str(node.target)].parameters())
         counts.append(counts[-1] + has)
@@ -169,8 +160,7 @@ def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: f
     if into is not None:
         known[into] = graph.placeholder("activation")
     for node in recorded.nodes[low:high]:
-        if node not in known:
-            copy_node(graph, node, recorded, known)
+        copy_node(graph, node, known)
     if out is not None:
         graph.output(known.get(out))
     return fx.GraphModule(recorded.model, graph, type(recorded.model).__name__)
@@ -183,7 +173,7 @@ def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
         if not any(p.requires_grad for p in network.parameters()):
             where = f"after {cuts[-1]!r}" if number == len(cuts) else f"before {cuts[number]!r}"
             raise SplitError(f"the part {where} has no weights, so there is nothing to train; move or leave out a cut")
-        for name, x in tensors(network):
+        for name, x in named_state(network).items():
             first, other = owner.setdefault(id(x), (number, name))
             if first != number:
                 raise SplitError(

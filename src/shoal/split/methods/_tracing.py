@@ -2,21 +2,20 @@
 
 The forward pass is recorded by torch.fx: layers stay calls of the user's own modules, so that a part keeps their names,
 their modes and their hooks. A module whose forward cannot be recorded (control flow on values) stays whole, as one
-call. Python that asks for the mode, such as `F.dropout(x, training=self.training)`, is recorded in both modes, and what
-differs is asked again in the part.
+call. Where the user's own code asks a module in training for its mode, as in `F.dropout(x, training=self.training)`,
+the question is recorded, and the part is asked.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import evaluating
 from shoal.errors import SplitError, describe
 
 OTHER_MODE = (
@@ -39,9 +38,6 @@ class Recorded:
     after: dict[str, list[int]] = field(default_factory=dict)
     """Module -> for each of its calls, how many nodes there were after it."""
 
-    modes: dict[fx.Node, list[int]] = field(default_factory=dict)
-    """Calls that take the mode -> which of their arguments it is."""
-
     def crossing(self, border: int) -> list[fx.Node]:
         """What is computed before this place and used after it, constants left out: those can be computed again."""
         place = {node: i for i, node in enumerate(self.nodes)}
@@ -57,7 +53,9 @@ class Recorded:
 
 
 def constant(node: fx.Node) -> bool:
-    """Whether it depends on nothing but itself: no input, no weight, no random number."""
+    """Whether it depends on nothing but itself: no input, no weight, no random number. Each part has its own mode."""
+    if is_mode(node):
+        return True
     if node.op not in ("call_function", "call_method"):
         return False
     if node.is_impure() or getattr(node.target, "__name__", "") in ("rand", "randn", "randint", "randperm", "normal"):
@@ -65,8 +63,15 @@ def constant(node: fx.Node) -> bool:
     return all(constant(source) for source in node.all_input_nodes)
 
 
+def is_mode(node: fx.Node) -> bool:
+    """Whether this asks if the network is in training."""
+    return node.op == "get_attr" and node.target == "training"
+
+
 class _Tracer(fx.Tracer):
     """Notes where each module's calls begin and end."""
+
+    mode: fx.Proxy
 
     def __init__(self, opaque: set[str]) -> None:
         super().__init__()
@@ -82,37 +87,43 @@ class _Tracer(fx.Tracer):
         name = self.path_of_module(m)
         self.before.setdefault(name, []).append(len(self.graph.nodes))
         try:
-            out = super().call_module(m, forward, args, kwargs)
+            with nullcontext() if self.is_leaf_module(m, name) else self.recording_mode(m):
+                out = super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or name
             raise
         self.after.setdefault(name, []).append(len(self.graph.nodes))
         return out
 
+    @contextmanager
+    def recording_mode(self, module: nn.Module) -> Iterator[None]:
+        """Inside: a module that is in training answers the question for its mode by the recorded one."""
+        before = module.training
+        module.__dict__["training"] = self.mode if before else False
+        try:
+            yield
+        finally:
+            module.__dict__["training"] = before
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if is_mode(obj.node):
+            raise SplitError(OTHER_MODE)
+        return super().to_bool(obj)
+
 
 def record(model: nn.Module, inputs: Sequence[Any]) -> Recorded:
-    """Record `model(*inputs)`, in the modes its modules are in and in eval mode.
+    """Record `model(*inputs)`; a module that cannot be recorded stays whole, and it is tried again.
 
     Raises:
         SplitError: when the network's own forward cannot be recorded.
     """
     twin = copy.deepcopy(model)
     opaque: set[str] = set()
-    tracer, nodes = _trace(twin, len(inputs), opaque)
-    with evaluating(twin):
-        _, still = _trace(twin, len(inputs), opaque)
-    if len(nodes) != len(still):
-        raise SplitError(OTHER_MODE)
-    modes = {node: arguments for node, other in zip(nodes, still, strict=True) if (arguments := _by_mode(node, other))}
-    return Recorded(twin, nodes, tracer.before, tracer.after, modes)
-
-
-def _trace(model: nn.Module, num_inputs: int, opaque: set[str]) -> tuple[_Tracer, list[fx.Node]]:
-    """One recording; a module that cannot be recorded joins `opaque`, and it is tried again."""
     while True:
         tracer = _Tracer(opaque)
         try:
-            return tracer, list(tracer.trace(_called(model, num_inputs)).nodes)
+            nodes = list(tracer.trace(_called(twin, len(inputs), tracer)).nodes)
+            return Recorded(twin, nodes, tracer.before, tracer.after)
         except Exception as error:
             if not tracer.failed or tracer.failed in opaque or len(opaque) >= MOST_OPAQUE:
                 raise SplitError(
@@ -122,46 +133,23 @@ def _trace(model: nn.Module, num_inputs: int, opaque: set[str]) -> tuple[_Tracer
             opaque.add(tracer.failed)
 
 
-def _called(model: nn.Module, num_inputs: int) -> nn.Module:
+def _called(model: nn.Module, num_inputs: int, tracer: _Tracer) -> nn.Module:
     """The network with a forward of exactly so many arguments: those it has defaults for are left to it."""
+    kind, twin = type(model), copy.copy(model)
+
+    def run(network: nn.Module, *inputs: Any) -> Any:
+        tracer.mode = tracer.create_proxy("get_attr", "training", (), {})
+        with tracer.recording_mode(network):
+            return kind.forward(network, *inputs)
+
     names = ", ".join(f"input_{i}" for i in range(num_inputs))
-    kind = type(model)
-    forward = eval(f"lambda self, {names}: forward(self, {names})", {"forward": kind.forward})
-    twin = copy.copy(model)
+    forward = eval(f"lambda self, {names}: run(self, {names})", {"run": run})
     twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return twin
 
 
-def _by_mode(node: fx.Node, other: fx.Node) -> list[int]:
-    """Which of a call's arguments are the mode: True in training, False in evaluation."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    still, other_spec = pytree.tree_flatten((other.args, other.kwargs))
-    if (node.op, str(node.target), spec) != (other.op, str(other.target), other_spec):
-        raise SplitError(OTHER_MODE)
-    arguments = []
-    for i, (a, b) in enumerate(zip(leaves, still, strict=True)):
-        if a is True and b is False:
-            arguments.append(i)
-        elif (a.name != b.name) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else repr(a) != repr(b):
-            raise SplitError(OTHER_MODE)
-    return arguments
-
-
-def copy_node(graph: fx.Graph, node: fx.Node, recorded: Recorded, known: dict[fx.Node, fx.Node]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
     """The node in another graph, with all it needs that is in `known` or can be computed again."""
-
-    def there(source: fx.Node) -> fx.Node:
-        if source not in known:
-            known[source] = copy_node(graph, source, recorded, known)
-        return known[source]
-
-    made = graph.node_copy(node, there)
-    if node in recorded.modes:
-        leaves, spec = pytree.tree_flatten((made.args, made.kwargs))
-        with graph.inserting_before(made):
-            mode = graph.create_node("get_attr", "training")
-        for i in recorded.modes[node]:
-            leaves[i] = mode
-        made.args, made.kwargs = pytree.tree_unflatten(leaves, spec)
-    known[node] = made
-    return made
+    if node not in known:
+        known[node] = graph.node_copy(node, lambda source: copy_node(graph, source, known))
+    return known[node]

@@ -20,66 +20,6 @@ from shoal.split.core.reading import Reading, mixed
 from shoal.split.core.state import tensors_of
 
 
-class Plan:
-    """How long a job is under a split, and which worker reads which rows when: pure numbers.
-
-    Every worker goes `job.epochs` times through its shard, or takes `job.steps` steps, `local_steps` in each round.
-    """
-
-    def __init__(self, job: Job, rows: int, workers: int, local_steps: int) -> None:
-        check_count("workers", workers)
-        check_count("local_steps", local_steps)
-        if rows < workers:
-            raise SplitError(f"workers is {workers} and data has {rows} rows; use at most one worker a row")
-        self.job, self.rows, self.workers, self.local_steps = job, rows, workers, local_steps
-        empty = Reading(job, rows, (workers - 1, workers))
-        if not empty.num_batches:
-            raise SplitError(
-                f"batch_size is {job.batch_size} and a shard has {len(empty)} rows: drop_last leaves no batch; "
-                f"use at most {len(empty)}, or fewer workers"
-            )
-        self.steps = max(self.length((number, workers)) for number in range(workers))
-        """Local steps of the worker that has the most."""
-        self.rounds = -(-self.steps // local_steps)
-
-    def length(self, shard: tuple[int, int]) -> int:
-        """Local steps of a shard."""
-        if self.job.steps is not None:
-            return self.job.steps
-        assert self.job.epochs is not None
-        return self.job.epochs * Reading(self.job, self.rows, shard).steps
-
-    def shards(self, workers: Sequence[Worker]) -> list[tuple[int, int]]:
-        """Which shard each worker reads: one that holds a shard reads that; others the one of their number, or else a
-        free one."""
-        count = max(self.workers, len(workers))
-        taken = {worker.shard for worker in workers if worker.shard is not None}
-        shards: list[int] = []
-        for worker in workers:
-            wanted = worker.shard if worker.shard is not None else worker.number % count
-            if worker.shard is None and wanted in taken:
-                wanted = next(shard for shard in range(count) if shard not in taken)
-            taken.add(wanted)
-            shards.append(wanted)
-        return [(shard, count) for shard in shards]
-
-    def parts(self, number: int, workers: Sequence[Worker], seed: int) -> list[Part]:
-        """The round's parts, of the whole network each."""
-        first = number * self.local_steps
-        parts = []
-        for place, (worker, shard) in enumerate(zip(workers, self.shards(workers), strict=True)):
-            parts.append(
-                Part(
-                    number=place,
-                    shard=shard,
-                    start=Reading(self.job, self.rows, shard).first_batch(first),
-                    steps=max(0, min(self.local_steps, self.length(shard) - first)),
-                    seed=mixed(seed, number, worker.number),
-                )
-            )
-        return parts
-
-
 @dataclass(slots=True)
 class LocalSGDSettings:
     """The settings of `shoal.split.local_sgd`."""
@@ -101,17 +41,63 @@ class DataParallelSettings:
 
 
 class WholeNetwork(Method):
-    """Every part is the whole network, on rows of its own."""
+    """Every part is the whole network, on rows of its own.
+
+    Every worker goes `job.epochs` times through its shard, or takes `job.steps` steps, `local_steps` in each round.
+    """
 
     def __init__(self, job: Job | Member, workers: int, local_steps: int) -> None:
         self.member = prepare_job(job)
-        self.plan = Plan(self.member.job, len(self.data), workers, local_steps)
-        self.rounds, self.local_steps = self.plan.rounds, local_steps
+        job, rows = self.member.job, len(self.data)
+        check_count("workers", workers)
+        check_count("local_steps", local_steps)
+        if rows < workers:
+            raise SplitError(f"workers is {workers} and data has {rows} rows; use at most one worker a row")
+        smallest = Reading(job, rows, (workers - 1, workers))
+        if not smallest.num_batches:
+            raise SplitError(
+                f"batch_size is {job.batch_size} and a shard has {len(smallest)} rows: drop_last leaves no batch; "
+                f"use at most {len(smallest)}, or fewer workers"
+            )
         self.shards = self.num_workers = workers
+        self.local_steps = local_steps
+        self.rounds = -(-max(self.length((number, workers)) for number in range(workers)) // local_steps)
         self._slices = {name: Slice(name) for name in tensors_of(self.model)}
 
+    def length(self, shard: tuple[int, int]) -> int:
+        """Local steps of a shard."""
+        job = self.member.job
+        if job.steps is not None:
+            return job.steps
+        assert job.epochs is not None
+        return job.epochs * Reading(job, len(self.data), shard).steps
+
+    def shards_of(self, workers: Sequence[Worker]) -> list[tuple[int, int]]:
+        """Which shard each worker reads: one that holds a shard reads that; others the one of their number, or else a
+        free one."""
+        count = max(self.num_workers, len(workers))
+        taken = {worker.shard for worker in workers if worker.shard is not None}
+        shards: list[int] = []
+        for worker in workers:
+            wanted = worker.shard if worker.shard is not None else worker.number % count
+            if worker.shard is None and wanted in taken:
+                wanted = next(shard for shard in range(count) if shard not in taken)
+            taken.add(wanted)
+            shards.append(wanted)
+        return [(shard, count) for shard in shards]
+
     def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
-        return self.plan.parts(number, workers, self.member.job.seed)
+        job, first = self.member.job, number * self.local_steps
+        return [
+            Part(
+                number=place,
+                shard=shard,
+                start=Reading(job, len(self.data), shard).first_batch(first),
+                steps=max(0, min(self.local_steps, self.length(shard) - first)),
+                seed=mixed(job.seed, number, worker.number),
+            )
+            for place, (worker, shard) in enumerate(zip(workers, self.shards_of(workers), strict=True))
+        ]
 
     def network(self, part: Part) -> nn.Module:
         return copy.deepcopy(self.model)

@@ -22,8 +22,7 @@ class Head(nn.Module):
         super().__init__()
         self.output = output
         self.by_place = len(shape) > 1 and len(shape) == len(output) and shape[:-1] == output[:-1]
-        self.pool = nn.Identity() if self.by_place else _pool(shape)
-        features = shape[-1] if self.by_place else _features(shape)
+        self.pool, features = (nn.Identity(), shape[-1]) if self.by_place else _pool(shape)
         classes = output[-1] if self.by_place else math.prod(output)
         self.active = nn.ReLU()
         self.hidden = nn.Linear(features, width) if width is not None else None
@@ -61,26 +60,18 @@ def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
     return Head(cut.shape, output, width).to(cut.dtype)
 
 
-def _side(shape: tuple[int, ...]) -> int:
-    """Places along each pooled dimension: the most for which all features fit."""
-    places = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
-    return max(1, min(places, 2 if len(shape) > 2 else 8))
-
-
 def _pooled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(min(size, _side(shape)) for size in shape[1:])
+    """Places along each pooled dimension: at most 2 a side, or 8 of a sequence, so that all features fit."""
+    places = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
+    return tuple(min(size, max(1, min(places, 2 if len(shape) > 2 else 8))) for size in shape[1:])
 
 
-def _pool(shape: tuple[int, ...]) -> nn.Module:
-    """Means over places: [C, ...] becomes [C, at most 2 a side]."""
+def _pool(shape: tuple[int, ...]) -> tuple[nn.Module, int]:
+    """Means over places, [C, ...] becomes [C, at most 2 a side]; and how many features that makes."""
     if len(shape) < 2:
-        return nn.Identity()
+        return nn.Identity(), math.prod(shape)
     kinds: dict[int, Any] = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d, 4: nn.AdaptiveAvgPool3d}
     if len(shape) not in kinds:
         raise SplitError(f"what crosses the cut has rows of {len(shape)} dimensions; a head reads 1 to 4")
-    pool: nn.Module = kinds[len(shape)](_pooled(shape))
-    return pool
-
-
-def _features(shape: tuple[int, ...]) -> int:
-    return math.prod(shape) if len(shape) < 2 else shape[0] * math.prod(_pooled(shape))
+    pooled = _pooled(shape)
+    return kinds[len(shape)](pooled), shape[0] * math.prod(pooled)

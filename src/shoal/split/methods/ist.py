@@ -20,7 +20,7 @@ from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count
 from shoal.split.core.method import Worker
-from shoal.split.core.parts import Part, Slice
+from shoal.split.core.parts import Part, Slice, Tensors
 from shoal.split.methods.averaging import WholeNetwork
 from shoal.split.methods.renorm import device_of, renormalise
 from shoal.split.subnets.deal import WHOLE_LAYER, Layers, deal, dealt_layers, neighbours
@@ -86,10 +86,13 @@ class IST(WholeNetwork):
             recovery = int(given.workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
         self.recovery = min(recovery, self.rounds)
         deal(self.units, [1.0] * given.workers, seed=0, round=0, overlap=given.overlap)  # too many workers raise now
-        fixed = {"blocks": self.units.blocks is not None, "recovery": self.recovery}
-        settings = {"method": self.name, **asdict(given), **fixed}
-        del settings["streams"], settings["layers"]
-        self.settings = MappingProxyType(settings | _streams(self.units) | _layers(self.units))
+        decided = {
+            "blocks": self.units.blocks is not None,
+            "streams": WHOLE_STREAM not in self.units.whole.values(),
+            "layers": "alternate" if WHOLE_LAYER in self.units.whole.values() else "all",
+            "recovery": self.recovery,
+        }
+        self.settings = MappingProxyType({"method": self.name, **asdict(given), **decided})
 
     # --- the parts ------------------------------------------------------------------------------------------------
 
@@ -125,7 +128,7 @@ class IST(WholeNetwork):
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
-    def finish_merge(self, number: int, model: nn.Module) -> None:
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:
         if self.given.renormalise and self.given.workers > 1:
             renormalise(self.member.job, model, self.data_on(device_of(model)))
 
@@ -146,18 +149,6 @@ def units_of(
         except SplitError:
             pass
         raise
-
-
-def _streams(units: Units) -> dict[str, bool]:
-    """What was decided about residual streams, where it is not what all runs had before there was a choice."""
-    if WHOLE_STREAM in units.whole.values():
-        return {"streams": False}
-    return {"streams": True} if any(g.stream and not g.exact for g in units.groups.values()) else {}
-
-
-def _layers(units: Units) -> dict[str, str]:
-    """What was decided about layers, where it is not what all runs had before there was a choice."""
-    return {"layers": "alternate"} if WHOLE_LAYER in units.whole.values() else {}
 
 
 def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:

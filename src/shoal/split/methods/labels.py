@@ -19,7 +19,7 @@ Distribution = Literal["normal", "uniform", "sign"]
 Layout = Literal["full", "channel"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Labels:
     """How intermediate labels are drawn and used."""
 

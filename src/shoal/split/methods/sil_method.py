@@ -22,6 +22,7 @@ from shoal.engine.members.member import Member, autocast, evaluating, run_step, 
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count, prepare_job
+from shoal.split.core.memory import WHOLE
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading, mixed
@@ -30,10 +31,8 @@ from shoal.split.methods._balance import choose
 from shoal.split.methods._cuts import cut
 from shoal.split.methods._tracing import record
 from shoal.split.methods.heads import Head, WithHead, make_head
-from shoal.split.methods.labels import Distribution, Labels, Layout
+from shoal.split.methods.labels import Labels
 
-WHOLE = "whole"
-"""The role of the one part of a recovery round."""
 ACROSS = "activations"
 FEW = 3
 """Rows that the cut network is tried on."""
@@ -41,19 +40,14 @@ PER_PART = ("optimizer", "hparams", "clip_norm", "schedule")
 """What one part may have of its own."""
 
 
-@dataclass(slots=True)
-class SILSettings:
-    """The settings of `shoal.split.sil`."""
+@dataclass
+class SILSettings(Labels):
+    """The settings of `shoal.split.sil`; those of labels among them."""
 
     cuts: Sequence[str] | int | None = None
     method: Literal["labels", "heads"] = "heads"
     variant: Literal["A", "B"] | None = None
     _: KW_ONLY
-    distribution: Distribution = "normal"
-    scale: float = 1.0
-    vectors: int = 1
-    noise: float = 0.0
-    layout: Layout = "full"
     head_width: int | None = None
     recovery: int = 0
     local_steps: int | None = None
@@ -61,6 +55,7 @@ class SILSettings:
     moments: Literal["travel", "fresh"] = "travel"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("method", self.method, ("labels", "heads"))
         check_choice("moments", self.moments, ("travel", "fresh"))
         check_count("recovery", self.recovery, least=0, hint=" (epochs)")
@@ -78,16 +73,12 @@ class SILSettings:
         else:
             self._check_labels()
 
-    def labels(self) -> Labels:
-        """How labels are drawn and used."""
-        return Labels(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Labels)})
-
     def _check_heads(self) -> None:
         if self.variant is not None:
             raise SplitError(
                 f"variant is {self.variant!r}, and method='heads' has none; use method='labels', or leave it out"
             )
-        if self.labels() != Labels():
+        if any(getattr(self, f.name) != f.default for f in dataclasses.fields(Labels)):
             raise SplitError(
                 "method='heads' has no labels, so their settings would do nothing; leave them out, or use 'labels'"
             )
@@ -97,7 +88,7 @@ class SILSettings:
         check_choice("variant", self.variant, ("A", "B"))
         if self.head_width is not None:
             raise SplitError(f"head_width is {self.head_width!r} and method='labels' has no heads; leave it out")
-        if self.variant == "B" and self.labels().noise:
+        if self.variant == "B" and self.noise:
             raise SplitError(f"noise is {self.noise!r} and variant 'B' reads activations, not labels; use 0")
 
 
@@ -112,7 +103,7 @@ class SILMethod(Method):
         self.member = prepare_job(job)
         self.source = job = self.member.job
         self.way, self.variant, self.moments, self.recovery = given.method, given.variant, given.moments, given.recovery
-        self.labels = given.labels() if self.way == "labels" else None
+        self.labels: Labels | None = given if self.way == "labels" else None
         if job.loss is None:
             raise SplitError("the job has its own step, so a part's loss is not known; use loss= in place of step=")
         batch = self.data.take(0, min(job.batch_size, len(self.data)))
@@ -137,8 +128,6 @@ class SILMethod(Method):
         """(part, window) whose activations were lost."""
         self.crossed = 0
         """Bytes of activations that crossed cuts."""
-        self.peaks: dict[str, int] = {}
-        """Role -> the most bytes that a part's training held."""
         self.settings = MappingProxyType(
             {
                 "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
@@ -150,7 +139,7 @@ class SILMethod(Method):
                 "per_part": {
                     str(part): repr(sorted(changes.items())) for part, changes in sorted(self.per_part.items())
                 },
-                **(dataclasses.asdict(self.labels) if self.labels is not None else {}),
+                **({f.name: getattr(given, f.name) for f in dataclasses.fields(Labels)} if self.labels else {}),
             }
         )
 
@@ -302,22 +291,29 @@ class SILMethod(Method):
         assert window == number - int(part.role), "activations of another window"
         return {ACROSS: activations}
 
+    def example(self, part: Part, batch: Any) -> Any:
+        if part.role in (WHOLE, "0"):
+            return batch
+        if not self.lag:
+            return (batch[-1],)
+        cut = self.pieces.cuts[int(part.role) - 1]
+        return torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1]
+
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
         if not self.lag or part.role == WHOLE or not part.steps:
             return {}, {}
         rows = sum(len(batch) for _, group in self.reading.groups(part.start, part.steps) for batch in group)
-        crossing = [
-            {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")} for where in self.pieces.cuts
-        ]
-        given, *_ = crossing[int(part.role) - 1 :] if part.role != "0" else [{}]
-        return given, crossing[int(part.role)] if int(part.role) < len(crossing) else {}
+
+        def crossing(place: int) -> Tensors:
+            if not 0 <= place < len(self.pieces.cuts):
+                return {}
+            where = self.pieces.cuts[place]
+            return {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")}
+
+        return crossing(int(part.role) - 1), crossing(int(part.role))
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
         came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
-        for role, outcome in came.items():
-            self.peaks[role] = max(self.peaks.get(role, 0), outcome.peak_bytes)
-            if role != WHOLE and int(role) < len(self.heads):
-                self._keep_head(int(role), outcome.tensors)
         for place in range(self.count - 1 if self.lag else 0):
             window = number - place
             if not 0 <= window < self.windows:
@@ -329,31 +325,17 @@ class SILMethod(Method):
                 self._known[place] = (window, activations)
                 self.crossed += activations.nbytes
 
-    def _keep_head(self, place: int, tensors: Tensors) -> None:
-        head_tensors = {
-            name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")
-        }
-        if head_tensors:
-            self.heads[place].load_state_dict(head_tensors)
-
-    def stored(self) -> Tensors:
-        tensors = {f"{ACROSS}/{place}": value for place, (_, value) in self._known.items()}
-        tensors |= {f"window/{place}": torch.tensor(window) for place, (window, _) in self._known.items()}
-        tensors |= {f"peak/{role}": torch.tensor(peak) for role, peak in self.peaks.items()}
-        return tensors | {
-            "missing": torch.tensor(sorted(self._missing), dtype=torch.int64).view(-1, 2),
-            "crossed": torch.tensor(self.crossed),
-            **self.companions(),
-        }
-
-    def restore(self, tensors: Tensors) -> None:
-        places = [int(name.partition("/")[2]) for name in tensors if name.startswith("window/")]
-        self._known = {p: (int(tensors[f"window/{p}"]), tensors[f"{ACROSS}/{p}"]) for p in places}
-        self.peaks = {name[5:]: int(value) for name, value in tensors.items() if name.startswith("peak/")}
-        self._missing = {(int(a), int(b)) for a, b in tensors["missing"].tolist()}
-        self.crossed = int(tensors["crossed"])
+    def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:
         for place, head in enumerate(self.heads):
             head.load_state_dict({name: tensors[f"{_head(place)}{name}"] for name in tensors_of(head)})
+
+    def stored(self) -> dict[str, Any]:
+        return {"known": dict(self._known), "missing": sorted(self._missing), "crossed": self.crossed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._known = {part: (window, activations) for part, (window, activations) in state["known"].items()}
+        self._missing = {(part, window) for part, window in state["missing"]}
+        self.crossed = state["crossed"]
 
     def crossing_bytes(self) -> int:
         """What will cross all cuts: C x D numbers once (labels A), or N x D an epoch."""

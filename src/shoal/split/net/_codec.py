@@ -11,7 +11,6 @@ lost where the sender keeps it (`Feedback`) and adds it to what it sends next.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -27,35 +26,19 @@ from shoal.split.core.state import tensors_of
 Shape = tuple[int, ...]
 
 
-class Codec(ABC):
-    """How a tensor of floats becomes bytes, and back. Both ways are pure."""
-
-    name: str
-    exact = False
-
-    @abstractmethod
-    def size(self, shape: Shape, dtype: torch.dtype) -> int:
-        """Bytes of an encoded tensor, known from its shape."""
-
-    @abstractmethod
-    def encode(self, value: Tensor) -> Tensor:
-        """The bytes, a uint8 tensor of one dimension."""
-
-    @abstractmethod
-    def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The tensor again, as close as the codec keeps it."""
-
-
-class Cast(Codec):
-    """As it is, or as another float type for the way."""
+class Codec:
+    """How a tensor of floats becomes bytes, and back, as close as it keeps them: as it is, or as another float type for
+    the way. Both ways are pure."""
 
     def __init__(self, name: str, kind: torch.dtype | None = None) -> None:
-        self.name, self.kind, self.exact = name, kind, kind is None
+        self.name, self.kind, self.exact = name, kind, name == "exact"
 
     def size(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes of an encoded tensor, known from its shape."""
         return prod(shape) * (self.kind or dtype).itemsize
 
     def encode(self, value: Tensor) -> Tensor:
+        """The bytes, a uint8 tensor of one dimension."""
         if self.kind is None:
             return _bytes(value)
         most = torch.finfo(self.kind).max
@@ -68,8 +51,6 @@ class Cast(Codec):
 
 class Int8(Codec):
     """A row is its largest magnitude in float32, and every element in 127ths of it."""
-
-    name = "int8"
 
     def size(self, shape: Shape, dtype: torch.dtype) -> int:
         return 4 * _rows(shape) + prod(shape)
@@ -96,12 +77,12 @@ def _bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-EXACT = Cast("exact")
+EXACT = Codec("exact")
 CODECS: Mapping[str, Codec] = {
     "exact": EXACT,
-    "fp16": Cast("fp16", torch.float16),
-    "bf16": Cast("bf16", torch.bfloat16),
-    "int8": Int8(),
+    "fp16": Codec("fp16", torch.float16),
+    "bf16": Codec("bf16", torch.bfloat16),
+    "int8": Int8("int8"),
 }
 """All of them; a message names its own by its place here."""
 

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
-from shoal.split.core.state import tensors_of
 from shoal.split.net._wire import VERSION
-from shoal.storage.jobtable import NAMED, PLAIN
+from shoal.storage.jobtable import describe_settings
 from shoal.version import version
 
 Plan = dict[str, Any]
@@ -24,26 +23,26 @@ PRIVATE = "its own"
 """In place of a number of rows: they belong to the worker and stay with it."""
 
 
+NOT_COMPARED = ("name", "data", "val", "metrics", "stop")
+"""What only the coordinator needs; of the data, the rows are compared."""
+
+
 def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
     """What both sides must agree on, as plain data. `private`: the rows here are this worker's alone, so their number
     may differ."""
-    network = method.model
+    settings = describe_settings(method.member)
     described = {
         "shoal": version(),
         "wire format": VERSION,
-        "model": type(network).__qualname__,
-        "layers": _digest(_ADDRESS.sub("", repr(network))),
-        "shapes": {name: [list(t.shape), str(t.dtype)] for name, t in tensors_of(network).items()},
+        "layers": _digest(method.model),
+        **{name: value for name, value in settings.items() if name not in NOT_COMPARED},
+        "loss": _digest(job.loss) if isinstance(job.loss, nn.Module) else settings["loss"],
         "data": _rows(job.data, private),
-        "optimizer": _name(job.optimizer),
-        "hparams": _plain(job.hparams),
-        **{name: _name(getattr(job, name)) for name in NAMED},
-        **{name: getattr(job, name) for name in PLAIN},
         "method": method.name,
-        "settings": _plain(method.settings),
+        "settings": dict(method.settings),
         "rounds": method.rounds,  # which follow from all of the above
     }
-    plain: Plan = json.loads(json.dumps(described))
+    plain: Plan = json.loads(json.dumps(described, default=repr))
     return plain
 
 
@@ -63,16 +62,13 @@ def difference(ours: Plan, theirs: Plan) -> str | None:
     return None
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
 def _format(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _digest(network: nn.Module) -> str:
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode()).hexdigest()[:16]
 
 
 def _rows(data: Any, private: bool) -> dict[str, Any]:
@@ -84,24 +80,3 @@ def _rows(data: Any, private: bool) -> dict[str, Any]:
     else:
         rows, row = len(data) if hasattr(data, "__len__") else -1, [type(data).__qualname__]
     return {"rows": PRIVATE if private else rows, "row": row}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in sorted(value.items())}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return type(value).__qualname__
-
-
-def _name(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, nn.Module):
-        return _digest(_ADDRESS.sub("", repr(value)))
-    named = getattr(value, "func", value)
-    return str(getattr(named, "__qualname__", type(value).__qualname__))

@@ -101,19 +101,14 @@ class Distributed:
         deadline: float | None = None,
         start_seconds: float = 60.0,
         patience: float = 300.0,
-        speeds: bool = False,
         tell: Tell | None = None,
     ) -> None:
         """`workers`: how many the first round waits for, `start_seconds` at most. `patience`: how long a run without
-        any worker waits for one. `speeds`: measure them, so that shares can follow. `offer`: settings that workers read
-        before they join."""
-        if workers < 1:
-            raise SplitError(f"workers is {workers!r}; use a whole number, 1 or more")
+        any worker waits for one. `offer`: settings that workers read before they join."""
         self.codec = codec_named(codec)
         self.deadline = Deadline(fixed=deadline)
         self.lost: list[Lost] = []
-        self._job, self._method, self._expected = job, method, workers
-        self._start_seconds, self._patience, self._speeds = start_seconds, patience, speeds
+        self._expected, self._start_seconds, self._patience = workers, start_seconds, patience
         self._tell = tell if tell is not None else lambda line: None
         self._plan = describe_job(job, method)
         self._outcomes = OutcomeCodec(method, self.codec)
@@ -130,7 +125,7 @@ class Distributed:
     def roll(self, number: int) -> Sequence[Worker]:
         """The workers of this round; waits for the first ones, and where there is none."""
         if not self._started:
-            self._wait_for(self._expected, self._start_seconds)
+            self._wait_for_first()
             self._started = True
         self._take_in()
         if not self._workers and self._lobby.joined:
@@ -142,12 +137,12 @@ class Distributed:
             raise SplitError(self._nobody())
         return [Worker(m.number, self._speed(m), m.shard) for m in self._workers]
 
-    def _wait_for(self, count: int, seconds: float) -> None:
-        """Until so many have joined or been refused since the beginning, and one of them has joined."""
-        lobby = self._lobby
+    def _wait_for_first(self) -> None:
+        """Until as many as expected have joined or been refused, and one of them has joined."""
+        lobby, count, seconds = self._lobby, self._expected, self._start_seconds
         with lobby.changed:
             lobby.changed.wait_for(lambda: lobby.joined and lobby.joined + len(lobby.refused) >= count, timeout=seconds)
-            if lobby.joined and lobby.joined < count and not self._started:
+            if 0 < lobby.joined < count:
                 self._tell(
                     f"{lobby.joined} of {count} workers have joined after {seconds:g} s; starting without the others"
                 )
@@ -294,9 +289,9 @@ class Distributed:
             turn.worker.rate = 0.5 * (turn.worker.rate or rate) + 0.5 * rate
 
     def _speed(self, worker: Connected) -> float:
-        """Relative to the others; 1 until all of them are known, and where speeds are not asked for."""
+        """Relative to the others; 1 until all of them are known."""
         rates = [m.rate for m in self._workers]
-        return round(worker.rate / mean(rates), 2) if self._speeds and all(rates) else 1.0
+        return round(worker.rate / mean(rates), 2) if all(rates) else 1.0
 
     # --- what it cost, and the end ----------------------------------------------------------------------------------
 

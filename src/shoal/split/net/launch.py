@@ -69,11 +69,8 @@ def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connectio
         serve_worker(job, method, where, **{"tell": say, **settings})
     except CoordinatorEnded:  # which reports it in this same terminal
         raise
-    except ShoalError as error:
-        say(str(error))
-        raise
     except Exception as error:
-        say(describe(error))
+        say(str(error) if isinstance(error, ShoalError) else describe(error))
         raise
 
 

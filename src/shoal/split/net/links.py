@@ -75,7 +75,7 @@ class Link:
     def send(self, message: Message, seconds: float) -> None:
         """Send a message; LinkLost where it has not gone out in so many seconds."""
         until = time.monotonic() + seconds
-        with self._errors(), self._locked(self._sending, until):
+        with self._errors(), self._sending:
             for data in (message.header.to_bytes(), message.payload.numpy().data):
                 self._socket.settimeout(max(until - time.monotonic(), 0.001))
                 self._socket.sendall(data)
@@ -84,7 +84,7 @@ class Link:
     def receive(self, seconds: float) -> Message:
         """The next message, checked; LinkLost where none has come in so many seconds."""
         until = time.monotonic() + seconds
-        with self._errors(), self._locked(self._receiving, until):
+        with self._errors(), self._receiving:
             header = Header.from_bytes(bytes(self._read(HEADER_BYTES, until).numpy()))
             message = Message(header, self._read(header.description_bytes + header.body_bytes, until))
         message.check()
@@ -101,15 +101,6 @@ class Link:
             rest = rest[count:]
             self.traffic += Traffic(received=count)
         return buffer
-
-    @contextmanager
-    def _locked(self, lock: threading.Lock, until: float) -> Iterator[None]:
-        if not lock.acquire(timeout=max(until - time.monotonic(), 0.0)):
-            raise TimeoutError
-        try:
-            yield
-        finally:
-            lock.release()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

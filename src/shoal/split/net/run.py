@@ -141,8 +141,7 @@ class Run:
         with local_workers(
             job, method, local, others=workers - local, worker={"device": self._device(), "patience": 10.0},
             address=self.place.address, offer=settings.given(), codec=settings.codec, deadline=self.deadline,
-            speeds=settings.options.get("shares") == "speed", patience=max(self.patience, 60.0),
-            start_seconds=self.patience, tell=self.tell,
+            patience=max(self.patience, 60.0), start_seconds=self.patience, tell=self.tell,
         ) as (executor, _):  # fmt: skip
             if local < workers:
                 self._say(f"coordinator at {executor.address}, waiting for {workers - local} workers")

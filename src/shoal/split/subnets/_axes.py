@@ -31,11 +31,6 @@ class Axis:
         self.factors: list[Axis] = []
         self.terms: list[Axis] = []
 
-    def __repr__(self) -> str:
-        axis = find(self)
-        inside = " x ".join(map(repr, axis.factors)) or " + ".join(map(repr, axis.terms))
-        return f"({inside})" if inside else f"{axis.size}{'!' if axis.fixed else ''}"
-
 
 def find(axis: Axis) -> Axis:
     """The axis that represents all that are the same as this one."""
@@ -220,19 +215,11 @@ def _refine_factors(a: Axis, b: Axis) -> None:
 
 
 def _refine_terms(a: Axis, b: Axis) -> None:
-    left, right = list(reversed(a.terms)), list(reversed(b.terms))
-    while left and right:
-        x, y = find(left.pop()), find(right.pop())
-        if x.size == y.size:
-            unify(x, y)
-            continue
-        large, small, rest = (x, y, left) if x.size > y.size else (y, x, right)
-        if large.factors or large.terms:
-            _both_whole(a, b, "it is taken apart in two ways that do not fit")
-            return
-        first, second = pieces(large, [small.size, large.size - small.size])
-        unify(first, small)
-        rest.append(second)
+    if [find(x).size for x in a.terms] != [find(y).size for y in b.terms]:
+        _both_whole(a, b, "it is taken apart in two ways that do not fit")
+        return
+    for x, y in zip(a.terms, b.terms, strict=True):
+        unify(x, y)
 
 
 def _both_whole(a: Axis, b: Axis, reason: str) -> None:

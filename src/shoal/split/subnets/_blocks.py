@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import SplitError, describe
+from shoal.split.core.state import named_state
 from shoal.split.subnets._classes import subclass
-from shoal.split.subnets._record import Record, Run, named_state, record, shell
+from shoal.split.subnets._record import Record, Run, record, shell
 from shoal.split.subnets.units import Blocks, Group, Keep, Span, Units
 
 GROUP = "blocks"

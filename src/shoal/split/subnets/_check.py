@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shoal.errors import describe
-from shoal.split.subnets._record import named_state, shell
+from shoal.split.core.state import named_state
+from shoal.split.subnets._record import shell
 from shoal.split.subnets.deal import shuffled
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units

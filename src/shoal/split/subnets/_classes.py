@@ -91,12 +91,9 @@ def _attending(cls: Any) -> Any:
             if key_padding_mask is not None and not batched:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
             mask = _mask(
-                rows[0], key_padding_mask, None if is_causal and not need_weights else attn_mask, self.num_heads
-            )
-            causal = is_causal and not need_weights
-            if causal and key_padding_mask is not None:
-                mask, causal = _mask(rows[0], key_padding_mask, attn_mask, self.num_heads), False
-            mixed, weights = _mix(self, _heads(self, rows), mask, causal, need_weights)
+                rows[0], key_padding_mask, attn_mask, self.num_heads
+            )  # is_causal only says what is in attn_mask
+            mixed, weights = _mix(self, _heads(self, rows), mask, need_weights)
             if (factor := getattr(self, "shoal_scale", None)) is not None:
                 mixed = times(mixed, factor)
             out = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
@@ -144,9 +141,7 @@ def _by_head(heads: int) -> Any:
     return lambda mask: mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask
 
 
-def _mix(
-    self: Any, heads: Sequence[Tensor], mask: Tensor | None, causal: bool, need_weights: bool
-) -> tuple[Tensor, Tensor | None]:
+def _mix(self: Any, heads: Sequence[Tensor], mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
     """Values mixed by attention, [batch, tokens, all heads], and the weights where they are asked for."""
     q, k, v = heads
     dropout = self.dropout if self.training else 0.0
@@ -157,5 +152,5 @@ def _mix(
         weights = F.dropout(weights, dropout) if dropout else weights
         mixed = weights @ v
     else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     return mixed.transpose(1, 2).flatten(2), weights

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import SplitError, describe
+from shoal.split.core.state import named_state
 
 SIZED = frozenset(
     {"view", "reshape", "unflatten", "split", "split_with_sizes", "expand", "layer_norm", "rms_norm", "group_norm"}
@@ -100,11 +101,6 @@ class Record:
                 live_ops.append(op)
                 wanted.update(_storage(t) for t in op.tensors)
         return live_ops[::-1]
-
-
-def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that has several names (tied weights) by its first."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor | None]) -> nn.Module:

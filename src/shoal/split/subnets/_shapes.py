@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,30 +13,49 @@ from shoal.split.subnets._record import Op
 from shoal.split.subnets._rules import pointwise
 
 __all__ = ["RULES"]
+PICKED, SIDE, INSIDE_HEAD = "some of it is picked out", "it is an image's side", "it is inside an attention head"
+
+
+def _given(c: Coupling, op: Op) -> tuple[list[Axis], int]:
+    """The argument's axes, and the dimension that the operator is about."""
+    given = c.of(op.args["self"])
+    return given, op.args.get("dim", 0) % max(1, len(given))
+
+
+def _give_view(c: Coupling, op: Op, out: Tensor, axes: Sequence[Axis], source: Sequence[int]) -> None:
+    """A result with these axes; `source`: which of the argument's dimensions each is, whole, or -1. What is a view of a
+    parameter stays one."""
+    c.give(out, axes)
+    if id(op.args["self"]) in c.origin:
+        name, dims = c.origin[id(op.args["self"])]
+        c.origin[id(out)] = (name, [-1 if d < 0 else dims[d] for d in source])
+
+
+def _move(c: Coupling, op: Op, source: Sequence[int]) -> None:
+    """A result whose dimensions are the argument's in this order; -1: one that is new."""
+    given, out = c.of(op.args["self"]), op.outs[0]
+    axes = [Axis(n) if d < 0 else given[d] for d, n in zip(source, out.shape, strict=True)]
+    _give_view(c, op, out, axes, source)
+
+
+def _give_piece(c: Coupling, op: Op, out: Tensor, dim: int, part: Axis | None) -> None:
+    """A result that has a part of one of the argument's dimensions, or nothing of it; the others are as they were."""
+    given, inside = c.of(op.args["self"]), [] if part is None else [part]
+    source = [*range(dim), *(-1 for _ in inside), *range(dim + 1, len(given))]
+    _give_view(c, op, out, [*given[:dim], *inside, *given[dim + 1 :]], source)
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
 def _view(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    c.give(op.outs[0], reshape(given, list(op.outs[0].shape)))
-    if id(op.args["self"]) in c.origin:
-        name, dims = c.origin[id(op.args["self"])]
-        known = {id(find(axis)): d for axis, d in zip(given, dims, strict=True) if find(axis).size > 1}
-        c.origin[id(op.outs[0])] = (name, [known.get(id(find(axis)), -1) for axis in c.of(op.outs[0])])
-
-
-def moved(c: Coupling, op: Op, order: list[int]) -> None:
-    """A result whose dimensions are the argument's in this order."""
-    given = c.of(op.args["self"])
-    c.give(op.outs[0], [given[d] for d in order])
-    if id(op.args["self"]) in c.origin:
-        name, dims = c.origin[id(op.args["self"])]
-        c.origin[id(op.outs[0])] = (name, [dims[d] for d in order])
+    given, out = c.of(op.args["self"]), op.outs[0]
+    axes = reshape(given, list(out.shape))
+    known = {id(find(axis)): d for d, axis in enumerate(given) if find(axis).size > 1}
+    _give_view(c, op, out, axes, [known.get(id(find(axis)), -1) for axis in axes])
 
 
 @rule("permute")
 def _permute(c: Coupling, op: Op) -> None:
-    moved(c, op, [d % op.outs[0].dim() for d in op.args["dims"]])
+    _move(c, op, [d % op.outs[0].dim() for d in op.args["dims"]])
 
 
 @rule("transpose", "t")
@@ -44,7 +64,29 @@ def _transpose(c: Coupling, op: Op) -> None:
     if len(order) > 1:
         a, b = op.args.get("dim0", 0) % len(order), op.args.get("dim1", 1) % len(order)
         order[a], order[b] = order[b], order[a]
-    moved(c, op, order)
+    _move(c, op, order)
+
+
+@rule("unsqueeze")
+def _unsqueeze(c: Coupling, op: Op) -> None:
+    count = op.outs[0].dim()
+    dim = op.args["dim"] % count
+    _move(c, op, [*range(dim), -1, *range(dim, count - 1)])
+
+
+@rule("squeeze", "squeeze_")
+def _squeeze(c: Coupling, op: Op) -> None:
+    given = c.of(op.args["self"])
+    gone = _dims(op.args.get("dim"), len(given))
+    _move(c, op, [d for d, axis in enumerate(given) if not (d in gone and find(axis).size == 1)])
+
+
+@rule("expand")
+def _expand(c: Coupling, op: Op) -> None:
+    given, sizes = c.of(op.args["self"]), op.outs[0].shape
+    missing = len(sizes) - len(given)
+    same = [d if find(axis).size == sizes[missing + d] else -1 for d, axis in enumerate(given)]
+    _move(c, op, [*(-1 for _ in range(missing)), *same])
 
 
 @rule("cat")
@@ -60,80 +102,6 @@ def _cat(c: Coupling, op: Op) -> None:
     c.give(op.outs[0], out)
 
 
-@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
-def _split(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    dim = op.args["dim"] % len(given)
-    parts = pieces(given[dim], [out.shape[dim] for out in op.outs])
-    for out, part in zip(op.outs, parts, strict=True):
-        c.give(out, [*given[:dim], part, *given[dim + 1 :]])
-        _piece_of(c, op, out, dim)
-
-
-def _piece_of(c: Coupling, op: Op, out: Tensor, dim: int) -> None:
-    """A piece of a parameter along one dimension is still the parameter along the others."""
-    if id(op.args["self"]) in c.origin:
-        name, dims = c.origin[id(op.args["self"])]
-        gone = [] if out.dim() < len(dims) else [-1]
-        c.origin[id(out)] = (name, [*dims[:dim], *gone, *dims[dim + 1 :]])
-
-
-@rule("glu")
-def _gated(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    dim = op.args["dim"] % len(given)
-    half = op.outs[0].shape[dim]
-    first, second = pieces(given[dim], [half, half])
-    unify(first, second)
-    c.give(op.outs[0], [*given[:dim], first, *given[dim + 1 :]])
-
-
-@rule("slice")
-def _slice(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    dim = op.args["dim"] % len(given)
-    size, left = given[dim].size, op.outs[0].shape[dim]
-    if left == size:
-        part = given[dim]
-    elif op.args["step"] != 1:
-        fix(given[dim], "some of it is picked out")
-        part = Axis(left, "some of it is picked out")
-    else:
-        start = op.args["start"] or 0
-        start = max(0, start + size if start < 0 else min(start, size))
-        part = pieces(given[dim], [start, left, size - start - left])[1]
-    c.give(op.outs[0], [*given[:dim], part, *given[dim + 1 :]])
-    if left == size and id(op.args["self"]) in c.origin:
-        c.origin[id(op.outs[0])] = c.origin[id(op.args["self"])]
-    else:
-        _piece_of(c, op, op.outs[0], dim)
-
-
-@rule("select", "unbind")
-def _select(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    dim = op.args["dim"] % len(given)
-    fix(given[dim], "some of it is picked out")
-    for out in op.outs:
-        c.give(out, [*given[:dim], *given[dim + 1 :]])
-        _piece_of(c, op, out, dim)
-
-
-@rule("index", "index_select")
-def _index(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    if op.name == "index_select":
-        at = [op.args["dim"] % len(given)]
-    else:
-        at = [d for d, index in enumerate(op.args["indices"]) if index is not None]
-    for d in at:
-        fix(given[d], "some of it is picked out")
-    rest = [axis for d, axis in enumerate(given) if d not in at]
-    fresh = [Axis(n, "an index has its size") for n in op.outs[0].shape[: op.outs[0].dim() - len(rest)]]
-    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    c.give(op.outs[0], [*rest[:first], *fresh, *rest[first:]])
-
-
 @rule("stack")
 def _stack(c: Coupling, op: Op) -> None:
     dim = op.args["dim"] % op.outs[0].dim()
@@ -144,32 +112,56 @@ def _stack(c: Coupling, op: Op) -> None:
     c.give(op.outs[0], [*out[:dim], Axis(op.outs[0].shape[dim], "tensors are stacked there"), *out[dim:]])
 
 
-@rule("unsqueeze")
-def _unsqueeze(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    dim = op.args["dim"] % op.outs[0].dim()
-    c.give(op.outs[0], [*given[:dim], Axis(1), *given[dim:]])
-    if id(op.args["self"]) in c.origin:
-        name, dims = c.origin[id(op.args["self"])]
-        c.origin[id(op.outs[0])] = (name, [*dims[:dim], -1, *dims[dim:]])
+@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
+def _split(c: Coupling, op: Op) -> None:
+    given, dim = _given(c, op)
+    for out, part in zip(op.outs, pieces(given[dim], [out.shape[dim] for out in op.outs]), strict=True):
+        _give_piece(c, op, out, dim, part)
 
 
-@rule("squeeze", "squeeze_")
-def _squeeze(c: Coupling, op: Op) -> None:
-    given, asked = c.of(op.args["self"]), op.args.get("dim", list(range(len(c.of(op.args["self"])))))
-    gone = {d % len(given) for d in (asked if isinstance(asked, list | tuple) else [asked]) if given}
-    c.give(op.outs[0], [axis for d, axis in enumerate(given) if not (d in gone and find(axis).size == 1)])
+@rule("glu")
+def _gated(c: Coupling, op: Op) -> None:
+    given, dim = _given(c, op)
+    first, second = pieces(given[dim], [op.outs[0].shape[dim]] * 2)
+    unify(first, second)
+    _give_piece(c, op, op.outs[0], dim, first)
 
 
-@rule("expand")
-def _expand(c: Coupling, op: Op) -> None:
-    given, sizes = c.of(op.args["self"]), op.outs[0].shape
-    missing = len(sizes) - len(given)
-    axes = [Axis(n) if find(axis).size != n else axis for axis, n in zip(given, sizes[missing:], strict=True)]
-    c.give(op.outs[0], [*(Axis(n) for n in sizes[:missing]), *axes])
-    if id(op.args["self"]) in c.origin:
-        name, dims = c.origin[id(op.args["self"])]
-        c.origin[id(op.outs[0])] = (name, [-1] * missing + dims)
+@rule("slice")
+def _slice(c: Coupling, op: Op) -> None:
+    given, dim = _given(c, op)
+    size, left = given[dim].size, op.outs[0].shape[dim]
+    if left == size:
+        _move(c, op, range(len(given)))
+        return
+    if op.args["step"] != 1:
+        fix(given[dim], PICKED)
+        part = Axis(left, PICKED)
+    else:
+        start = op.args["start"] or 0
+        start = max(0, start + size if start < 0 else min(start, size))
+        part = pieces(given[dim], [start, left, size - start - left])[1]
+    _give_piece(c, op, op.outs[0], dim, part)
+
+
+@rule("select", "unbind")
+def _select(c: Coupling, op: Op) -> None:
+    given, dim = _given(c, op)
+    fix(given[dim], PICKED)
+    for out in op.outs:
+        _give_piece(c, op, out, dim, None)
+
+
+@rule("index", "index_select")
+def _index(c: Coupling, op: Op) -> None:
+    given, dim = _given(c, op)
+    at = [dim] if op.name == "index_select" else [d for d, i in enumerate(op.args["indices"]) if i is not None]
+    for d in at:
+        fix(given[d], PICKED)
+    rest = [axis for d, axis in enumerate(given) if d not in at]
+    fresh = [Axis(n, "an index has its size") for n in op.outs[0].shape[: op.outs[0].dim() - len(rest)]]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    c.give(op.outs[0], [*rest[:first], *fresh, *rest[first:]])
 
 
 @rule("repeat")
@@ -181,8 +173,8 @@ def _repeat(c: Coupling, op: Op) -> None:
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
 def _softmax(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    fix(given[op.args["dim"] % len(given)], "a softmax is taken over it")
+    given, dim = _given(c, op)
+    fix(given[dim], "a softmax is taken over it")
     c.give(op.outs[0], given)
 
 
@@ -192,8 +184,8 @@ def _reduce(c: Coupling, op: Op) -> None:
     if "other" in op.args:
         pointwise(c, op)
         return
-    given, asked = c.of(op.args["self"] if "self" in op.args else op.tensors[0]), op.args.get("dim")
-    gone = set(range(len(given))) if asked is None or asked == [] else _dims(asked, len(given))
+    given = c.of(op.args["self"] if "self" in op.args else op.tensors[0])
+    gone = _dims(op.args.get("dim"), len(given))
     for d in gone:
         if op.call is not None and op.call.name in ("layer_norm", "rms_norm"):
             note(given[d], "normalised")
@@ -206,6 +198,9 @@ def _reduce(c: Coupling, op: Op) -> None:
 
 
 def _dims(asked: Any, count: int) -> set[int]:
+    """Dimensions as an operator takes them: one, several, or all (None, or none named)."""
+    if asked is None or asked == []:
+        return set(range(count))
     return {d % count for d in (asked if isinstance(asked, list | tuple) else [asked])} if count else set()
 
 
@@ -218,38 +213,27 @@ def _pool(c: Coupling, op: Op) -> None:
     """Works on an image's sides alone; what comes before them (rows, channels) is untouched."""
     given = c.of(op.tensors[0])
     sides = 3 if "3d" in op.name else 1 if "1d" in op.name else 2
-    for axis in given[-sides:]:
-        fix(axis, "it is an image's side")
     for out in op.outs:
-        fresh = [Axis(n, "it is an image's side") for n in out.shape[-sides:]]
-        for axis in fresh:
-            note(axis, "input")
-        c.give(out, [*given[:-sides], *fresh])
-
-
-@rule("pixel_shuffle")
-def _shuffle(c: Coupling, op: Op) -> None:
-    given, shape = c.of(op.args["self"]), op.outs[0].shape
-    inside = "channels become an image's sides"
-    channels = Axis(shape[-3])
-    unify(given[-3], product([channels, Axis(op.args["upscale_factor"] ** 2, inside)]))
-    sides = [Axis(n, inside) for n in shape[-2:]]
-    for axis in sides:
-        note(axis, "input")
-    c.give(op.outs[0], [*given[:-3], channels, *sides])
+        _resize(c, given, out, range(len(given) - sides, len(given)), SIDE)
 
 
 @rule("constant_pad_nd")
 def _pad(c: Coupling, op: Op) -> None:
     given, sizes = c.of(op.args["self"]), op.outs[0].shape
-    out = []
-    for axis, n in zip(given, sizes, strict=True):
-        if find(axis).size != n:
-            fix(axis, "it is padded")
-        out.append(axis if find(axis).size == n else Axis(n, "it is padded"))
-        if out[-1] is not axis and "input" in find(axis).notes:
-            note(out[-1], "input")
-    c.give(op.outs[0], out)
+    padded = [d for d, axis in enumerate(given) if find(axis).size != sizes[d]]
+    _resize(c, given, op.outs[0], padded, "it is padded")
+
+
+def _resize(c: Coupling, given: Sequence[Axis], out: Tensor, dims: Iterable[int], reason: str) -> None:
+    """A result of which some dimensions have other sizes than the argument's, which stay whole; sizes that follow from
+    the inputs' still do."""
+    axes = list(given)
+    for d in dims:
+        fix(given[d], reason)
+        axes[d] = Axis(out.shape[d], reason)
+        if reason == SIDE or "input" in find(given[d]).notes:
+            note(axes[d], "input")
+    c.give(out, axes)
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -261,10 +245,10 @@ def _attention(c: Coupling, op: Op) -> None:
         unify(a, b)
     note(q[1], "batched")
     for axis in (q[2], k[2], q[3], v[3]):
-        fix(axis, "it is inside an attention head")
+        fix(axis, INSIDE_HEAD)
     mask = op.args.get("attn_mask") if op.args.get("attn_mask") is not None else op.args.get("attn_bias")
     if mask is not None:
         c.align([q[0], q[1], q[2], k[2]], c.of(mask))
     c.give(op.outs[0], [*q[:3], v[3]])
     for out in op.outs[1:]:
-        c.give(out, [Axis(n, "it is inside an attention head") for n in out.shape])
+        c.give(out, [Axis(n, INSIDE_HEAD) for n in out.shape])

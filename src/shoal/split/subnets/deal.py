@@ -38,12 +38,11 @@ def deal(
 
     Args:
         units: Of the network.
-        shares: What each worker gets of every group, relative to the others'.
+        shares: What each worker gets of every group, relative to the others': positive numbers.
         seed: Of the run.
         round: Its number.
         overlap: The fraction of a group's units that every worker gets, besides its own.
     """
-    _check(shares, overlap)
     dealt: list[dict[str, Tensor]] = [{} for _ in shares]
     for group in units.groups.values():
         order = shuffled(group.name, group.size, seed, round)
@@ -94,16 +93,6 @@ def shuffled(name: str, size: int, seed: int, number: int) -> Rows:
     bits = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
     # argsort of raw draws: numpy promises the bit stream of Philox, not the algorithm of `permutation`.
     return np.argsort(bits.bit_generator.random_raw(size), kind="stable").astype(np.int64)
-
-
-def _check(shares: Sequence[float], overlap: float) -> None:
-    if not shares:
-        raise SplitError("no workers: a deal needs at least one")
-    for share in shares:
-        if not (share > 0 and math.isfinite(share)):
-            raise SplitError(f"a worker's share is {share}: shares are finite and above 0")
-    if not 0 <= overlap <= 1:
-        raise SplitError(f"overlap is {overlap}: it is a fraction of the units, from 0 to 1")
 
 
 def neighbours(units: Units) -> dict[str, set[str]]:

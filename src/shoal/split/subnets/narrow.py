@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.errors import SplitError
+from shoal.split.core.parts import Slice
 from shoal.split.subnets._blocks import without_blocks
 from shoal.split.subnets._classes import attend, rescale, resize
 from shoal.split.subnets._record import shell
@@ -47,7 +48,7 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
     for name, module in modules.items():
         _attributes(module)
         if isinstance(module, nn.MultiheadAttention):
-            _heads(module, name, units, keep)
+            _heads(module, f"{name}." if name else "", units, keep, slices)
     for call in units.calls:
         if call.name in NORMS and call.cut(keep):
             _norm(modules[call.modules[-1]], call, keep)
@@ -91,19 +92,13 @@ def _convolution(module: _ConvNd) -> None:
     module.in_channels, module.out_channels = read, made
 
 
-def _heads(module: nn.MultiheadAttention, name: str, units: Units, keep: Keep) -> None:
+def _heads(module: nn.MultiheadAttention, prefix: str, units: Units, keep: Keep, slices: Mapping[str, Slice]) -> None:
     """Attention of torch: its own forward pass takes the head's width from the model's, so it is given another."""
-    prefix = f"{name}." if name else ""
     readers = [r for r in units.readers if r.tensor == f"{prefix}out_proj.weight"]
     if any(r.span.left(keep) != r.span.size for r in readers):
         span = readers[0].span
         attend(module, heads=module.num_heads * span.left(keep) // span.size)
-    elif any(
-        span.left(keep) != span.size
-        for tensor, spans in units.spans.items()
-        if tensor.startswith(prefix) and "." not in tensor[len(prefix) :].replace("out_proj.", "")
-        for span in spans
-    ):
+    elif any(tensor.startswith(prefix) and not piece.whole for tensor, piece in slices.items()):
         attend(module, heads=module.num_heads)
 
 

@@ -176,14 +176,10 @@ class Units:
             slices[name] = Slice(name, index if any(rows is not None for rows in index) else ())
         return slices
 
-    def weights(self) -> int:
-        """Numbers in all tensors."""
-        return sum(math.prod(span.size for span in spans) for spans in self.spans.values())
-
-    def cut_weights(self) -> int:
-        """Numbers in the tensors of which a worker gets a piece."""
-        cut = [spans for spans in self.spans.values() if any(span.uses for span in spans)]
-        return sum(math.prod(span.size for span in spans) for spans in cut)
+    def mostly_cut(self) -> bool:
+        """Whether of most weights a worker gets only a piece."""
+        sizes = [(math.prod(s.size for s in spans), any(s.uses for s in spans)) for spans in self.spans.values()]
+        return 2 * sum(size for size, cut in sizes if cut) >= sum(size for size, _ in sizes)
 
     def check(self, keep: Keep) -> None:
         """Refuse what is not a choice of units."""
@@ -230,9 +226,7 @@ def without_streams(units: Units, streams: bool | str) -> Units:
     if streams is True or not inner or len(inner) == len(units.groups):
         return units
     inner_units = units.only(inner, dict.fromkeys(units.groups, WHOLE_STREAM))
-    if streams == "auto" and 2 * inner_units.cut_weights() < inner_units.weights():
-        return units
-    return inner_units
+    return units if streams == "auto" and not inner_units.mostly_cut() else inner_units
 
 
 def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = False, streams: bool = False) -> Units:

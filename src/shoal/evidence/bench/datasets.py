@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.results import Results
 
 DIGITS_TEST = 360
 HELD_OUT = 6
@@ -67,12 +71,30 @@ def _mnist(folder: Path) -> Data:
 
 
 def _digits() -> Data:
+    x, y = digits()
+    return Data("digits", x[DIGITS_TEST:], y[DIGITS_TEST:], x[:DIGITS_TEST], y[:DIGITS_TEST])
+
+
+def digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """scikit-learn's handwritten digits of 8 x 8 pixels, rows [1797, 64] from 0 to 1 in one fixed random order, and
+    their classes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ValueError("this needs scikit-learn: pip install 'shoal[bench]'") from None
+        raise ValueError("this needs scikit-learn: pip install 'shoal[demo]'") from None
     images, classes = load_digits(return_X_y=True)
-    x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(classes, dtype=torch.int64)
-    mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    test, train = mixed[:DIGITS_TEST], mixed[DIGITS_TEST:]
-    return Data("digits", x[train], y[train], x[test], y[test])
+    mixed = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return torch.as_tensor(images, dtype=dtype)[mixed] / 16, torch.as_tensor(classes, dtype=torch.int64)[mixed]
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Share of rows whose largest output is their class: a metric of jobs."""
+    return (outputs.argmax(-1) == targets).double().mean()
+
+
+def finished(results: Results) -> Results:
+    """These results; RuntimeError where one of the trainings did not end well."""
+    for result in results:
+        if result.status != "done":
+            raise RuntimeError(f"{result.name} ended as {result.status}: {result.error}")
+    return results
