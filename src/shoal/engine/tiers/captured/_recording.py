@@ -157,10 +157,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self._enter(tensor, None)
             self.values[number].constant = tensor.detach()
             return number
-        number = self._keys[address].get(_key(tensor))
-        if number is None:
+        known = self._keys[address].get(_key(tensor))
+        if known is None:
             raise NotRecordable("a tensor that no operator gave")
-        return number
+        return known
 
     def _enter(self, tensor: Tensor, call: int | None) -> int:
         address = tensor.untyped_storage().data_ptr()
