@@ -74,8 +74,8 @@ def _compile_all(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         done.touch(exist_ok=False)
         places = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
-        found = [path for place in places for root in place or () for path in Path(root).rglob("*.py")]
-        files = sorted((f for f in found if "tests" not in f.parts), key=lambda path: -path.stat().st_size)
+        sources = [path for place in places for root in place or () for path in Path(root).rglob("*.py")]
+        files = sorted((f for f in sources if "tests" not in f.parts), key=lambda path: -path.stat().st_size)
         count = len(os.sched_getaffinity(0))
         command = [sys.executable, "-I", "-S", "-c", _COMPILE, str(folder)]
         workers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(count)]

@@ -109,7 +109,7 @@ def update(
 
 def _source(rule: Rule, dtype: torch.dtype, columns: Sequence[str]) -> str:
     names, flags = rule.buffers(), rule.flags
-    kept = ["param", *names]
+    updated = ["param", *names]
     parameters = [
         "T* __restrict__ p_param", "const T* __restrict__ p_grad", *(f"T* __restrict__ p_{name}" for name in names),
         *(f"const T* __restrict__ p_{name}" for name in columns), "const bool* __restrict__ active", "int n",
@@ -124,9 +124,9 @@ def _source(rule: Rule, dtype: torch.dtype, columns: Sequence[str]) -> str:
         kind=_KINDS[dtype],
         parameters=", ".join(parameters),
         coefficients=" ".join(f"const T c_{name} = p_{name}[row];" for name in columns),
-        loads=" ".join(f"T {name} = p_{name}[at];" for name in [*kept, "grad"]),
+        loads=" ".join(f"T {name} = p_{name}[at];" for name in [*updated, "grad"]),
         body="\n  ".join(body),
-        stores=" ".join(f"p_{name}[at] = {name};" for name in kept),
+        stores=" ".join(f"p_{name}[at] = {name};" for name in updated),
     )
 
 

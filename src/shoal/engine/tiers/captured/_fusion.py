@@ -147,10 +147,10 @@ class Fused:
             else:
                 numbers = [*step.reads, *(n for n in step.gives if n is not None), *(n for _, n in step.written)]
             last.update(dict.fromkeys(numbers, place))
-        kept = {number for number in self.outputs if number is not None}
+        outputs = {number for number in self.outputs if number is not None}
         dead: list[list[int]] = [[] for _ in self._steps]
         for number, place in last.items():
-            if number not in kept:
+            if number not in outputs:
                 dead[place].append(number)
         return dead
 

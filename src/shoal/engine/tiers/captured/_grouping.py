@@ -45,7 +45,7 @@ class Grouping:
     def __init__(self, recording: Recording, device: torch.device) -> None:
         self.values, self.calls = recording.values, recording.calls
         self._written, self._device = recording.written, device
-        self.arguments = {i: found for i, call in enumerate(self.calls) if (found := self._elementwise(call))}
+        self.arguments = {i: arguments for i, call in enumerate(self.calls) if (arguments := self._elementwise(call))}
         """Of the elementwise calls, in the schema's order."""
         groups = self._group()
         self.group_of = {index: group for group in groups for index in group.calls}

@@ -157,10 +157,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self._enter(tensor, None)
             self.values[number].constant = tensor.detach()
             return number
-        found = self._keys[address].get(_key(tensor))
-        if found is None:
+        known = self._keys[address].get(_key(tensor))
+        if known is None:
             raise NotRecordable("a tensor that no operator gave")
-        return found
+        return known
 
     def _enter(self, tensor: Tensor, call: int | None) -> int:
         address = tensor.untyped_storage().data_ptr()
@@ -189,11 +189,11 @@ def _same_memory(value: Value, given: Value) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes to."""
-    found = []
+    written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if func.overloadpacket in _BATCH_NORMS:
-        found += [value for value in args[3:5] if isinstance(value, Tensor)]
-    return found
+        written += [value for value in args[3:5] if isinstance(value, Tensor)]
+    return written
