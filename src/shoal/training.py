@@ -236,6 +236,7 @@ class _Work:
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
+            may_loop=self.controls is None,
             forms_changed=self._save_tiers,
         )
         if not planning.gpu:  # there they are known when units are built
