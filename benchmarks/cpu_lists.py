@@ -1,4 +1,4 @@
-"""What a user waits on a CPU: twenty ordinary lists of jobs, from the call of `shoal.train` to its results, against a loop.
+"""What a user waits on a CPU: twenty ordinary lists, from the call of `shoal.train` to its results, against a loop.
 
     python benchmarks/cpu_lists.py --out benchmarks/results/cpu_lists.json
     python benchmarks/cpu_lists.py mlp_1 pinn_4 --pairs 3
@@ -85,7 +85,11 @@ class Transformer(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(64, 16), nn.LSTM(16, width, batch_first=True), nn.Linear(width, 4)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(64, 16),
+            nn.LSTM(16, width, batch_first=True),
+            nn.Linear(width, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(self.embed(x))[0][:, -1])
@@ -339,7 +343,10 @@ def compare(name: str, pairs: int) -> dict[str, Any]:
         row[clock] = {"loop": loop, "shoal": shoal_, "allowed": 1.05 * loop + 0.1, "ratio": shoal_ / loop}
         row[clock]["within"] = shoal_ <= row[clock]["allowed"]
     row["equal"] = max(abs(a - b) / abs(a) for a, b in zip(loops[0]["losses"], ours[0]["losses"], strict=True))
-    row["runs"] = {way: [{k: run[k] for k in ("wall", "processor")} for run in runs] for way, runs in zip(("loop", "shoal"), (loops, ours), strict=True)}
+    row["runs"] = {
+        way: [{k: run[k] for k in ("wall", "processor")} for run in runs]
+        for way, runs in zip(("loop", "shoal"), (loops, ours), strict=True)
+    }
     return row
 
 
@@ -347,7 +354,8 @@ def show(row: dict[str, Any]) -> str:
     cells = [f"{row['list']:16} {row['loop'][6:]:16}"]
     for clock in ("wall", "processor"):
         x = row[clock]
-        cells.append(f"{x['loop']:6.2f} {x['shoal']:6.2f} {x['allowed']:6.2f} {x['ratio']:5.2f} {'' if x['within'] else 'OVER':4}")
+        over = "" if x["within"] else "OVER"
+        cells.append(f"{x['loop']:6.2f} {x['shoal']:6.2f} {x['allowed']:6.2f} {x['ratio']:5.2f} {over:4}")
     return "  ".join([*cells, f"{row['equal']:.0e}"])
 
 

@@ -62,6 +62,7 @@ class PlanningContext:
         tiers: Mapping[int, str] | None = None,
         thorough: bool = False,
         may_loop: bool = False,
+        most_threads: int = 0,
         forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
         """Work out what can be known of these members.
@@ -75,6 +76,7 @@ class PlanningContext:
             tiers: Those that members had in the run that is resumed; they get them again.
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
             may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
+            most_threads: See `Executor`.
             forms_changed: On a GPU: called with `forms` when they have changed.
         """
         self.device = members[0].device
@@ -89,7 +91,7 @@ class PlanningContext:
         self.changed: set[int] = set()
         """Members whose steps have changed since the run began."""
         self.renewals = Renewals(self)
-        self.executor: Executor = Executor()
+        self.executor: Executor = Executor(most_threads)
         memory.keep_heap()
         if self.gpu:
             from shoal.engine.tiers.captured.executor import CapturedExecutor

@@ -30,12 +30,15 @@ NODE, UPDATE, STACKED = 20, 18, 90
 SET_UP, SET_UP_NODE = 120_000, 8_000
 """Calls that it takes to trace, prove and build a stack, and more of them for each node."""
 SURE, UNSURE = 0.7, 0.2
-"""The share of a predicted gain that is counted on; that of steps which read numbers out of tensors: many of them cannot
-be traced."""
+"""The share of a predicted gain that is counted on; less of it where a step reads numbers out of tensors, since many of
+these cannot be traced."""
 
 
 def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str]:
-    """Members that are to train in a plain loop, by their places, and why. `tiers`: those of the run that is resumed."""
+    """Members that are to train in a plain loop, by their places, and why.
+
+    `tiers`: those of the run that is resumed, which members have again.
+    """
     if os.environ.get("SHOAL_PACK") == "always":
         return {}
     kinds: dict[Hashable, list[Member]] = {}
@@ -111,7 +114,7 @@ def _pilot(member: Member) -> Pilot | None:
             with autocast(job, member.device):
                 return run_step(job, model, batch)[0]
 
-        with patched([]), _Reads() as reads:  # the first takes longer anyway
+        with patched([]), _Reads() as reads:  # type: ignore[no-untyped-call]  # the first takes longer anyway
             loss = step()
         loss.backward()  # type: ignore[no-untyped-call]
         start = thread_time()
