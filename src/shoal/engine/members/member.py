@@ -28,7 +28,7 @@ from shoal.engine.tracing.trace import PRECISIONS
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
-from shoal.utils.gpu_randomness import CounterMode, OpenRecurrent
+from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.randomness import generator_at
 
@@ -310,9 +310,8 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
-    """Counter-based draws on a GPU; attention and recurrent layers are computed in the open, since their fused kernels
-    draw inside themselves."""
-    with sdpa_kernel(SDPBackend.MATH), OpenRecurrent(), CounterMode(seed, device) as mode:
+    """Counter-based draws on a GPU; attention is computed in the open: its fused kernels draw inside themselves."""
+    with sdpa_kernel(SDPBackend.MATH), CounterMode(seed, device) as mode:
         yield mode
 
 
