@@ -241,6 +241,7 @@ class _Work:
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
             may_loop=self.controls is None,
+            may_share=not self.calls and settings.threads is None,
             most_threads=self.most_threads,
             forms_changed=self._save_tiers,
         )

@@ -11,6 +11,8 @@ from torch import nn
 
 import shoal
 from shoal.engine.recipes.recipe import TraceCache
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.sharing import movable, processes_for
 from shoal.engine.units import looping
 from shoal.engine.units.looping import Pilot, looped
 from shoal.preparation.checks import prepare
@@ -59,6 +61,20 @@ def test_a_short_list_is_looped_and_a_long_one_packed() -> None:
     long = prepare([job(seed=seed, epochs=100_000) for seed in range(16)], CPU)
     assert looped(long, {}) == {}
     assert looped([*long, *prepare([job(5)], CPU)], {}).keys() == {0}  # the one of another width
+
+
+def test_long_lists_of_unlike_jobs_are_traced_to_be_shared_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping.os, "cpu_count", lambda: 2)
+    short, long = (prepare([job(w, epochs=n) for w in (4, 8, 12)], CPU) for n in (2, 100_000))
+    assert looping.worth_sharing(long) and not looping.worth_sharing(long[:1])
+    assert not looping.worth_sharing(short)
+    planning = PlanningContext(long, may_loop=True, may_share=True)
+    assert all(movable(member, planning) for member in long)
+    assert {planning.request(member).tier for member in long} == {"serial"}
+    alone = PlanningContext(long, may_loop=True)
+    assert not any(movable(member, alone) for member in long) and processes_for(long, alone, None) == 1
+    monkeypatch.setenv("SHOAL_WORKERS", "2")
+    assert looping.worth_sharing(short)
 
 
 def test_what_explain_says_is_what_train_does() -> None:

@@ -38,7 +38,7 @@ from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.units.build import build, costs, requests, try_out
-from shoal.engine.units.looping import looped
+from shoal.engine.units.looping import looped, worth_sharing
 from shoal.engine.units.trials import lone_seconds
 from shoal.jobs.early_stopping import Monitor
 from shoal.utils.set_up_times import timed
@@ -62,6 +62,7 @@ class PlanningContext:
         tiers: Mapping[int, str] | None = None,
         thorough: bool = False,
         may_loop: bool = False,
+        may_share: bool = False,
         most_threads: int = 0,
         forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
@@ -76,13 +77,14 @@ class PlanningContext:
             tiers: Those that members had in the run that is resumed; they get them again.
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
             may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
+            may_share: Whether members may train in other processes, for which they must be traced.
             most_threads: See `Executor`.
             forms_changed: On a GPU: called with `forms` when they have changed.
         """
         self.device = members[0].device
         self.timed, self.compile, self.tiers, self.thorough = timed, compile, dict(tiers or {}), thorough
         self.gpu = self.device.type == "cuda"
-        self._may_loop = may_loop and timed and not self.gpu
+        self._may_loop, self._may_share = may_loop and timed and not self.gpu, may_share
         self.budget: float = math.inf if budget is None else budget
         self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic)
@@ -112,10 +114,12 @@ class PlanningContext:
         """Work out what is to be known of these members."""
         with timed("traces"):
             alone = looped(members, self.tiers) if self._may_loop else {}
-            groups = self._groups([member for member in members if member.index not in alone or self.thorough])
+            looping = [member for member in members if member.index in alone]
+            if self.thorough or (self._may_share and worth_sharing(looping)):
+                looping = []
+            groups = self._groups([member for member in members if member not in looping])
             groups = [part for alike in groups for part in set_apart(alike, alone)]
-            if not self.thorough:
-                groups += [Group([member], reason=alone[member.index]) for member in members if member.index in alone]
+            groups += [Group([member], reason=alone[member.index]) for member in looping]
         with timed("trials"):
             timing = self.timed and not self.gpu
             tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}

@@ -36,6 +36,8 @@ MANY_STEPS = 100
 
 def processes_for(members: Sequence[Member], planning: PlanningContext, threads: int | None) -> int:
     """How many processes these members are worth; `threads` as in `workers_for`."""
+    if not any(movable(member, planning) for member in members):
+        return 1
     count = workers_for(threads, planning.device, predicted_seconds(planning, members))
     given = "SHOAL_WORKERS" in os.environ
     return count if count == 1 or given or _apart_pays(members, planning, count) else 1

@@ -29,6 +29,8 @@ NODE, UPDATE, STACKED = 20, 18, 90
 """Calls that a node of the autograd graph takes, forward and backward; its share of the update; both in a stack."""
 SET_UP, SET_UP_NODE = 120_000, 8_000
 """Calls that it takes to trace, prove and build a stack, and more of them for each node."""
+MANY_STEPS = 500
+"""Steps of a list from which it may be long enough to be shared among processes."""
 SURE, UNSURE = 0.7, 0.2
 """The share of a predicted gain that is counted on; less of it where a step reads numbers out of tensors, since many of
 these cannot be traced."""
@@ -50,6 +52,21 @@ def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str
         reason = _reason(alike)
         reasons |= {member.index: reason for member in alike} if reason else {}
     return reasons
+
+
+def worth_sharing(members: Sequence[Member]) -> bool:
+    """Whether members that are looped are worth a trace after all: those that have one may train in other processes."""
+    given, cores = os.environ.get("SHOAL_WORKERS"), os.cpu_count() or 1
+    steps = {member: num_steps(member) - member.step for member in members}
+    if given is not None or min(len(steps), cores) < 2 or sum(steps.values()) < MANY_STEPS:
+        return given not in (None, "1")
+    try:
+        pilot = _pilot(max(steps, key=steps.__getitem__))
+    except Exception:  # they stay here
+        return False
+    kinds = len({_kind(member) for member in members})
+    saved = 0.0 if pilot is None else pilot.alone * sum(steps.values()) * (1 - 1 / min(len(steps), cores))
+    return pilot is not None and SURE * saved > kinds * pilot.set_up
 
 
 def _reason(alike: Sequence[Member]) -> str:
@@ -91,9 +108,18 @@ class Pilot:
     def gain(self, steps: Sequence[int]) -> float:
         """Seconds that a stack of members with so many steps should save, its set-up counted."""
         computing = max(0.0, self.seconds - NODE * self.nodes * self.call)
-        saved = (self.seconds - computing + UPDATE * self.nodes * self.call) * sum(steps)
-        saved -= STACKED * self.nodes * self.call * max(steps)
-        return (UNSURE if self.reads else SURE) * saved - (SET_UP + SET_UP_NODE * self.nodes) * self.call
+        saved = (self.alone - computing) * sum(steps) - STACKED * self.nodes * self.call * max(steps)
+        return (UNSURE if self.reads else SURE) * saved - self.set_up
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step, the update included."""
+        return self.seconds + UPDATE * self.nodes * self.call
+
+    @property
+    def set_up(self) -> float:
+        """Seconds that it takes to set up a stack of them."""
+        return (SET_UP + SET_UP_NODE * self.nodes) * self.call
 
 
 def _pilot(member: Member) -> Pilot | None:
