@@ -23,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.engine.members.member import Member, autocast, draws, run_step
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tracing.patches import Untraceable, patched
-from shoal.engine.units.trials import num_steps
+from shoal.engine.units.trials import FEW_STEPS, num_steps
 
 NODE, UPDATE, STACKED = 20, 18, 90
 """Calls that a node of the autograd graph takes, forward and backward; its share of the update; both in a stack."""
 SET_UP, SET_UP_NODE = 120_000, 8_000
 """Calls that it takes to trace, prove and build a stack, and more of them for each node."""
+VALIDATION, TRIAL = 1.5, 100
+"""Times that, where validation has to be traced too; and the steps that a trial takes, where there is one."""
 MANY_STEPS = 500
 """Steps of a list from which it may be long enough to be shared among processes."""
 SURE, UNSURE = 0.7, 0.2
@@ -79,7 +81,7 @@ def _reason(alike: Sequence[Member]) -> str:
         return str(refusal)
     except Exception:  # whatever it is will show in training, where it ends its own member
         return ""
-    if pilot is None or pilot.gain([num_steps(member) - member.step for member in alike]) > 0:
+    if pilot is None or pilot.gain([num_steps(m) - m.step for m in alike], alike[0].val is not None) > 0:
         return ""
     return "a stack would take longer to set up than it could save"
 
@@ -105,11 +107,12 @@ class Pilot:
     reads: bool
     """Whether it reads numbers out of tensors."""
 
-    def gain(self, steps: Sequence[int]) -> float:
+    def gain(self, steps: Sequence[int], validated: bool = False) -> float:
         """Seconds that a stack of members with so many steps should save, its set-up counted."""
         computing = max(0.0, self.seconds - NODE * self.nodes * self.call)
         saved = (self.alone - computing) * sum(steps) - STACKED * self.nodes * self.call * max(steps)
-        return (UNSURE if self.reads else SURE) * saved - self.set_up
+        cost = self.set_up * (VALIDATION if validated else 1) + TRIAL * self.alone * (max(steps) >= FEW_STEPS)
+        return (UNSURE if self.reads else SURE) * saved - cost
 
     @property
     def alone(self) -> float:
