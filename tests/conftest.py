@@ -1,4 +1,5 @@
-"""What all tests share: a cache of their own, so that they neither read nor fill the developer's."""
+"""What all tests share: a cache of their own, so that they neither read nor fill the developer's. Their jobs are short,
+and would be looped: they are packed, unless a test says otherwise."""
 
 from __future__ import annotations
 
@@ -17,4 +18,5 @@ def cache_folder() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("SHOAL_CACHE", os.path.join(folder, "cache"))
+        patch.setenv("SHOAL_PACK", "always")
         yield

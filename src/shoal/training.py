@@ -82,8 +82,9 @@ def train(
         progress: Show a table in terminals and notebooks, plain lines elsewhere.
         memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
             beside the others wait until there is room.
-        threads: Torch's intra-op threads during the run, in this process alone; None: as they are, and on a CPU long
-            runs are shared among one process per free core (SHOAL_WORKERS sets their number).
+        threads: Torch's intra-op threads during the run, in this process alone; None: on a CPU one, or all that torch
+            has where steps are faster so (with `out`, all of them), and long runs are shared among one process per free
+            core (SHOAL_WORKERS sets their number).
         compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
             refused.
         checkpoint_every: Seconds between checkpoints, or a time such as "5m", where there is `out`.
@@ -117,7 +118,9 @@ def carry_out(
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
-    flags = torch_flags(settings.device, settings.threads, settings.deterministic)
+    chosen = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
+    most_threads = torch.get_num_threads() if chosen and out is None and controls is None else 0
+    flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
         with timed("jobs"):
             members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
@@ -132,7 +135,7 @@ def carry_out(
         with progress_for(members, progress) as watch:
             running = MembersRunning()
             tell = Listeners([running, watch, *calls.listeners(), *([events] if events is not None else [])])
-            work = _Work(members, settings, folder, calls, tell, controls, tiers)
+            work = _Work(members, settings, folder, calls, tell, controls, tiers, most_threads)
             interrupted: KeyboardInterrupt | None = None
             try:
                 work.go(guarded)
@@ -174,8 +177,9 @@ class _Work:
         tell: Listeners,
         controls: Controls | None,
         tiers: dict[int, str],
+        most_threads: int,
     ) -> None:
-        self.members, self.settings, self.folder = members, settings, folder
+        self.members, self.settings, self.folder, self.most_threads = members, settings, folder, most_threads
         self.calls, self.tell, self.controls, self.tiers = calls, tell, controls, tiers
         self.plan: Plan | None = None
         self.seconds = 0.0
@@ -236,6 +240,9 @@ class _Work:
             compile=settings.compile,
             budget=memory_budget(settings.device, settings.memory),
             tiers=self.tiers,
+            may_loop=self.controls is None,
+            may_share=not self.calls and settings.threads is None,
+            most_threads=self.most_threads,
             forms_changed=self._save_tiers,
         )
         if not planning.gpu:  # there they are known when units are built

@@ -1,46 +1,59 @@
-"""Modes in which a network that runs operator by operator draws, on a GPU, what the engine draws there."""
+"""What a network that runs operator by operator draws, on a GPU: what the engine draws there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.utils.randomness import Draw, counter_draw, signed
+from shoal.utils.randomness import Draw, counter_draw, draw_columns, signed
 
 
-class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CounterMode:
     """Inside, operators on a GPU draw what the engine draws there: for networks that run operator by operator.
 
     `begin(count)` says how many batches the member has had; random calls within a batch are then numbered as they come.
     The number is in the GPU's generator: activation checkpointing, which computes a part of the network again in
     the backward pass, puts the generator back to where that part began, and so draws what it drew.
+
+    Random operators alone are intercepted, by a dispatch key that no other operator has a kernel for: these run as
+    they do without. The key is on in this thread and in the threads of its backward passes. Recurrent layers with
+    dropout between them leave cuDNN, which draws inside itself, for torch's own.
     """
 
+    _active: list[CounterMode] = []  # noqa: RUF012  # of all threads: one trains at a time
+
     def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = torch.tensor([signed(seed)], device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._batches = self._filled = 0
+        """Of the member, and those that are in `_count`."""
+        self._columns: dict[Any, list[Any]] = {}
+        """The numbers of distributions, on the device."""
         self._device = device
         self._number = 0
         self._outside = 0
+        self._guard: Any = None
 
     def __enter__(self) -> CounterMode:
         self._outside = self._site
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._guard = torch._C._IncludeDispatchKeyGuard(_intercepting())
+        self._guard.__enter__()
+        self._active.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._active.pop()
+        self._guard.__exit__(*error)
         self._site = self._outside
 
     def begin(self, count: int) -> None:
         """A new batch."""
-        self._count.fill_(count)
+        self._batches = count
         self._site = 0
 
     @property
@@ -56,14 +69,18 @@ class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.cuda._set_rng_state_offset(number * _OFFSET, self._device)
         self._number = number
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call of a random operator gives."""
         name = str(func)
-        if name == "aten.native_dropout.default" and args[2] is not False and 0.0 < args[1] < 1.0:
-            mask = self._value("bernoulli", args[0], (1.0 - args[1],)).bool()
-            return args[0] * (mask.to(args[0].dtype) * (1.0 / (1.0 - args[1]))), mask
+        if name == _DROPOUT:
+            if args[2] is False or not 0.0 < args[1] < 1.0:
+                return func(*args, **kwargs)
+            mask = self._value("dropout", args[0], (args[1],))
+            return args[0] * mask, mask != 0
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
         kind = _IN_PLACE.get(name)
-        if kind is not None and kwargs.get("generator") is None:
+        if kind is not None:
             numbers = (
                 tuple(args[1:])
                 or {"uniform": (0.0, 1.0), "normal": (0.0, 1.0), "exponential": (1.0,), "bernoulli": (0.5,)}[kind]
@@ -71,19 +88,73 @@ class CounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind in ("uniform", "normal") and len(numbers) == 1:
                 numbers = (*numbers, 1.0)
             return args[0].copy_(self._value(kind, args[0], numbers))
-        made = _MADE.get(name)
-        if made is not None and kwargs.get("generator") is None:
-            at = self._site
-            like = func(*args, **kwargs)
-            self._site = at
-            return self._value(made, like, _numbers(name, args))
-        return func(*args, **kwargs)
+        at = self._site
+        like = func(*args, **kwargs)
+        self._site = at
+        return self._value(_MADE[name], like, _numbers(name, args))
 
     def _value(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
-        draw = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,))
-        site = torch.tensor([self._site], device=self._seed.device)
+        draw, device = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,)), self._seed.device
+        key = (kind, like.dtype, like.ndim, numbers)
+        if key not in self._columns:
+            self._columns[key] = draw_columns(draw, 1, device)
+        if self._filled != self._batches:
+            self._filled = self._batches
+            self._count.fill_(self._batches)
+        site = torch.full((1,), self._site, device=device)
         self._site += 1
-        return counter_draw(draw, self._seed, self._count, site)[0].to(like.device)
+        return counter_draw(draw, self._seed, self._count, site, self._columns[key])[0].to(like.device)
+
+
+@cache
+def _intercepting() -> Any:
+    """The dispatch key at which random operators are intercepted, their kernels registered once."""
+    key = torch._C._dispatch_key_parse(_KEY)
+    library: Any = torch.library.Library
+    everything, random = library("_", "IMPL", _KEY), library("aten", "IMPL", _KEY)
+    everything.fallback(torch.library.fallthrough_kernel)
+    for name in (*RANDOM, *_RECURRENT):
+        kernel = (_drawn if name in RANDOM else _opened)(_operator(name), key)
+        random.impl(name.removeprefix("aten.").removesuffix(".default"), kernel, _KEY, with_keyset=True)
+    _libraries.extend((everything, random))
+    return key
+
+
+_KEY = "TESTING_ONLY_GenericMode"
+"""Above autograd and autocast; torch itself uses it in tests of the dispatcher alone."""
+_libraries: list[Any] = []
+"""Kernels are there as long as their library."""
+
+
+def _operator(name: str) -> Any:
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def _drawn(func: Any, key: Any) -> Callable[..., Any]:
+    """A kernel that draws by the counter in use."""
+    below, here = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap calls it again, for all rows
+            return func.redispatch(keyset & below, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(here):
+            return CounterMode._active[-1].draw(func, args, kwargs)
+
+    return kernel
+
+
+def _opened(func: Any, key: Any) -> Callable[..., Any]:
+    """A kernel of a recurrent layer that leaves cuDNN where it would draw."""
+    below = torch._C._dispatch_keyset_full_after(key)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        # the rate is the only number with a point among the arguments; after it comes whether this is training
+        draws = any(isinstance(rate, float) and rate > 0 and bool(on) for rate, on in pairwise(args))
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not draws):
+            return func.redispatch(keyset & below, *args)
+
+    return kernel
 
 
 _OFFSET = 4
@@ -100,6 +171,7 @@ def _numbers(name: str, args: Any) -> tuple[float, ...]:
     return tuple(bounds[:2]) if "low" in name else (0, bounds[0])
 
 
+_DROPOUT = "aten.native_dropout.default"
 _IN_PLACE = {
     "aten.bernoulli_.float": "bernoulli",
     "aten.uniform_.default": "uniform",
@@ -117,19 +189,5 @@ _MADE = {
     "aten.randint_like.low_dtype": "integer",
     "aten.randperm.default": "permutation",
 }
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
-
-class OpenRecurrent(TorchFunctionMode):
-    """Inside, recurrent layers with dropout between them leave cuDNN, which draws inside itself, for torch's own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _RECURRENT or not self._draws(args):
-            return func(*args, **(kwargs or {}))
-        with torch.backends.cudnn.flags(enabled=False):
-            return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _draws(args: Any) -> bool:
-        """The rate is the only number with a point among the arguments; after it comes whether this is training."""
-        return any(isinstance(rate, float) and rate > 0 and bool(on) for rate, on in pairwise(args))
+RANDOM = {_DROPOUT, *_IN_PLACE, *_MADE}
+_RECURRENT = [f"aten.{name}.{of}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for of in ("input", "data")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -71,3 +72,16 @@ def same_state(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def seed_torch(seed: int) -> None:
+    """`torch.manual_seed`; where there is a CPU alone, without the note of the stack that it makes for each device."""
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()

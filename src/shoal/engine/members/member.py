@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from shoal.engine.tracing.trace import PRECISIONS
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
-from shoal.utils.gpu_randomness import CounterMode, OpenRecurrent
+from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
+from shoal.utils.random_state import seed_torch
 from shoal.utils.randomness import generator_at
 from shoal.utils.weights import load_weights
 
@@ -112,8 +114,7 @@ class Member:
 
     def rows_in(self, batches: int) -> int:
         """Rows in the coming batches of this epoch."""
-        size = self.job.batch_size
-        return min((self.place + batches) * size, self.num_rows) - self.place * size
+        return min((self.place + batches) * self.job.batch_size, self.num_rows) - self.place * self.job.batch_size
 
     def steps_in(self, batches: int) -> int:
         """Optimizer steps in the coming batches of this epoch."""
@@ -283,7 +284,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with one_at_a_time, torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         yield
 
 
@@ -311,9 +312,8 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
-    """Counter-based draws on a GPU; attention and recurrent layers are computed in the open, since their fused kernels
-    draw inside themselves."""
-    with sdpa_kernel(SDPBackend.MATH), OpenRecurrent(), CounterMode(seed, device) as mode:
+    """Counter-based draws on a GPU; attention is computed in the open: its fused kernels draw inside themselves."""
+    with sdpa_kernel(SDPBackend.MATH), CounterMode(seed, device) as mode:
         yield mode
 
 
@@ -344,18 +344,20 @@ def _own_copy(value: Tensor) -> Tensor:
     return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
 
 
+_signature = cache(inspect.signature)
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer evaluates the loss itself, as LBFGS does."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    parameter = _signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
     """The job's schedule on this optimizer; JobError, in words, where there can be none."""
-    if job.schedule is None:
-        return None
     try:
-        scheduler: LRScheduler = make_scheduler(optimizer, job.schedule)
+        scheduler: LRScheduler | None = None if job.schedule is None else make_scheduler(optimizer, job.schedule)
+        return scheduler
     except JobError:
         raise
     except Exception as error:
@@ -363,7 +365,6 @@ def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
         raise JobError(
             f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"
         ) from error
-    return scheduler
 
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:

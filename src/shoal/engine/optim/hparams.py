@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ BOOKKEEPING = frozenset(
 """Keys of a param group that no optimizer reads: names, and what torch's schedulers note down for themselves."""
 
 
+signature = cache(inspect.signature)
+
+
 def with_defaults(cls: type[Optimizer], hparams: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a param group in full: the class's own defaults where `hparams` is silent."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
+    parameters = list(signature(cls.__init__).parameters.values())[2:]
     full = {p.name: p.default for p in parameters if p.default is not p.empty}
     if cls is torch.optim.AdamW:
         full["decoupled_weight_decay"] = True

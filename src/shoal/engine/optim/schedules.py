@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from shoal.engine.optim.hparams import RULES, numbers, with_defaults
+from shoal.engine.optim.hparams import RULES, numbers, signature, with_defaults
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError
 from shoal.utils.numpy_values import plain_number
@@ -233,7 +233,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Optimizer:
     """A real optimizer with one dummy parameter per group; tensors among the settings are copied, never shared."""
-    accepted = set(inspect.signature(cls.__init__).parameters)
+    accepted = set(signature(cls.__init__).parameters)
     groups: list[dict[str, Any]] = []
     for settings in hparams:
         plain = {n: v for n, v in copy.deepcopy(dict(settings)).items() if n not in ("params", "param_names")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.engine.members.member import Member
@@ -84,6 +84,17 @@ def _refusal(candidates: Group, trace_cache: TraceCache) -> str:
     return ""
 
 
+def set_apart(alike: Group, reasons: Mapping[int, str]) -> list[Group]:
+    """The group without these members, each of which is then one by itself, for its reason."""
+    if not reasons.keys() & {member.index for member in alike.members}:
+        return [alike]
+    recipes = {recipe.member.index: [recipe] for recipe in alike.recipes}
+    alone = [m for m in alike.members if m.index in reasons]
+    rest = [m for m in alike.members if m.index not in reasons]
+    left = [Group(rest, [r for m in rest for r in recipes.get(m.index, [])], alike.reason)] if rest else []
+    return [*left, *(Group([m], recipes.get(m.index, []), alike.reason or reasons[m.index]) for m in alone)]
+
+
 def why_apart(a: Group, b: Group) -> str:
     """Why two stackable groups are not one."""
     x, y = a.recipes[0], b.recipes[0]
@@ -105,7 +116,7 @@ def why_apart(a: Group, b: Group) -> str:
 
 def explain_reason(group: Group, groups: list[Group]) -> str:
     """Say in one line why a group is run as it is."""
-    others = [other for other in groups if other is not group and other.stackable]
     if not group.stackable:
         return group.reason
-    return "one computation" if not others else f"one computation; apart from others: {why_apart(group, others[0])}"
+    other = next((other for other in groups if other is not group and other.stackable), None)
+    return "one computation" if other is None else f"one computation; apart from others: {why_apart(group, other)}"

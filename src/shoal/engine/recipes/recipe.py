@@ -26,6 +26,7 @@ from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
+from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
 from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.patches import Untraceable
@@ -170,6 +171,8 @@ class TraceCache:
         """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
         """Code, whatever the floating-point numbers in it."""
+        self._by_kind: dict[Hashable, Known] = {}
+        """What was recorded, by kind and the shapes of the batch."""
         self._shapes: dict[Hashable, tuple[str, str]] = {}
         """Of two batches of a streamed source."""
         self._programs: dict[Hashable, Program] = {}
@@ -244,6 +247,7 @@ class TraceCache:
         look = self._prints.pop(model, None)
         self._traces = {key: made for key, made in self._traces.items() if key[0][0] != look}
         self._known = {code: made for code, made in self._known.items() if code[0] != look}
+        self._by_kind.clear()
 
     def graph(
         self,
@@ -275,10 +279,14 @@ class TraceCache:
             watch.add(0, {"step": function}, model, private=True)  # what is the model's own is in its fingerprint
             try:
                 there = _beside(model, leaves)
-                made = trace(
+                known = self._by_kind.setdefault((kind, shapes), [])
+                derived = derive(known, code, there, call, batch, reached=function, evaluating=evaluating)
+                made = derived or trace(
                     there, call, batch, precision=precision, evaluating=evaluating, reached=function,
                     twice=twice and kind not in self._kinds,
                 )  # fmt: skip
+                if derived is None:
+                    remember(known, code, made)
                 made.kind = self._kinds.setdefault(kind, len(self._kinds))
                 first = self._known.setdefault(code, made)
                 if made is not first and made.like(first):

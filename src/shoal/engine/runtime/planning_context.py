@@ -31,13 +31,14 @@ from shoal.engine.planning.planner import (
 )
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import admit
-from shoal.engine.proof.group import Group, group
+from shoal.engine.proof.group import Group, group, set_apart
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.units.build import build, costs, requests, try_out
+from shoal.engine.units.looping import looped, worth_sharing
 from shoal.engine.units.trials import lone_seconds
 from shoal.jobs.early_stopping import Monitor
 from shoal.utils.set_up_times import timed
@@ -60,6 +61,9 @@ class PlanningContext:
         budget: int | None = None,
         tiers: Mapping[int, str] | None = None,
         thorough: bool = False,
+        may_loop: bool = False,
+        may_share: bool = False,
+        most_threads: int = 0,
         forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
         """Work out what can be known of these members.
@@ -72,11 +76,15 @@ class PlanningContext:
             budget: Bytes that may be used; None: any number.
             tiers: Those that members had in the run that is resumed; they get them again.
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
+            may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
+            may_share: Whether members may train in other processes, for which they must be traced.
+            most_threads: See `Executor`.
             forms_changed: On a GPU: called with `forms` when they have changed.
         """
         self.device = members[0].device
         self.timed, self.compile, self.tiers, self.thorough = timed, compile, dict(tiers or {}), thorough
         self.gpu = self.device.type == "cuda"
+        self._may_loop, self._may_share = may_loop and timed and not self.gpu, may_share
         self.budget: float = math.inf if budget is None else budget
         self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic)
@@ -85,7 +93,7 @@ class PlanningContext:
         self.changed: set[int] = set()
         """Members whose steps have changed since the run began."""
         self.renewals = Renewals(self)
-        self.executor: Executor = Executor()
+        self.executor: Executor = Executor(most_threads)
         memory.keep_heap()
         if self.gpu:
             from shoal.engine.tiers.captured.executor import CapturedExecutor
@@ -105,9 +113,13 @@ class PlanningContext:
     def add(self, members: Sequence[Member]) -> None:
         """Work out what is to be known of these members."""
         with timed("traces"):
-            for member in members:
-                self._look_at(member)
-            groups = group(list(members), self.trace_cache)
+            alone = looped(members, self.tiers) if self._may_loop else {}
+            looping = [member for member in members if member.index in alone]
+            if self.thorough or (self._may_share and worth_sharing(looping)):
+                looping = []
+            groups = self._groups([member for member in members if member not in looping])
+            groups = [part for alike in groups for part in set_apart(alike, alone)]
+            groups += [Group([member], reason=alone[member.index]) for member in looping]
         with timed("trials"):
             timing = self.timed and not self.gpu
             tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}
@@ -118,6 +130,11 @@ class PlanningContext:
             member.saved_state.watched = member.index not in self.recipes
         known = [member for alike in self.groups for member in alike.members]
         self._taken = memory.data_bytes(known) + memory.workspace_bytes(self.device)
+
+    def _groups(self, members: Sequence[Member]) -> list[Group]:
+        for member in members:
+            self._look_at(member)
+        return group(list(members), self.trace_cache)
 
     def _look_at(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""

@@ -21,6 +21,7 @@ from shoal.engine.planning.planner import predict
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import ask_children
 from shoal.engine.units.trials import lone_seconds
+from shoal.utils.torch_flags import torch_flags
 
 WORTH_SECONDS = 2.0
 """Predicted work from which other processes are asked to help."""
@@ -35,6 +36,8 @@ MANY_STEPS = 100
 
 def processes_for(members: Sequence[Member], planning: PlanningContext, threads: int | None) -> int:
     """How many processes these members are worth; `threads` as in `workers_for`."""
+    if not any(movable(member, planning) for member in members):
+        return 1
     count = workers_for(threads, planning.device, predicted_seconds(planning, members))
     given = "SHOAL_WORKERS" in os.environ
     return count if count == 1 or given or _apart_pays(members, planning, count) else 1
@@ -43,7 +46,8 @@ def processes_for(members: Sequence[Member], planning: PlanningContext, threads:
 def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
     """Whether so many processes at once are faster, tried on the largest of the networks where large ones are most of
     the work."""
-    if torch.get_num_threads() == 1:
+    threads = planning.executor.most_threads or torch.get_num_threads()
+    if threads == 1:
         return True
     alone = {m.index: planning.request(m).alone or 0.0 for m in members if movable(m, planning)}
     heavy = [member for member in members if alone.get(member.index, 0.0) >= HEAVY_SECONDS]
@@ -53,7 +57,9 @@ def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int
     largest = max(heavy, key=lambda member: alone[member.index])
     if total < MANY_STEPS * alone[largest.index]:
         return True
-    return _at_once(largest, count) < count * lone_seconds(largest)
+    apart = _at_once(largest, count)
+    with torch_flags(planning.device, threads):
+        return apart < count * lone_seconds(largest)
 
 
 def _at_once(member: Member, count: int) -> float:

@@ -55,6 +55,8 @@ def run_shared(
     """Train these members in `count` processes, this one included; those that come later are added to `all_members`."""
     ours, *others = deal(members, planning, count) if count > 1 else [list(members)]
     planning.budget /= max(1, count)
+    if any(others):
+        planning.executor.most_threads = 0
 
     def make_in_child(place: int, share: Sequence[Member], line: Line) -> Run:
         planning.plan.parts = []

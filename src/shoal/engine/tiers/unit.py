@@ -237,8 +237,76 @@ def evaluated(model: nn.Module, call: Callable[[], Any], gradients: bool = False
         return pytree.tree_map_only(Tensor, Tensor.detach, call()), True
 
 
+SMALL_SECONDS = 2e-3
+"""A batch that takes less gains nothing from threads."""
+TRIES = 4
+"""Batches that are timed with one thread and with several, in turns; the first of each takes longer."""
+BETTER, WORSE = 0.9, 2.0
+"""Times the seconds with one thread, below which several are taken, and above which they are given up at once."""
+AGAIN_SECONDS = 10.0
+"""After so long it is tried again: other programs come and go."""
+
+
+class Threads:
+    """How many of torch's threads a unit's steps use: one, or all that there are where that is faster.
+
+    On a busy machine several threads wait for each other at every operator, and can take thirty times as long as one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begin()
+
+    def _begin(self) -> None:
+        self._several: bool | None = None
+        """Whether several are faster; None: not known yet."""
+        self._one_seconds: list[float] = []
+        self._several_seconds: list[float] = []
+        self._until = perf_counter() + AGAIN_SECONDS
+
+    def run(self, unit: Unit, batches: int) -> None:
+        """`unit.run`, with the threads that are best; while that is not known, its first batches show it."""
+        if perf_counter() > self._until:
+            self._begin()
+        while batches and self._several is None:
+            self._try(unit)
+            batches -= 1
+        if batches:
+            seconds = self._timed(unit, batches, self._most if self._several else 1) / batches
+            self._several = self._several and seconds < min(self._one_seconds)
+
+    def _try(self, unit: Unit) -> None:
+        one, several = self._one_seconds, self._several_seconds
+        if len(one) <= len(several):
+            one.append(self._timed(unit, 1, 1))
+            if len(one) > 1 and min(one) < SMALL_SECONDS:
+                self._several = False
+            return
+        several.append(self._timed(unit, 1, self._most))
+        if len(several) == TRIES or several[-1] > WORSE * min(one):
+            self._several = min(several) < BETTER * min(one)
+
+    @staticmethod
+    def _timed(unit: Unit, batches: int, threads: int) -> float:
+        torch.set_num_threads(threads)
+        start = perf_counter()
+        try:
+            unit.run(batches)
+        finally:
+            torch.set_num_threads(1)
+        return perf_counter() - start
+
+
 class Executor:
     """Gives units their turns on the device. This one runs them one after another."""
+
+    most_threads = 0
+    """What a step may use of torch's threads, with one in use now; 0: as many as are in use."""
+
+    def __init__(self, most_threads: int = 0) -> None:
+        self.most_threads = most_threads
+        self._threads: dict[int, Threads] = {}
+        """By the place of a unit's first member."""
 
     def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         """Run each unit for its number of batches; an error in one does not keep the others from running.
@@ -255,7 +323,11 @@ class Executor:
         error, full = None, None
         alone: dict[int, str] = {}
         try:
-            unit.run(batches)
+            if self.most_threads > 1:
+                first = unit.members[0].index
+                self._threads.setdefault(first, Threads(self.most_threads)).run(unit, batches)
+            else:
+                unit.run(batches)
         except Alone as caught:
             alone = caught.reasons
         except MemberError as caught:

@@ -49,6 +49,12 @@ def _skeleton(trace: Trace) -> Hashable:
 
 def numbers(trace: Trace) -> dict[Path, float | int | bool]:
     """Every liftable number of the graph, by place."""
+    if trace.numbers is None:
+        trace.numbers = _numbers(trace)
+    return trace.numbers
+
+
+def _numbers(trace: Trace) -> dict[Path, float | int | bool]:
     table: dict[Path, float | int | bool] = {}
     for index, node in enumerate(trace.nodes):
         for slot, value in arguments_of(node):

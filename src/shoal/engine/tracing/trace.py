@@ -55,6 +55,8 @@ class Trace:
     """What `used_params` found."""
     skeleton: Hashable | None = None
     """What `signature.skeleton` found."""
+    numbers: dict[Any, Any] | None = None
+    """What `signature.numbers` found."""
     kind: int = -1
     """Equal for graphs of code that differs in floating-point numbers alone; see `TraceCache.graph`."""
     checked: bool = False
@@ -64,7 +66,7 @@ class Trace:
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     """Plain attributes that a first call leaves in the model's modules, by module and name."""
     first: Trace | None = None
-    """The same operators on a batch of another size: gradients go the same ways."""
+    """The same operators on a batch of another size, or with other numbers: gradients go the same ways."""
     number: int = field(default_factory=itertools.count().__next__)
     """Tells traces apart, those that are gone included, which an id does not."""
 
@@ -325,19 +327,22 @@ def _refuse_in_graph(recorded: Trace) -> None:
 
 def same_graph(a: Trace, b: Trace) -> bool:
     """Whether two graphs are the same, with the same numbers and constants in them."""
-    if len(a.nodes) != len(b.nodes):
-        return False
-    constants = [
-        (getattr(a.module, str(x.target), None), getattr(b.module, str(y.target), None))
-        for x, y in zip(a.nodes, b.nodes, strict=True)
-        if x.op == y.op == "get_attr"
-    ]
-    if not all(_same_constant(x, y) for x, y in constants):
+    if len(a.nodes) != len(b.nodes) or not same_constants(a, b):
         return False
     return all(
         x.op == y.op and x.target == y.target and str(x.args) == str(y.args) and str(x.kwargs) == str(y.kwargs)
         for x, y in zip(a.nodes, b.nodes, strict=True)
     )
+
+
+def same_constants(a: Trace, b: Trace) -> bool:
+    """Whether tensors that are neither parameters, buffers nor batches are the same in two graphs of one length."""
+    constants = [
+        (getattr(a.module, str(x.target), None), getattr(b.module, str(y.target), None))
+        for x, y in zip(a.nodes, b.nodes, strict=True)
+        if x.op == y.op == "get_attr"
+    ]
+    return all(_same_constant(x, y) for x, y in constants)
 
 
 def _same_constant(a: Any, b: Any) -> bool:

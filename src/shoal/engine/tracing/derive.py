@@ -1,0 +1,169 @@
+"""The graph of a step from those of others that differ from it in numbers alone, such as a dropout rate: not recorded,
+but worked out, and held to the step itself.
+
+Two recorded steps show which numbers of the code are which numbers of the graph. Whether that holds for a third (its
+code may branch on a number) is not believed: its own step and its graph run once on the same batch from the same random
+state, and everything they give must be the same, bit for bit; otherwise it is recorded like any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from shoal.engine.python_state.preserve import preserved
+from shoal.engine.tracing.signature import Path, arguments_of, numbers, skeleton
+from shoal.engine.tracing.trace import Call, Trace, autocast, same_constants
+
+Known = list[tuple[list[str], Trace]]
+"""Recorded steps of one kind, on batches of one shape: the numbers in their fingerprints, and their graphs."""
+
+
+def derive(
+    known: Known, code: Hashable, model: nn.Module, call: Call, batch: Any, *, reached: Any, evaluating: bool
+) -> Trace | None:
+    """The graph of `call(model, batch)`, whose fingerprint is `code`; None where it must be recorded.
+
+    `reached`: what Python the call may reach besides the model.
+    """
+    values = _values(known, code)
+    if values is None:
+        return None
+    trace = _with_numbers(known[0][1], values)
+    try:
+        same = _gives_the_same(trace, model, call, batch, reached, evaluating)
+    except Exception:  # recording it says what is the matter
+        return None
+    return trace if same else None
+
+
+def _values(known: Known, code: Hashable) -> dict[Path, float] | None:
+    """The numbers that the graph of this code should have where two that are known differ."""
+    if len(known) < 2:
+        return None
+    (first, a), (second, b) = known[0], known[-1]
+    floats = list(zip(first, second, _floats(code), strict=True))
+    if any(x != z and x == y for x, y, z in floats):
+        return None  # it differs in a number that was the same in both
+    ours, others = numbers(a), numbers(b)
+    values: dict[Path, float] = {}
+    for path, number in ours.items():
+        if repr(number) == repr(others[path]):
+            continue
+        candidates = {z for x, y, z in floats if (x, y) == (repr(number), repr(others[path]))}
+        if len(candidates) != 1:
+            return None
+        values[path] = float(candidates.pop())
+    return values
+
+
+def _floats(print: Hashable) -> Iterator[str]:
+    """The floating-point numbers in a fingerprint, in their order."""
+    if isinstance(print, tuple):
+        if len(print) == 2 and print[0] is float:
+            yield print[1]
+        else:
+            for part in print:
+                yield from _floats(part)
+
+
+def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
+    """The same graph with other numbers."""
+    graph, copies, by_node = Graph(), dict[Node, Node](), dict[int, list[Path]]()
+    for path in values:
+        by_node.setdefault(path[0], []).append(path)
+    for index, node in enumerate(trace.nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        for path in by_node.get(index, ()):
+            _put(copies[node], path, values[path])
+    made = Trace(
+        trace.module, trace.params, trace.buffers, trace.trainable, trace.batch_spec, trace.out_spec, trace.precision
+    )
+    made.nodes = list(graph.nodes)
+    made.first, made.skeleton, made.checked = trace, skeleton(trace), trace.checked
+    made.numbers = numbers(trace) | values
+    return made
+
+
+def _put(node: Node, path: Path, value: float) -> None:
+    """Another number in an argument of a node."""
+    for place, (slot, argument) in enumerate(arguments_of(node)):
+        if slot.key != path[1]:
+            continue
+        leaves, spec = pytree.tree_flatten(argument)
+        at = [tuple(way) for way, _ in pytree.tree_leaves_with_path(argument)].index(path[2])
+        replaced = pytree.tree_unflatten([*leaves[:at], value, *leaves[at + 1 :]], spec)
+        if place < len(node.args):
+            node.update_arg(place, replaced)
+        else:
+            node.update_kwarg(str(slot.key), replaced)
+
+
+def _gives_the_same(trace: Trace, model: nn.Module, call: Call, batch: Any, reached: Any, evaluating: bool) -> bool:
+    """Whether the step itself, on a copy of the model, and the graph give the same from the same random state."""
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    outcomes: list[tuple[list[Any], Tensor]] = []
+    twin = copy.deepcopy(model).eval() if evaluating else copy.deepcopy(model)
+    with warnings.catch_warnings(), preserved({"step": reached, "model": twin}, skip=twin) as state:
+        warnings.simplefilter("ignore")
+        if state.unrestorable or not state.complete:
+            return False
+        named = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+        tensors = [named[name].detach().clone() for name in (*trace.params, *trace.buffers)]
+        params = [t.requires_grad_(on) for t, on in zip(tensors, trace.trainable, strict=False)]
+        runs: tuple[Callable[[Any], Any], ...] = (partial(_run_step, call, twin), partial(_run_graph, trace, tensors))
+        for run in runs:
+            rows = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+            mode = torch.set_grad_enabled(not evaluating)
+            with torch.random.fork_rng(devices), mode, autocast(trace.precision, device):
+                given = pytree.tree_leaves(run(rows))
+                stream = torch.cuda.get_rng_state(device) if devices else torch.get_rng_state()
+            wanted = [p for p in (params if outcomes else twin.parameters()) if p.requires_grad and not evaluating]
+            given += torch.autograd.grad(given[0], wanted, allow_unused=True) if wanted else ()
+            outcomes.append((given, stream))
+        if state.changes():
+            return False
+    (mine, stream), (other, other_stream) = outcomes
+    return torch.equal(stream, other_stream) and len(mine) == len(other) and all(map(_same, mine, other))
+
+
+def _run_step(call: Call, model: nn.Module, batch: Any) -> Any:
+    return call(model, batch), dict(model.named_buffers(remove_duplicate=False))
+
+
+def _run_graph(trace: Trace, tensors: list[Tensor], batch: Any) -> Any:
+    inputs = iter([*tensors, *pytree.tree_leaves(batch)])
+    values: dict[Node, Any] = {}
+    for node in trace.nodes:
+        args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
+        if node.op == "placeholder":
+            values[node] = next(inputs)
+        elif node.op == "get_attr":
+            values[node] = trace.constant(node)
+        elif node.op == "output":
+            return pytree.tree_unflatten(args[0], trace.out_spec)
+        else:
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    raise AssertionError("a graph has an output")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and (a == b or a != a)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def remember(known: Known, code: Hashable, trace: Trace) -> None:
+    """Keep a recorded step for those to come, if it differs from the first one in numbers alone."""
+    first = known[0][1] if known else trace
+    if not trace.caches and skeleton(first) == skeleton(trace) and same_constants(first, trace):
+        known.append((list(_floats(code)), trace))

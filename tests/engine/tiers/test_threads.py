@@ -1,0 +1,105 @@
+"""How many of torch's threads steps use is tried on the first of them: no step is lost, none is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.engine.tiers import unit as tiers_unit
+from shoal.engine.tiers.unit import Threads
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Timed:
+    """Stands for a unit whose batches take so many seconds with one thread and with two."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, one: float, two: float) -> None:
+        self.seconds, self.now, self.used = {1: one, 2: two}, 0.0, list[int]()
+        patch.setattr(tiers_unit, "perf_counter", lambda: self.now)
+
+    def run(self, batches: int) -> None:
+        self.used += [torch.get_num_threads()] * batches
+        self.now += batches * self.seconds[self.used[-1]]
+
+
+def used(unit: Timed, *turns: int) -> list[int]:
+    torch.set_num_threads(1)
+    threads = Threads(2)
+    for batches in turns:
+        threads.run(unit, batches)  # type: ignore[arg-type]
+    assert torch.get_num_threads() == 1
+    return unit.used
+
+
+def test_several_threads_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert used(Timed(monkeypatch, 0.01, 0.006), 3, 9, 6) == [1, 2] * 4 + [2] * 10
+
+
+@pytest.mark.parametrize(("two", "tried"), [(0.0095, 4), (0.012, 4), (0.3, 1)])
+def test_one_thread_is_used_where_several_are_not(monkeypatch: pytest.MonkeyPatch, two: float, tried: int) -> None:
+    assert used(Timed(monkeypatch, 0.01, two), 4, 16) == [1, 2] * tried + [1] * (20 - 2 * tried)
+
+
+def test_small_steps_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert used(Timed(monkeypatch, 0.0005, 0.0001), 20, 20)[2:] == [1] * 38
+
+
+def test_several_are_given_up_when_others_come_and_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = Timed(monkeypatch, 0.01, 0.006)
+    assert used(unit, 20)[-12:] == [2] * 12
+    torch.set_num_threads(1)
+    threads = Threads(2)
+    threads.run(unit, 20)  # type: ignore[arg-type]
+    unit.seconds[2] = 0.02
+    unit.used = []
+    threads.run(unit, 3)  # type: ignore[arg-type]
+    threads.run(unit, 3)  # type: ignore[arg-type]
+    assert unit.used == [2, 2, 2, 1, 1, 1]
+    unit.seconds[2], unit.used, unit.now = 0.006, [], unit.now + 11
+    threads.run(unit, 12)  # type: ignore[arg-type]
+    assert unit.used == [1, 2] * 4 + [2] * 4
+
+
+def train(**settings: Any) -> tuple[shoal.Results, set[int]]:
+    seen: set[int] = set()
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    x = torch.randn(512, 256)
+    job = shoal.Job(model=lambda: nn.Linear(256, 256), data=(x, x), step=step, batch_size=64, epochs=3)
+    results = shoal.train([job], device="cpu", **settings)
+    in_training = set(seen)
+    alone = shoal.solo(job)
+    torch.testing.assert_close(results[0].model.state_dict(), alone.model.state_dict())
+    assert results[0].steps == alone.steps == 24
+    return results, in_training
+
+
+def test_a_run_tries_threads_and_puts_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_PACK", "")
+    monkeypatch.setattr(tiers_unit, "SMALL_SECONDS", 0.0)
+    monkeypatch.setattr(tiers_unit, "WORSE", float("inf"))
+    assert train()[1] >= {1, 2}
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_that_were_asked_for_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("SHOAL_PACK", "")
+    assert train(threads=2)[1] == {2}
+    assert train(out=tmp_path / "run")[1] == {2}  # a resumed run has the same bits
+    assert torch.get_num_threads() == 2

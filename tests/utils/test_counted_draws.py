@@ -1,0 +1,170 @@
+"""Counted draws intercept random operators alone, and draw what a mode that looks at every operator draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from shoal.utils.gpu_randomness import RANDOM, CounterMode
+
+CPU = torch.device("cpu")
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
+    "dropout of rate 0 and 1": lambda x: (F.dropout(x, 0.0), F.dropout(x, 1.0), F.dropout(x, 0.5, training=False)),
+    "native dropout": lambda x: torch.native_dropout(x, 0.25, True),
+    "native dropout in evaluation": lambda x: torch.native_dropout(x, 0.25, False),
+    "feature dropout": lambda x: F.dropout2d(x.view(2, 3, 2, 4), 0.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
+    "rand": lambda x: (torch.rand(3, 2), torch.rand_like(x), torch.rand(3, dtype=torch.float64)),
+    "randn": lambda x: (torch.randn(3, 2), torch.randn_like(x), x + torch.randn(8)),
+    "randint": lambda x: (torch.randint(7, (9,)), torch.randint(3, 5, (9,)), torch.randint_like(x, 4)),
+    "randperm": lambda x: torch.randperm(11),
+    "uniform": lambda x: (x.clone().uniform_(), x.clone().uniform_(-1), x.clone().uniform_(2, 3)),
+    "normal": lambda x: (x.clone().normal_(), x.clone().normal_(2.0), x.clone().normal_(0.0, 3.0)),
+    "exponential": lambda x: (x.clone().exponential_(), x.clone().exponential_(2.0)),
+    "bernoulli": lambda x: (x.clone().bernoulli_(), x.clone().bernoulli_(0.8)),
+    "distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.4),
+    "none": lambda x: F.gelu(x @ x.T),
+}
+
+
+class EveryOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The slow way: looks at every operator, below autograd."""
+
+    def __init__(self, mode: CounterMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random = str(func) in RANDOM
+        return self._mode.draw(func, args, kwargs or {}) if random else func(*args, **(kwargs or {}))
+
+
+def results(mode: Any, call: Callable[[Tensor], Any], counter: CounterMode) -> list[Tensor]:
+    """Values and gradients of two batches."""
+    found: list[Tensor] = []
+    with mode:
+        for batch in (3, 4):
+            counter.begin(batch)
+            x = X.clone().requires_grad_()
+            values = [v for v in torch.utils._pytree.tree_leaves((call(x), call(x))) if isinstance(v, Tensor)]
+            total = sum((v.square().sum() for v in values if v.requires_grad), torch.zeros(()))
+            if total.requires_grad:
+                total.backward()
+                found.append(x.grad)  # type: ignore[arg-type]
+            found += values
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_draws_are_those_of_a_mode_that_looks_at_every_operator(name: str) -> None:
+    before = torch.get_rng_state()
+    fast, slow = CounterMode(5, CPU), CounterMode(5, CPU)
+    drawn = results(fast, CALLS[name], fast)
+    expected = results(EveryOperator(slow), CALLS[name], slow)
+    assert len(drawn) == len(expected) > 0
+    for a, b in zip(drawn, expected, strict=True):
+        assert torch.equal(a, b)
+    if name not in ("rand", "randn", "randint", "randperm"):  # those are made, and then drawn
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_of_a_vmap_draw_by_the_counter() -> None:
+    before, mode = torch.get_rng_state(), CounterMode(5, CPU)
+    drawn = []
+    with mode:
+        for batch in (3, 3, 4):
+            mode.begin(batch)
+            drawn.append(torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(torch.ones(6, 8)))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_of_the_users_own_draws_as_without() -> None:
+    def drawn() -> list[Tensor]:
+        own = torch.Generator().manual_seed(3)
+        return [torch.rand(4, generator=own), X.clone().normal_(generator=own), torch.randperm(5, generator=own)]
+
+    expected = drawn()
+    with CounterMode(5, CPU):
+        assert all(torch.equal(a, b) for a, b in zip(drawn(), expected, strict=True))
+
+
+def test_a_checkpointed_part_is_intercepted_in_the_backward_pass_too() -> None:
+    calls: list[int] = []
+    mode = CounterMode(1, CPU)
+    original = mode.draw
+    mode.draw = lambda *args: calls.append(1) or original(*args)  # type: ignore[method-assign, func-returns-value]
+    x = X.clone().requires_grad_()
+    with mode:
+        mode.begin(0)
+        checkpoint(lambda t: F.dropout(t, 0.5) * 2, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+
+
+def test_after_it_torch_draws_as_before_and_other_operators_were_never_seen() -> None:
+    torch.manual_seed(0)
+    expected = F.dropout(X, 0.5)
+    with CounterMode(1, CPU) as outer:
+        outer.begin(0)
+        first = F.dropout(X, 0.5)
+        with CounterMode(2, CPU) as inner:
+            inner.begin(0)
+            assert not torch.equal(F.dropout(X, 0.5), first)
+        outer.begin(0)
+        assert torch.equal(F.dropout(X, 0.5), first)
+    torch.manual_seed(0)
+    assert torch.equal(F.dropout(X, 0.5), expected)
+    assert not any(isinstance(mode, TorchDispatchMode) for mode in _modes_inside())
+
+
+def _modes_inside() -> list[Any]:
+    with CounterMode(1, CPU):
+        return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_a_recurrent_layer_that_draws_leaves_cudnn(
+    monkeypatch: pytest.MonkeyPatch, make: type[nn.LSTM], rate: float
+) -> None:
+    torch.manual_seed(0)
+    layer = make(8, 4, num_layers=2, dropout=rate)
+    flags: list[bool] = []
+    original = torch.backends.cudnn.flags
+
+    def noted(enabled: bool = False, **more: Any) -> Any:
+        flags.append(enabled)
+        return original(enabled=enabled, **more)
+
+    monkeypatch.setattr(torch.backends.cudnn, "flags", noted)
+    expected = layer(X.view(3, 2, 8))[0] if not rate else None
+    with CounterMode(1, CPU) as mode:
+        mode.begin(0)
+        first = layer(X.view(3, 2, 8))[0]
+        mode.begin(0)
+        assert torch.equal(layer(X.view(3, 2, 8))[0], first)
+    assert flags == [torch.backends.cudnn.enabled and not rate] * 2
+    assert expected is None or torch.equal(first, expected)
+
+
+def test_a_batch_counts_wherever_its_first_draw_is() -> None:
+    with CounterMode(1, CPU) as mode:
+        drawn = []
+        for batch in (3, 4, 3):
+            mode.begin(batch)
+            mode._site = 2  # something else has drawn before
+            drawn.append(torch.rand(9))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
