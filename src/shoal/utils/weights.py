@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -17,3 +18,27 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, torch.empty_like(saved, device=buffer.device))
     model.load_state_dict(state)
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers that are not in its state_dict()."""
+    modules = ((f"{name}." if name else "", module) for name, module in model.named_modules())
+    buffers = (
+        (f"{prefix}{name}", module._buffers.get(name))
+        for prefix, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name in sorted(module._non_persistent_buffers_set)
+    )
+    return {name: buffer for name, buffer in buffers if buffer is not None and not is_lazy(buffer)}
+
+
+def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put back what `other_buffers` gave."""
+    for name, value in saved.items():
+        prefix, _, last = name.rpartition(".")
+        buffers = model.get_submodule(prefix)._buffers
+        held = buffers.get(last)
+        if held is not None and not is_lazy(held) and held.shape == value.shape and held.dtype == value.dtype:
+            held.detach().copy_(value)
+        else:
+            buffers[last] = value.clone()

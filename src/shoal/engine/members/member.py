@@ -33,7 +33,7 @@ from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import seed_torch
 from shoal.utils.randomness import generator_at
-from shoal.utils.weights import load_weights
+from shoal.utils.weights import load_other_buffers, load_weights, other_buffers
 
 
 @dataclass(slots=True, eq=False)
@@ -234,34 +234,10 @@ def _stored(value: Any) -> Any:
     return pytree.tree_map(detached, value)
 
 
-def other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """A model's buffers that are not in its state_dict()."""
-    modules = ((f"{name}." if name else "", module) for name, module in model.named_modules())
-    buffers = (
-        (f"{prefix}{name}", module._buffers.get(name))
-        for prefix, module in modules
-        if not isinstance(module, torch.jit.ScriptModule)
-        for name in sorted(module._non_persistent_buffers_set)
-    )
-    return {name: buffer for name, buffer in buffers if buffer is not None and not is_lazy(buffer)}
-
-
 def content_hash(tensor: Tensor) -> str:
     """Of what a tensor holds."""
     strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
-
-
-def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put back what `other_buffers` gave."""
-    for name, value in saved.items():
-        prefix, _, last = name.rpartition(".")
-        buffers = model.get_submodule(prefix)._buffers
-        held = buffers.get(last)
-        if held is not None and not is_lazy(held) and held.shape == value.shape and held.dtype == value.dtype:
-            held.detach().copy_(value)
-        else:
-            buffers[last] = value.clone()
 
 
 def names(jobs: Sequence[Job]) -> list[str]:
