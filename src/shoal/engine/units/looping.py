@@ -31,8 +31,9 @@ SET_UP, SET_UP_NODE = 120_000, 8_000
 """Calls that it takes to trace, prove and build a stack, and more of them for each node."""
 VALIDATION, TRIAL = 1.5, 100
 """Times that, where validation has to be traced too; and the steps that a trial takes, where there is one."""
-MANY_STEPS = 500
-"""Steps of a list from which it may be long enough to be shared among processes."""
+MANY_STEPS, SMALL_SHARE = 500, 0.05
+"""Steps from which a list may be long enough to be shared among processes, and the share of its time that traces may
+take: whether other cores are free is not known yet."""
 SURE, UNSURE = 0.7, 0.2
 """The share of a predicted gain that is counted on; less of it where a step reads numbers out of tensors, since many of
 these cannot be traced."""
@@ -67,8 +68,7 @@ def worth_sharing(members: Sequence[Member]) -> bool:
     except Exception:  # they stay here
         return False
     kinds = len({_kind(member) for member in members})
-    saved = 0.0 if pilot is None else pilot.alone * sum(steps.values()) * (1 - 1 / min(len(steps), cores))
-    return pilot is not None and SURE * saved > kinds * pilot.set_up
+    return pilot is not None and kinds * pilot.set_up < SMALL_SHARE * pilot.alone * sum(steps.values())
 
 
 def _reason(alike: Sequence[Member]) -> str:
