@@ -94,5 +94,5 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The same values where 16 bytes can be read at a time."""
+    """The same values, without gaps between them, where 16 bytes can be read at a time."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)

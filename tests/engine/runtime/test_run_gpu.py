@@ -60,7 +60,7 @@ def test_the_deterministic_switch() -> None:
 
 
 def test_data_is_on_the_device_once() -> None:
-    x, y = torch.randn(1 << 16, 64), torch.zeros(1 << 16, dtype=torch.int64)
+    x, y = torch.randn(1 << 19, 64), torch.zeros(1 << 19, dtype=torch.int64)
     torch.zeros(1, device="cuda")  # with CUDA in use here the run stays in this process, where `seen` is
     before = torch.cuda.memory_allocated()
     seen: list[int] = []
@@ -78,8 +78,9 @@ def test_data_is_on_the_device_once() -> None:
         "batch_size": 1 << 11,
     }
     shoal.train([job(model=lambda: nn.Linear(64, 3), name=str(s), seed=s, **common) for s in range(8)], device="cuda")
-    batches = 8 * x.nbytes // 32  # one of each member
-    assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batches
+    batches = 8 * x.nbytes // 256  # one of each member
+    workspaces = 2 << 25  # of cuBLAS, on two streams
+    assert max(seen) - before < 1.5 * (x.nbytes + y.nbytes) + 2 * batches + workspaces
 
 
 class Reader(nn.Module):

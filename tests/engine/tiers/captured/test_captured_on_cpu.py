@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.loop import run
+from tests.engine.tiers.captured import host_kernels
 from tests.engine.tiers.captured.test_captured import CASES, KINDS, job, worst
+from torch import nn
 
 import shoal
 from shoal import reference
@@ -24,6 +26,7 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, transfer
+from shoal.engine.tiers.captured import _step
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
 from shoal.engine.tiers.captured.unit import CapturedUnit
@@ -255,6 +258,38 @@ def test_captured_steps_equal_the_reference_loop(case: str, chunk: int) -> None:
         theirs = reference.solo(own)
         assert (ours.status, ours.steps) == (theirs.status, theirs.steps)
         assert worst(ours, theirs) < 1e-9
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(2, 5, 2, batch_first=True), nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(x.view(-1, 3, 2))[0][:, -1])
+        return out
+
+
+@pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("case", ["dropout rates", "images", "kinds of optimizers", "recurrent"])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_fused_steps_equal_the_reference_loop(case: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels that a GPU gets, compiled for the host."""
+    monkeypatch.setattr(_step, "can_fuse", lambda _: True)
+    monkeypatch.setattr(_step.cuda_kernels, "load", host_kernels.load)
+    jobs = [job(i, model=Recurrent) for i in range(3)] if case == "recurrent" else CASES[case]
+    members, trace_cache = prepare(jobs, CPU), TraceCache()
+    units = [
+        CapturedUnit(part.recipes, trace_cache, {}, chunk=min(chunk, len(part.recipes)), compiled=False)
+        for part in group(members, trace_cache)
+    ]
+    run(list(units), CapturedExecutor(OnCpu()))
+    fused = [part.step(part.stack.members[0].job.batch_size).fused for unit in units for part in unit.chunks]
+    assert all(fused) or (case == "recurrent" and chunk == 1), "of a layer alone torch's own kernel is taken"
+    for ours, own in zip(collect(members, {}), jobs, strict=True):
+        assert worst(ours, reference.solo(own)) < 1e-9
 
 
 def test_draws_are_even_and_unrelated_between_seeds_steps_calls_and_elements() -> None:

@@ -187,6 +187,30 @@ def test_columns_transposes_and_views() -> None:
         assert_same(step, [x, drawn(4, 1, 1), drawn(5), drawn(1)[0]], 1e-12)
 
 
+def test_parts_of_a_tensor_that_begin_anywhere() -> None:
+    """What is read in another order is read where it lies; a copy of it would lie otherwise."""
+
+    def step(x: Tensor, flat: Tensor) -> list[Tensor]:
+        parts = [torch.tanh(x[:, t] * 2) for t in range(3)]  # with gaps, from odd places on
+        return [*parts, torch.relu(flat[1:13]) + flat[3:15], torch.stack(parts, 1).transpose(1, 2)[:, :, 1] * 3]
+
+    for dtype in (torch.float64, torch.float32):
+        assert_same(step, [drawn(4, 3, 5, dtype=dtype), drawn(16, dtype=dtype)], 1e-6)
+
+
+def test_a_recurrence() -> None:
+    def step(x: Tensor, w: Tensor, start: Tensor) -> list[Tensor]:
+        w, h = w.detach().requires_grad_(), start
+        outputs = []
+        for t in range(3):
+            h = torch.tanh(x[:, :, t] + torch.bmm(h, w.transpose(1, 2)))
+            outputs.append(h)
+        total = torch.stack(outputs, 1).transpose(1, 2)[:, :, -1].square().mean()
+        return [total.detach(), *torch.autograd.grad(total, w)]
+
+    assert_same(step, [drawn(3, 8, 3, 5), drawn(3, 5, 5), drawn(3, 8, 5)], 1e-10)
+
+
 def test_writes_stay_in_their_order() -> None:
     """Reads before a write see what was there, reads after it what was written; the input itself is written to."""
 

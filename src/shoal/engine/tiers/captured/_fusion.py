@@ -25,6 +25,8 @@ Load = Callable[[str, Sequence[str]], Sequence[Kernel]]
 class _Kernel:
     name: str
     loads: list[int]
+    in_order: set[int]
+    """Those of them that are read several elements at a time, which have to lie at a multiple of 16 bytes."""
     stores: list[int]
     numel: int
 
@@ -72,7 +74,8 @@ class Fused:
         for number in kernel.stores:
             value = self.values[number]
             held[number] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
-        tensors = [*(aligned(held[number]) for number in kernel.loads), *(held[number] for number in kernel.stores)]
+        loaded = [aligned(held[n]) if n in kernel.in_order else held[n] for n in kernel.loads]
+        tensors = [*loaded, *(held[number] for number in kernel.stores)]
         blocks = min(-(-kernel.numel // (4 * THREADS)), MOST_BLOCKS)
         self._loaded[kernel.name](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=[*tensors, kernel.numel])
 
@@ -180,11 +183,11 @@ class Fused:
             body.append(self._statement(index, f"y{place}", calls, names))
             names[index] = f"y{place}"
         results = [names[self.values[number].call] for number in stores]
-        return self._finish(group, bodies, pointers, stores, setup, body, results, wide)
+        return self._finish(group, bodies, pointers, linear, stores, setup, body, results, wide)
 
     def _finish(
-        self, group: Group, bodies: dict[str, str], pointers: dict[int, str], stores: list[int], setup: list[str],
-        body: list[str], results: list[str], wide: int,
+        self, group: Group, bodies: dict[str, str], pointers: dict[int, str], linear: set[int], stores: list[int],
+        setup: list[str], body: list[str], results: list[str], wide: int,
     ) -> _Kernel:  # fmt: skip
         kinds = [self.values[number].dtype for number in stores]
         parameters = [f"const {source.STORED[self.values[n].dtype]}* __restrict__ {p}" for n, p in pointers.items()]
@@ -213,7 +216,7 @@ class Fused:
             "}\n",
         ]
         name = bodies.setdefault("\n".join(lines), f"shoal_{len(bodies)}")
-        return _Kernel(name, list(pointers), stores, group.numel)
+        return _Kernel(name, list(pointers), linear, stores, group.numel)
 
     def _statement(self, index: int, name: str, calls: set[int], names: dict[Any, str]) -> str:
         call, out = self.calls[index], self._grouping.out(index)

@@ -103,6 +103,11 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     return bound
 
 
+def can_fuse(device: torch.device) -> bool:
+    """Whether kernels can be compiled for this device."""
+    return device.type == "cuda" and cuda_kernels.available()
+
+
 class StepDraws:
     """The random draws of a step, with everything they need on the device beforehand."""
 
@@ -161,7 +166,7 @@ class Step:
     def fuse(self, stack: Stack, inputs: Inputs) -> None:
         """Run forward and backward once, on tensors that may be written to, and from then on with fused kernels; as it
         is where that does not work, or does not give the same."""
-        if stack.device.type != "cuda" or not cuda_kernels.available():
+        if not can_fuse(stack.device):
             return
         batch = self._gather(inputs)
         given = self._fused_inputs(stack, batch, inputs)
