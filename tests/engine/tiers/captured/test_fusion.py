@@ -271,6 +271,12 @@ def test_a_view_that_is_read_after_its_tensor_was_written_to() -> None:
         fused(step, [drawn(4, 3)])
 
 
+def test_inputs_that_lie_otherwise() -> None:
+    made, _ = fused(lambda x: [torch.tanh(x)], [drawn(4, 8)])
+    with pytest.raises(NotRecordable, match="lies otherwise"):
+        made([drawn(8, 4).t()])
+
+
 def test_the_order_of_a_long_chain() -> None:
     """Levels: what waits for a reduction comes after it, though it is elementwise all the way."""
 

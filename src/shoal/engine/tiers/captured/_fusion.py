@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.tiers.captured import _kernel_source as source
 from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
-from shoal.engine.tiers.captured._recording import Call, Recording, Ref, Value
+from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
 from shoal.utils.cuda_kernels import Kernel, aligned
 
 THREADS, MOST_BLOCKS = 256, 4096
@@ -75,6 +75,10 @@ class Fused:
             value = self.values[number]
             held[number] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
         loaded = [aligned(held[n]) if n in kernel.in_order else held[n] for n in kernel.loads]
+        for number, tensor in zip(kernel.loads, loaded, strict=True):
+            value = self.values[number]
+            if tuple(tensor.shape) != value.shape or tensor.stride() != value.stride:  # a kernel would read elsewhere
+                raise NotRecordable(f"a tensor lies otherwise than when it was recorded: {tensor.stride()}")
         tensors = [*loaded, *(held[number] for number in kernel.stores)]
         blocks = min(-(-kernel.numel // (4 * THREADS)), MOST_BLOCKS)
         self._loaded[kernel.name](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=[*tensors, kernel.numel])

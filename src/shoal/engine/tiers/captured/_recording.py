@@ -22,7 +22,7 @@ _BATCH_NORMS = (aten.cudnn_batch_norm, aten.native_batch_norm, aten.miopen_batch
 """Operators that write their running averages without saying so."""
 
 
-class NotRecordable(Exception):
+class NotRecordable(RuntimeError):
     """What ran cannot be repeated from its operators; the message says why."""
 
 

@@ -20,7 +20,7 @@ from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.captured._fusion import Fused
-from shoal.engine.tiers.captured._recording import NotRecordable, Recording
+from shoal.engine.tiers.captured._recording import Recording
 from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
 from shoal.utils import cuda_kernels
@@ -182,7 +182,7 @@ class Step:
                 for buffer, value in zip(stack.buffers, before, strict=True):
                     buffer.copy_(value)
                 same = _close(fused(given), expected, TOLERANCE[min(recording.floating, key=lambda d: d.itemsize)])
-        except (NotRecordable, RuntimeError) as error:
+        except RuntimeError as error:
             if context_lost(error) or out_of_memory(error):
                 raise
             return
