@@ -11,6 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,17 @@ _LOCK = threading.Lock()
 _LOADED: dict[tuple[str, int], Any] = {}
 
 
+@cache
 def available() -> bool:
     """Whether kernels can be compiled here."""
-    return torch.cuda.is_available() and torch.version.hip is None and hasattr(torch.cuda._utils, "_cuda_load_module")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    try:
+        from torch.cuda._utils import _cuda_load_module, _get_nvrtc_library
+
+        return callable(_cuda_load_module) and _get_nvrtc_library() is not None
+    except (ImportError, OSError):
+        return False
 
 
 def load(source: str, names: Sequence[str]) -> list[Kernel]:
@@ -43,21 +52,22 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
         key = source, torch.cuda.current_device()
         if key not in _LOADED:
             torch.cuda.current_stream()  # a context has to be there before a module is loaded
-            _LOADED[key] = _cuda_load_module(_binary(source, torch.cuda.get_device_capability()))
+            path, options = _place(source)
+            try:
+                _LOADED[key] = _cuda_load_module(path.read_bytes())
+            except (OSError, RuntimeError):  # not there, or damaged
+                compiled = _compile(source, options)
+                _LOADED[key] = _cuda_load_module(compiled)
+                _store(path, compiled)
         return [getattr(_LOADED[key], name) for name in names]
 
 
-def _binary(source: str, capability: tuple[int, int]) -> bytes:
-    """The compiled source, from disk where an earlier process compiled it."""
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+def _place(source: str) -> tuple[Path, list[str]]:
+    """Where the compiled source is kept, and how it is compiled for the current device."""
+    major, minor = torch.cuda.get_device_capability()
+    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     text = "\0".join([torch.version.cuda or "", *options, source])
-    path = cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest()
-    try:
-        return path.read_bytes()
-    except OSError:
-        compiled = _compile(source, options)
-    _store(path, compiled)
-    return compiled
+    return cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest(), options
 
 
 def _store(path: Path, content: bytes) -> None:

@@ -273,7 +273,8 @@ def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
 
 def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
     """[M, count]: each member's scale in the places whose bits are below its limit, zero elsewhere."""
-    if seed.is_cuda and count < 2**31 and scales.dtype.itemsize <= 8 and cuda_kernels.available():
+    fits = count < 2**31 and len(seed) < 2**16 and scales.dtype.itemsize <= 8
+    if seed.is_cuda and fits and cuda_kernels.available():
         from shoal.utils.mask_kernel import counter_mask
 
         mask: Tensor = counter_mask(seed, step, site, limits, scales, count)

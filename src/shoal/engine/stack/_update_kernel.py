@@ -15,7 +15,7 @@ from shoal.engine.optim.hparams import RULES
 from shoal.engine.optim.rule import Rule
 from shoal.utils import cuda_kernels
 
-THREADS, MOST_BLOCKS = 256, 512
+THREADS, MOST_BLOCKS, MOST_ROWS = 256, 512, 65_535
 _KINDS = {torch.float32: "float", torch.float64: "double"}
 
 _ADAM = """
@@ -53,7 +53,7 @@ def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Te
         return False
     first = params[0]
     alike = all(p.dtype == first.dtype and _rows_apart(p) and p[0].numel() < 2**31 for p in params)
-    if not alike or first.dtype not in _KINDS or not cuda_kernels.available():
+    if not alike or first.dtype not in _KINDS or len(first) > MOST_ROWS or not cuda_kernels.available():
         return False
     names = rule.buffers()
     return all(
