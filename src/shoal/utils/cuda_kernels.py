@@ -11,6 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def available() -> bool:
         return False
 
 
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside: kernels are loaded for this device and launched on it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def load(source: str, names: Sequence[str]) -> list[Kernel]:
     """The kernels of these names, for the current device.
 
@@ -52,32 +58,39 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
         key = source, torch.cuda.current_device()
         if key not in _LOADED:
             torch.cuda.current_stream()  # a context has to be there before a module is loaded
-            path, options = _place(source)
+            major, minor = torch.cuda.get_device_capability()
+            options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
             try:
-                _LOADED[key] = _cuda_load_module(path.read_bytes())
-            except (OSError, RuntimeError):  # not there, or damaged
+                path = _place(source, options)
+                _LOADED[key] = _cuda_load_module(_checked(path.read_bytes()))
+            except (OSError, RuntimeError):  # not there, or damaged, or there is no home
                 compiled = _compile(source, options)
                 _LOADED[key] = _cuda_load_module(compiled)
-                _store(path, compiled)
+                _store(source, options, compiled)
         return [getattr(_LOADED[key], name) for name in names]
 
 
-def _place(source: str) -> tuple[Path, list[str]]:
-    """Where the compiled source is kept, and how it is compiled for the current device."""
-    major, minor = torch.cuda.get_device_capability()
-    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+def _place(source: str, options: Sequence[str]) -> Path:
+    """Where the compiled source is kept."""
     text = "\0".join([torch.version.cuda or "", *options, source])
-    return cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest(), options
+    return cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest()
 
 
-def _store(path: Path, content: bytes) -> None:
-    try:
+def _checked(content: bytes) -> bytes:
+    """What was stored, whole: the driver is given no length, and would read beyond the end of a part of it."""
+    digest, compiled = content[:32], content[32:]
+    if hashlib.sha256(compiled).digest() != digest:
+        raise OSError("a damaged file")
+    return compiled
+
+
+def _store(source: str, options: Sequence[str], content: bytes) -> None:
+    with suppress(OSError, RuntimeError):  # a folder that cannot be written to: the next process compiles again
+        path = _place(source, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(content)
+        fresh.write_bytes(hashlib.sha256(content).digest() + content)
         fresh.replace(path)
-    except OSError:  # a folder that cannot be written to: the next process compiles again
-        return
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:

@@ -31,8 +31,8 @@ extern "C" __global__ void write_mask(const long long* seeds, const long long* s
   const long long limit = limits[member];
   const ELEMENT scale = scales[member];
   ELEMENT* row = out + (long long)member * count;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
-    row[i] = (long long)mix(mix((unsigned)i ^ key) ^ again) < limit ? scale : (ELEMENT)0;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < (unsigned)count; i += gridDim.x * blockDim.x)
+    row[i] = (long long)mix(mix(i ^ key) ^ again) < limit ? scale : (ELEMENT)0;
 }
 """
 

@@ -37,7 +37,7 @@ extern "C" __global__ void update({parameters}) {{
   const int row = blockIdx.y;
   if (!active[row]) return;
   {coefficients}
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {{
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < (unsigned)n; i += gridDim.x * blockDim.x) {{
     const long long at = (long long)row * n + i;
     {loads}
     {body}
@@ -96,15 +96,16 @@ def update(
         active = torch.ones(len(first), dtype=torch.bool, device=first.device)
     for name, value in clocks.items():
         value.copy_(torch.where(active, value, before[name]))
-    (kernel,) = cuda_kernels.load(_source(rule, first.dtype, tuple(c)), ["update"])
-    columns = [value.contiguous() for value in c.values()]
-    for param, grad, state in zip(params, grads, states, strict=True):
-        count = param[0].numel()
-        blocks = min(-(-count // THREADS), MOST_BLOCKS)
-        buffers = [state[name] for name in names]
-        tensors = [param.detach(), _like(grad, param), *buffers, *columns, active]
-        if count:
-            kernel(grid=(blocks, len(param), 1), block=(THREADS, 1, 1), args=[*tensors, count])
+    with cuda_kernels.current_device(first.device):
+        (kernel,) = cuda_kernels.load(_source(rule, first.dtype, tuple(c)), ["update"])
+        columns = [value.contiguous() for value in c.values()]
+        for param, grad, state in zip(params, grads, states, strict=True):
+            count = param[0].numel()
+            blocks = min(-(-count // THREADS), MOST_BLOCKS)
+            buffers = [state[name] for name in names]
+            tensors = [param.detach(), _like(grad, param), *buffers, *columns, active]
+            if count:
+                kernel(grid=(blocks, len(param), 1), block=(THREADS, 1, 1), args=[*tensors, count])
 
 
 def _source(rule: Rule, dtype: torch.dtype, columns: Sequence[str]) -> str:

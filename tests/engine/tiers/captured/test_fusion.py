@@ -277,6 +277,30 @@ def test_inputs_that_lie_otherwise() -> None:
         made([drawn(8, 4).t()])
 
 
+def test_whole_numbers_are_compared_with_fractions() -> None:
+    """Also in a batch that has other values than the one that was recorded."""
+
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [(y >= 0.5).to(x.dtype) * x, torch.where(y < 2.5, x, 0.0), (y == 1).to(x.dtype) + x, (y & 2) * x]
+
+    made, _ = fused(step, [drawn(2, 4), torch.tensor([[3, 3, 3, 3], [0, 0, 0, 0]], device=DEVICE)])
+    inputs = [drawn(2, 4), torch.arange(8, device=DEVICE).view(2, 4) % 4]
+    for given, wanted in zip(made(inputs), step(*inputs), strict=True):
+        torch.testing.assert_close(given, wanted, rtol=1e-12, atol=0)
+
+
+def test_a_surrounding_autocast_changes_nothing() -> None:
+    made, expected = fused(lambda x: [torch.relu(x @ x)], [drawn(4, 4, dtype=torch.float32)])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        (given,) = made([drawn(4, 4, dtype=torch.float32)])
+    torch.testing.assert_close(given, expected[0])
+
+
+def test_conjugates_are_not_recorded() -> None:
+    with pytest.raises(NotRecordable, match="sign"):
+        fused(lambda x: [(torch.complex(x, x).conj() * 2).real * x], [drawn(4, 4)])
+
+
 def test_the_order_of_a_long_chain() -> None:
     """Levels: what waits for a reduction comes after it, though it is elementwise all the way."""
 

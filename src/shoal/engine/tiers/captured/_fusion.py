@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.tiers.captured import _kernel_source as source
 from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
 from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
-from shoal.utils.cuda_kernels import Kernel, aligned
+from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 
 THREADS, MOST_BLOCKS = 256, 4096
 
@@ -44,20 +44,24 @@ class Fused:
         self._kernels = {id(step): self._kernel(step, bodies) for step in self._steps if isinstance(step, Group)}
         text = source.PRELUDE + "".join(body.replace("NAME", name) for body, name in bodies.items())
         self.source = text
-        self._loaded = dict(zip(bodies.values(), load(text, list(bodies.values())), strict=True)) if bodies else {}
+        with current_device(device):
+            kernels = load(text, list(bodies.values())) if bodies else []
+        self._loaded = dict(zip(bodies.values(), kernels, strict=True))
         self._last_uses = self._find_last_uses()
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         held: list[Any] = [value.constant for value in self.values]
         for number, tensor in zip(self.inputs, inputs, strict=True):
             held[number] = tensor
-        for step, dead in zip(self._steps, self._last_uses, strict=True):
-            if isinstance(step, Group):
-                self._launch(self._kernels[id(step)], held)
-            else:
-                self._call(step, held)
-            for number in dead:
-                held[number] = None
+        device = self._device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), current_device(device):
+            for step, dead in zip(self._steps, self._last_uses, strict=True):
+                if isinstance(step, Group):
+                    self._launch(self._kernels[id(step)], held)
+                else:
+                    self._call(step, held)
+                for number in dead:
+                    held[number] = None
         return [None if number is None else held[number] for number in self.outputs]
 
     def _call(self, call: Call, held: list[Any]) -> None:
@@ -77,8 +81,10 @@ class Fused:
         loaded = [aligned(held[n]) if n in kernel.in_order else held[n] for n in kernel.loads]
         for number, tensor in zip(kernel.loads, loaded, strict=True):
             value = self.values[number]
-            if tuple(tensor.shape) != value.shape or tensor.stride() != value.stride:  # a kernel would read elsewhere
-                raise NotRecordable(f"a tensor lies otherwise than when it was recorded: {tensor.stride()}")
+            if (tuple(tensor.shape), tensor.stride(), tensor.dtype) != (value.shape, value.stride, value.dtype):
+                raise NotRecordable(  # a kernel would read elsewhere
+                    f"a tensor lies otherwise than when it was recorded: {tensor.stride()}, {tensor.dtype}"
+                )
         tensors = [*loaded, *(held[number] for number in kernel.stores)]
         blocks = min(-(-kernel.numel // (4 * THREADS)), MOST_BLOCKS)
         self._loaded[kernel.name](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=[*tensors, kernel.numel])
@@ -232,6 +238,9 @@ class Fused:
                 inner = self._grouping.source(argument, out)
                 held = names[inner] if inner in calls else names[int(argument), out.shape, out.stride]
                 argument = source.Operand(held if place == condition else f"({kind}){held}")
+            elif type(argument) in (int, float) and call.func.overloadpacket in source.ROUNDED_FIRST:
+                read = self.values[call.reads[0]].dtype
+                argument = torch.tensor(argument, dtype=read).item() if read.itemsize == 2 else argument
             arguments.append(argument)
         value = source.rounded(out.dtype, source.expression(call.func, arguments, kind))
         return f"{source.COMPUTED[out.dtype]} {name} = {value};"

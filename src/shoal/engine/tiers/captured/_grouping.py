@@ -62,7 +62,7 @@ class Grouping:
             return None
         if any(value.device != self._device for value in (out, *inputs)):
             return None
-        if any(not _broadcasts(value.shape, out.shape) for value in inputs):
+        if any(not _broadcasts(value.shape, out.shape) or _extent(value) >= 2**32 for value in inputs):
             return None
         args, kwargs = pytree.tree_unflatten(call.args, call.spec)
         arguments = [
@@ -186,6 +186,11 @@ def _dense(value: Value) -> bool:
             return False
         expected *= size
     return True
+
+
+def _extent(value: Value) -> int:
+    """The place of its last element, from the first one on: kernels count in 32 bits."""
+    return sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
 
 
 def _broadcasts(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:

@@ -78,13 +78,17 @@ def store(dtype: torch.dtype, value: str) -> str:
 
 def rounded(dtype: torch.dtype, value: str) -> str:
     """What an operator that returns this dtype makes of a value."""
+    if dtype == torch.int32:
+        return f"(llong)(int)({value})"
     return f"round_{_HALF[dtype]}({value})" if dtype in _HALF else f"({COMPUTED[dtype]})({value})"
 
 
 def literal(value: Any, kind: str) -> str:
     """A number of Python's."""
     if isinstance(value, bool):
-        return "true" if value else "false"
+        if kind == "bool":
+            return "true" if value else "false"
+        value = int(value)
     if isinstance(value, int) and kind in ("llong", "bool"):
         return f"{value}LL"
     value = float(value)
@@ -130,6 +134,9 @@ _EXPRESSIONS: dict[Any, str] = {
     aten._to_copy: "{0}", aten.clone: "{0}",
 }  # fmt: skip
 _COMPARED = (aten.eq, aten.ne, aten.gt, aten.ge, aten.lt, aten.le, aten.logical_not, aten.logical_and, aten.logical_or)
+_ORDERED = _COMPARED[:6]
+ROUNDED_FIRST = (*_ORDERED, aten.threshold_backward)
+"""Operators that round a plain number to their tensors' dtype before they look at it."""
 _BOOLEAN = (aten.bitwise_not, aten.bitwise_and, aten.bitwise_or)
 _CONDITIONS = {aten.where: 0, aten.masked_fill: 1}
 """Where operators have a condition, which is no number."""
@@ -144,7 +151,9 @@ def has_expression(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype, a
     if packet in (aten._to_copy, aten.clone):
         return True
     if packet in _BOOLEAN:
-        return all(dtype == torch.bool for dtype in dtypes)
+        return all(dtype == torch.bool for dtype in (*dtypes, out))
+    if packet in _ORDERED and not _compared_as_they_are(dtypes, arguments):
+        return False
     if packet in _COMPARED or packet in _CONDITIONS:
         return True
     if packet is aten.div and len(arguments) > 2 and arguments[2] is not None:
@@ -152,6 +161,14 @@ def has_expression(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype, a
     if packet is aten.pow and func is not aten.pow.Tensor_Scalar:
         return False
     return out.is_floating_point
+
+
+def _compared_as_they_are(dtypes: Sequence[torch.dtype], arguments: Sequence[Any]) -> bool:
+    """Whether tensors and numbers are compared in the tensors' own dtype."""
+    if len(set(dtypes)) > 1:  # which of them is rounded to the other's depends on their dimensions
+        return False
+    whole = not dtypes[0].is_floating_point and dtypes[0] != torch.bool
+    return not (whole and any(type(argument) is float for argument in arguments))
 
 
 def kind_of(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype) -> str:

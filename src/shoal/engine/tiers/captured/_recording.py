@@ -109,6 +109,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._find(tensor)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotRecordable(f"a number is read out of a tensor ({func})")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         flat = [Ref(self._find(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -163,6 +165,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _enter(self, tensor: Tensor, call: int | None) -> int:
+        if tensor.is_conj() or tensor.is_neg():  # lies as what it is the conjugate or the negative of
+            raise NotRecordable("a tensor whose sign is not in memory")
         address = tensor.untyped_storage().data_ptr()
         if address not in self._number:
             self._number[address] = self._storages
