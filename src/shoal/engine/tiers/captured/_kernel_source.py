@@ -7,7 +7,7 @@ operators give one by one, up to the last digit of float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,16 +99,11 @@ def literal(value: Any, kind: str) -> str:
     return f"({kind})({value!r})"
 
 
-Write = Callable[[Sequence[str], dict[str, Any]], str]
-"""From the arguments as expressions, in the schema's order, and the plain numbers among them by name."""
-
-
 def _power(x: str, exponent: Any, kind: str) -> str:
     named = {2: f"({x} * {x})", 3: f"({x} * {x} * {x})", 0.5: f"sqrt({x})", -1: f"({kind}(1) / {x})", 1: x}
     return named.get(exponent, f"pow({x}, {literal(exponent, kind)})")
 
 
-_T = "{kind}"
 # Expressions of the arguments in the schema's order; {kind} is the type that is computed in.
 _EXPRESSIONS: dict[Any, str] = {
     aten.mul: "({0} * {1})", aten.div: "({0} / {1})", aten.neg: "(-{0})", aten.relu: "max_({0}, {kind}(0))",
