@@ -116,6 +116,11 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is something to read and write: a fake tensor has a shape, and its address is zero."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """The same values, without gaps between them, where 16 bytes can be read at a time."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)

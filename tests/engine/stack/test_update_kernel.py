@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.engine.optim.hparams import rule_for
 from shoal.engine.optim.rule import Rule
@@ -57,6 +58,17 @@ def test_the_kernel_steps_as_the_rule_does(
         _update_kernel.update(rule, sides[0][0], grads, sides[0][1], h, None if step == 4 else active)
         rule.update_all_(sides[1][0], grads, sides[1][1], h, None if step == 4 else active)
         _assert_same(rule, sides, rtol)
+
+
+def test_tensors_without_memory_are_no_kernels_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction of what a step takes runs it on fake tensors, whose address is zero."""
+    monkeypatch.setattr("shoal.utils.cuda_kernels.available", lambda: True)
+    rule = rule_for(torch.optim.Adam, frozenset())
+    with FakeTensorMode():
+        params = [torch.empty(3, 5, device="cuda")]
+        assert params[0].is_cuda
+        states = rule.init_all(params, {name: torch.empty(3, device="cuda") for name in rule.columns})
+        assert not _update_kernel.suits(rule, params, states)
 
 
 def _assert_same(rule: Rule, sides: list[tuple[list[torch.Tensor], list[dict[str, Any]]]], rtol: float) -> None:

@@ -49,7 +49,7 @@ extern "C" __global__ void update({parameters}) {{
 
 def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
     """Whether there is a kernel for parameters [M, ...] of one group."""
-    if type(rule) not in _ARITHMETIC or not params or not all(p.is_cuda for p in params):
+    if type(rule) not in _ARITHMETIC or not params or not all(p.is_cuda and cuda_kernels.has_memory(p) for p in params):
         return False
     first = params[0]
     alike = all(p.dtype == first.dtype and _rows_apart(p) and p[0].numel() < 2**31 for p in params)
