@@ -85,10 +85,15 @@ def __getattr__(name: str) -> Any:
         return import_module("shoal.split")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    from shoal.utils.caches import bytecode_kept
+    from shoal.utils.caches import bytecode_kept, import_tracer
+    from shoal.utils.garbage_collection import paused
 
-    with bytecode_kept():
+    with bytecode_kept(), paused():
         value = getattr(import_module(_HOME[name]), name)
+        if name == "Job":  # whoever describes a training will train: what that needs is imported now, not in the call
+            import_module("shoal.training")
+    if name == "Job":
+        import_tracer()
     globals()[name] = value
     return value
 

@@ -37,6 +37,7 @@ from shoal.reporting.progress import progress_for
 from shoal.results import Result, Results
 from shoal.storage.lost_state import watch_state
 from shoal.storage.run_folder import RunFolder
+from shoal.utils import garbage_collection
 from shoal.utils.numpy_values import plain_int
 from shoal.utils.set_up_times import collected, timed
 from shoal.utils.torch_flags import torch_flags, training_mode
@@ -122,7 +123,7 @@ def carry_out(
     most_threads = torch.get_num_threads() if chosen and out is None and controls is None else 0
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
-        with timed("jobs"):
+        with timed("jobs"), garbage_collection.frozen():
             members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
         tiers: dict[int, str] = {}
         if folder is not None and folder.claim(members):
@@ -233,18 +234,19 @@ class _Work:
 
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
         settings = self.settings
-        planning = PlanningContext(
-            members,
-            timed=not settings.deterministic,
-            deterministic=settings.deterministic,
-            compile=settings.compile,
-            budget=memory_budget(settings.device, settings.memory),
-            tiers=self.tiers,
-            may_loop=self.controls is None,
-            may_share=not self.calls and settings.threads is None,
-            most_threads=self.most_threads,
-            forms_changed=self._save_tiers,
-        )
+        with garbage_collection.frozen():
+            planning = PlanningContext(
+                members,
+                timed=not settings.deterministic,
+                deterministic=settings.deterministic,
+                compile=settings.compile,
+                budget=memory_budget(settings.device, settings.memory),
+                tiers=self.tiers,
+                may_loop=self.controls is None,
+                may_share=not self.calls and settings.threads is None,
+                most_threads=self.most_threads,
+                forms_changed=self._save_tiers,
+            )
         if not planning.gpu:  # there they are known when units are built
             self._save_tiers({member.index: planning.request(member).tier for member in members})
         if self.folder is not None or self.controls is not None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from shoal.utils.garbage_collection import paused
+
 _PACKAGES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "mpmath")
 """What torch imports when the first optimizer is made, and most of the seconds that takes."""
 _FEW_CORES = 4
@@ -34,7 +36,7 @@ def cache_folder() -> Path:
 def import_tracer() -> None:
     """Import what torch needs to trace, as it does itself when an optimizer is made."""
     if "torch._dynamo" not in sys.modules:
-        with bytecode_kept(compile_all=True):
+        with bytecode_kept(compile_all=True), paused():
             importlib.import_module("torch._dynamo")
 
 

@@ -31,7 +31,8 @@ _LOADED: dict[tuple[str, int], Any] = {}
 @cache
 def available() -> bool:
     """Whether kernels can be compiled here."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.version.cuda is None or not (in_use or torch.cuda.is_available()):  # asking takes a quarter of a second
         return False
     try:
         from torch.cuda._utils import _cuda_load_module, _get_nvrtc_library

@@ -34,6 +34,8 @@ class CounterMode:
         """Of the member, and those that are in `_count`."""
         self._columns: dict[Any, list[Any]] = {}
         """The numbers of distributions, on the device."""
+        self._sites: dict[int, Tensor] = {}
+        """The numbers of calls, on the device."""
         self._device = device
         self._number = 0
         self._outside = 0
@@ -101,9 +103,12 @@ class CounterMode:
         if self._filled != self._batches:
             self._filled = self._batches
             self._count.fill_(self._batches)
-        site = torch.full((1,), self._site, device=device)
-        self._site += 1
-        return counter_draw(draw, self._seed, self._count, site, self._columns[key])[0].to(like.device)
+        number = self._site
+        self._site = number + 1
+        if number not in self._sites:
+            self._sites[number] = torch.full((1,), number, device=device)
+        value = counter_draw(draw, self._seed, self._count, self._sites[number], self._columns[key])[0]
+        return value if value.device == like.device else value.to(like.device)
 
 
 @cache

@@ -275,9 +275,14 @@ def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scal
     """[M, count]: each member's scale in the places whose bits are below its limit, zero elsewhere."""
     fits = count < 2**31 and len(seed) < 2**16 and scales.dtype.itemsize <= 8
     if seed.is_cuda and fits and cuda_kernels.available():
-        from shoal.utils.mask_kernel import counter_mask
+        from shoal.utils.mask_kernel import counter_mask, write_mask
 
-        mask: Tensor = counter_mask(seed, step, site, limits, scales, count)
+        plain = (
+            not torch.compiler.is_compiling()
+            and cuda_kernels.has_memory(seed)
+            and not torch._C._len_torch_dispatch_stack()
+        )
+        mask: Tensor = (write_mask if plain else counter_mask)(seed, step, site, limits, scales, count)
         return mask
     below = counter_bits(seed, step, site, count) < limits.unsqueeze(1)
     return torch.where(below, scales.unsqueeze(1), torch.zeros_like(scales).unsqueeze(1))

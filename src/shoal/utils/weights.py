@@ -9,15 +9,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+LARGE = 1 << 14
+"""Bytes from which a copy is worth being avoided."""
+_ALONE = 2
+"""The uses of a storage that one tensor has: the tensor, and whoever asks."""
 
-def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """`model.load_state_dict(state)`, also where a buffer has had another shape when the state was taken."""
+
+def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = False) -> None:
+    """`model.load_state_dict(state)`, also where a buffer has had another shape when the state was taken.
+
+    `give`: nobody else uses the state. Its large tensors become the model's own then, instead of being copied.
+    """
     for name, buffer in model.named_buffers():
         saved = state.get(name)
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, torch.empty_like(saved, device=buffer.device))
-    model.load_state_dict(state)
+    model.load_state_dict(_given(model, state) if give else state)
+
+
+def _given(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state, with tensors that the model has been given replaced by the model's own: those are not copied."""
+    given = dict(state)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        saved = state.get(name)
+        if (
+            type(saved) is Tensor
+            and not is_lazy(tensor)
+            and tensor.layout == saved.layout == torch.strided
+            and tensor.nbytes >= LARGE
+            and (saved.shape, saved.dtype, saved.device) == (tensor.shape, tensor.dtype, tensor.device)
+            and saved.stride() == tensor.stride()
+            and _has_own_memory(tensor)
+        ):
+            tensor.data = saved
+            given[name] = tensor
+    return given
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor has a part in a tensor's memory, here or with a user."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= _ALONE
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:

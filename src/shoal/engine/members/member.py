@@ -178,14 +178,17 @@ class Member:
         return {n: b for n, b in buffers.items() if n not in self.constants or self.constants[n] != content_hash(b)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put the member where `state()` was taken: the same training resumes, here or in another process."""
+        """Put the member where `state()` was taken: the same training resumes, here or in another process.
+
+        What it is given is its own from then on.
+        """
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
-        load_weights(self.model, state["model"])
+        load_weights(self.model, state["model"], give=True)
         load_other_buffers(self.model, state.get("buffers", {}))
         self.saved_state.load(state.get("python"))
-        self.optimizer_state, self.best = copy.deepcopy(state["optimizer"]), state["best"]
+        self.optimizer_state, self.best = state["optimizer"], state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
         self.orders.set_state(state["orders"])

@@ -16,8 +16,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from shoal.engine.members.member import Member
+from shoal.engine.runtime import _messages
 from shoal.errors import ShoalError, describe
 from shoal.reporting.events import Event
+from shoal.utils import garbage_collection
 from shoal.utils.torch_flags import flush_output
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches")
@@ -87,6 +89,7 @@ def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoRe
         for other in inherited:
             other.close()
         _end_with_parent()
+        garbage_collection.freeze(collect=False)  # what the parent has made is of no interest to the collector here
         torch.set_num_threads(1)
         body(pipe)
         code = 0
@@ -127,10 +130,11 @@ class Line:
         self.pipe = pipe
 
     def send(self, *message: Any) -> None:
-        data = pickle.dumps(message)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # half a message would be the end of all others
-        self.pipe.send_bytes(data)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            _messages.send(self.pipe, message)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tell(self, event: Event) -> None:
         """Send an event, with what has become of its member."""

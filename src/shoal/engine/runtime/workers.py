@@ -9,7 +9,6 @@ not depend on how members are shared. A worker that dies takes only its members 
 from __future__ import annotations
 
 import itertools
-import pickle
 import queue
 import signal
 import threading
@@ -23,6 +22,7 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Part
+from shoal.engine.runtime._messages import Message, receive
 from shoal.engine.runtime.planning_context import PlanningContext, beginning
 from shoal.engine.runtime.processes import Child, Line, take
 from shoal.engine.runtime.run import Run
@@ -118,7 +118,7 @@ class WorkerHandle:
         self._done = False
         self._cancelled = False
         self._restarted = False
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     # --- in the worker ----------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class WorkerHandle:
         self._reader.start()
         try:
             message = self._inbox.get(timeout=READY_SECONDS)
-            kind, *content = pickle.loads(message) if message is not None else ("cannot", "it ended without a word")
+            kind, *content = message.load() if message is not None else ("cannot", "it ended without a word")
         except queue.Empty:
             kind, content = "cannot", [f"it did not answer within {READY_SECONDS:.0f} seconds"]
         self.started = kind == "ready"
@@ -181,11 +181,11 @@ class WorkerHandle:
             self.close()
         return self.started
 
-    def _read(self, pipe: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:
+    def _read(self, pipe: Connection, inbox: queue.SimpleQueue[Message | None]) -> None:
         """Read messages as they come: a worker must not wait for its parent's own training."""
         try:
             while True:
-                inbox.put(pipe.recv_bytes())
+                inbox.put(receive(pipe))
         except (EOFError, OSError):
             inbox.put(None)
 
@@ -199,7 +199,7 @@ class WorkerHandle:
             if message is None:
                 self._lost(tell)
                 continue
-            kind, *content = pickle.loads(message)
+            kind, *content = message.load()
             if kind == "event":
                 self._take_event(content[0], content[1], tell)
             elif kind == "raised":

@@ -243,10 +243,18 @@ class StackedOptimizer:
         *state_rows, last = rows
         row_of = dict(zip(map(id, self.tensors()), state_rows, strict=True))
         numbers = self.columns.named(last)
+        taken: set[int] = set()
+
+        def own(row: Tensor) -> Tensor:
+            """A row that is a tensor by itself, the first time as it is; others are copied."""
+            alone = row.untyped_storage().nbytes() == row.nbytes and id(row) not in taken
+            taken.add(id(row))
+            return row if alone and row.device.type == "cpu" and self.span.stack.device.type != "cpu" else row.clone()
+
         entries: dict[int, dict[str, Tensor]] = {}
         for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
             for i, state in zip(held, states, strict=True):
-                copies = {name: row_of[id(tensor)].clone() for name, tensor in state.items()}
+                copies = {name: own(row_of[id(tensor)]) for name, tensor in state.items()}
                 entries[self.span.trained[i]] = torch_entry(rule, copies, numbers[g])
             for position in set(plan.groups[g]) - set(self.span.trained):
                 entries[position] = rule.fresh_entry(self.span.stack.params[position][0], numbers[g])

@@ -52,6 +52,8 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
     `params`: those of the model, whose gradients may not be switched; they may be filled in later. `checks`: where to
     note what torch.distributions would have looked at before it continues; None: it may not look.
     """
+    from torch.fx.experimental import symbolic_shapes
+
     with one_at_a_time, ExitStack() as stack:
         thread = threading.get_ident()
 
@@ -65,6 +67,8 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
         replace(nn.RNNBase, "flatten_parameters", lambda _: None)
         replace(torch._C, "_InferenceMode", _NoGrad)
         replace(torch.jit.ScriptFunction, "__call__", _in_python)
+        # for the line of a `.item()` in an error message torch imports its exporter, which takes a second
+        replace(symbolic_shapes, "uninteresting_files", lambda: set())
         if checks is not None:
             replace(torch, "_is_all_true", functools.partial(_note, checks))
         stack.enter_context(

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.virtualized import V
 from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -46,6 +44,7 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
     with warnings.catch_warnings():  # of torch, about torch
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.lowering")  # a decomposition looks there without asking for it
+        from torch._inductor.decomposition import select_decomp_table
     tensors = [*stack_tensors(step.stack), *inputs.tensors()]
     fakes = [t.detach() for t in tensors]
 
@@ -73,6 +72,7 @@ def _inductor(graph: GraphModule) -> Compiled:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
 
     graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
     graph.graph.eliminate_dead_code()

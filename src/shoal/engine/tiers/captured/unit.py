@@ -180,8 +180,9 @@ class CapturedUnit(Unit):
     def trying(self) -> Iterator[None]:
         """Inside: steps may be tried. After: no member has taken one."""
         written = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
-        small = sum(tensor.nbytes for tensor in written) <= SPARE  # else a trial would take more memory than training
-        before = [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in written]
+        # beside them where a trial takes no memory that training will not need
+        beside = _is_small(sum(tensor.nbytes for tensor in written), self.members[0].device)
+        before = [tensor.clone() if beside else tensor.to("cpu", copy=True) for tensor in written]
         try:
             yield
         finally:
@@ -328,6 +329,11 @@ def _orders_agree(members: list[Member]) -> bool:
         and (not first.job.shuffle or member.job.order_seed == first.job.order_seed)
         for member in members
     )
+
+
+def _is_small(nbytes: int, device: torch.device) -> bool:
+    """Whether so many bytes of a device's memory can be had without a thought."""
+    return nbytes <= SPARE or (device.type == "cuda" and nbytes < memory.unreserved(device) // 8)
 
 
 def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
