@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -24,8 +26,12 @@ from shoal.utils.caches import cache_folder
 Kernel = Callable[..., None]
 """Called with `grid=`, `block=` and `args=` (tensors and integers of 32 bits)."""
 
+MOST_AT_ONCE = 8
+"""Parts of a source that are compiled at the same time."""
 _LOCK = threading.Lock()
-_LOADED: dict[tuple[str, int], Any] = {}
+_LOADED: dict[tuple[str, int], dict[str, Kernel]] = {}
+_BEGIN = 'extern "C" __global__ void '
+_NAMES = re.compile(re.escape(_BEGIN) + r"(\w+)")
 
 
 @cache
@@ -37,9 +43,20 @@ def available() -> bool:
     try:
         from torch.cuda._utils import _cuda_load_module, _get_nvrtc_library
 
-        return callable(_cuda_load_module) and _get_nvrtc_library() is not None
-    except (ImportError, OSError):
+        nvrtc = _get_nvrtc_library()
+        return callable(_cuda_load_module) and (not in_use or _compiles_for_this_device(nvrtc))
+    except (ImportError, OSError, AttributeError):
         return False
+
+
+def _compiles_for_this_device(nvrtc: Any) -> bool:
+    """Whether this NVRTC knows the current device: one that is older than it does not."""
+    count = ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor in known
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -53,22 +70,50 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
     Raises:
         RuntimeError: the source does not compile, or there is no NVRTC.
     """
-    from torch.cuda._utils import _cuda_load_module
-
     with _LOCK:
         key = source, torch.cuda.current_device()
         if key not in _LOADED:
             torch.cuda.current_stream()  # a context has to be there before a module is loaded
             major, minor = torch.cuda.get_device_capability()
             options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
-            try:
-                path = _place(source, options)
-                _LOADED[key] = _cuda_load_module(_checked(path.read_bytes()))
-            except (OSError, RuntimeError):  # not there, or damaged, or there is no home
-                compiled = _compile(source, options)
-                _LOADED[key] = _cuda_load_module(compiled)
-                _store(source, options, compiled)
-        return [getattr(_LOADED[key], name) for name in names]
+            parts = _parts(source, min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+            with ThreadPoolExecutor(len(parts)) as pool:
+                binaries = list(pool.map(lambda part: _binary(part, options), parts))
+            kernels: dict[str, Kernel] = {}
+            for part, binary in zip(parts, binaries, strict=True):
+                module = _module(part, options, binary)
+                kernels |= {name: getattr(module, name) for name in _NAMES.findall(part)}
+            _LOADED[key] = kernels
+        return [_LOADED[key][name] for name in names]
+
+
+def _parts(source: str, count: int) -> list[str]:
+    """A source with many kernels as several with fewer, which are compiled at the same time."""
+    shared, *kernels = source.split(_BEGIN)
+    count = max(1, min(count, len(kernels)))
+    return [_BEGIN.join([shared, *kernels[place::count]]) for place in range(count)]
+
+
+def _binary(source: str, options: Sequence[str]) -> bytes | None:
+    """A compiled source; None where an earlier process has stored one."""
+    try:
+        _checked(_place(source, options).read_bytes())
+        return None
+    except (OSError, RuntimeError):  # not there, or damaged, or there is no home
+        return _compile(source, options)
+
+
+def _module(source: str, options: Sequence[str], compiled: bytes | None) -> Any:
+    from torch.cuda._utils import _cuda_load_module
+
+    if compiled is None:
+        try:
+            return _cuda_load_module(_checked(_place(source, options).read_bytes()))
+        except (OSError, RuntimeError):  # of another driver, perhaps
+            compiled = _compile(source, options)
+    module = _cuda_load_module(compiled)
+    _store(source, options, compiled)
+    return module
 
 
 def _place(source: str, options: Sequence[str]) -> Path:

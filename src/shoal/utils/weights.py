@@ -33,18 +33,27 @@ def _given(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(state)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         saved = state.get(name)
-        if (
-            type(saved) is Tensor
-            and not is_lazy(tensor)
-            and tensor.layout == saved.layout == torch.strided
-            and tensor.nbytes >= LARGE
-            and (saved.shape, saved.dtype, saved.device) == (tensor.shape, tensor.dtype, tensor.device)
-            and saved.stride() == tensor.stride()
-            and _has_own_memory(tensor)
-        ):
-            tensor.data = saved
+        if type(saved) is Tensor and not is_lazy(tensor) and give_memory(tensor, saved):
             given[name] = tensor
     return given
+
+
+def give_memory(tensor: Tensor, value: Tensor) -> bool:
+    """Let a tensor have the memory of another, of which nobody else knows, instead of a copy of it; whether it does.
+
+    It does not where that could be seen, by whoever else has a part in its memory, or is not worth it.
+    """
+    alike = (
+        tensor.layout == value.layout == torch.strided
+        and tensor.nbytes >= LARGE
+        and (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
+        and tensor.stride() == value.stride()
+        and value.untyped_storage().nbytes() == value.nbytes
+        and _has_own_memory(tensor)
+    )
+    if alike:
+        tensor.data = value
+    return alike
 
 
 def _has_own_memory(tensor: Tensor) -> bool:

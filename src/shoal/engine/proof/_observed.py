@@ -126,26 +126,27 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.Module:
     """A copy of the model with this state, every number off by as much as the graph's coarsest dtype rounds."""
-    twin = copy.deepcopy(model)
+    twin, eps = copy.deepcopy(model), coarsest(trace)
     tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
     with torch.no_grad():
         for name, value in state.items():
             if name in tensors:
-                tensors[name].copy_(_nudged(value, coarsest(trace)))
+                tensors[name].copy_(_nudged(value, eps))
     return twin
 
 
 def rounded_leaves(batch: Any, trace: Trace) -> Any:
     """A batch whose numbers are off in the same way."""
-    return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, coarsest(trace)), batch)
+    eps = coarsest(trace)
+    return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, eps), batch)
 
 
 def _nudged(tensor: Tensor, eps: float) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    generator = torch.Generator().manual_seed(tensor.numel())
-    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return (tensor * (1 + eps * noise.to(tensor.device))).to(tensor.dtype)
+    generator = torch.Generator(tensor.device).manual_seed(tensor.numel())
+    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device) * 2 - 1
+    return (tensor * (1 + eps * noise)).to(tensor.dtype)
 
 
 def coarsest(trace: Trace) -> float:

@@ -10,7 +10,9 @@ import io
 import mmap
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 
 LARGE = 1 << 14
 """Bytes from which a tensor goes into shared memory."""
-ALIGNMENT, MOST_AT_ONCE = 64, 1 << 30
+ALIGNMENT, MOST_AT_ONCE, WRITERS = 64, 1 << 30, 4
 
 
 @dataclass(slots=True)
@@ -120,6 +122,13 @@ def _from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
+def _write(descriptor: int, offset: int, tensor: Tensor) -> None:
+    left = _bytes(tensor)
+    while left:
+        count = os.pwrite(descriptor, left[:MOST_AT_ONCE], offset)
+        left, offset = left[count:], offset + count
+
+
 def _written(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
     """A descriptor of memory with these tensors; None where there is no more memory to be had."""
     try:
@@ -128,11 +137,8 @@ def _written(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
         return None
     try:
         os.ftruncate(descriptor, size)
-        for offset, tensor in tensors:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            left = _bytes(tensor)
-            while left:
-                left = left[os.write(descriptor, left[:MOST_AT_ONCE]) :]
+        with ThreadPoolExecutor(WRITERS) as pool:  # a write of a large piece lets other threads run
+            list(pool.map(partial(_write, descriptor), *zip(*tensors, strict=True)))
     except OSError:
         os.close(descriptor)
         return None

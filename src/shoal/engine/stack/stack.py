@@ -19,6 +19,7 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
 from shoal.engine.tracing.params_with_grad import used_params
+from shoal.utils.weights import give_memory
 
 LEAST = 2
 """Rows of the smallest stack."""
@@ -152,7 +153,8 @@ class Stack:
             params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
             places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
             for place, row, on_device in zip(places, near, far, strict=False):
-                place.copy_(row if place.device == row.device else on_device)
+                if row.device == on_device.device or not give_memory(place, row):
+                    place.copy_(row if place.device == row.device else on_device)
             if member.batches:
                 _leave_attributes(member.model, self.recipes[slot])
             member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
