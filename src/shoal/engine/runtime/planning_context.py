@@ -190,7 +190,7 @@ class PlanningContext:
     def _matters(self, groups: list[Group]) -> bool:
         """Whether memory could be short, so that it is worth a closer look."""
         rough = sum(memory.rough(alike.recipes[0]) * len(alike.members) for alike in groups if alike.recipes)
-        return self.budget < math.inf and rough > 0.05 * self.budget
+        return self.budget < math.inf and rough > 0.2 * self.budget  # it counts all that a step computes
 
     def request(self, member: Member) -> Request:
         return self._requests[member.index]
