@@ -46,8 +46,8 @@ def test_epochs_that_are_no_power_of_eta() -> None:
 
 
 def test_epochs_of_a_bracket() -> None:
-    assert [bracket.epochs for bracket in hyperband(81, 3)] == [81 + 54 + 54 + 54 + 54, 102 + 66 + 54 + 54, 135 + 90 + 54,
-                                                               216 + 108, 405]  # fmt: skip
+    epochs = [81 + 4 * 54, 102 + 66 + 2 * 54, 135 + 90 + 54, 216 + 108, 405]
+    assert [bracket.epochs for bracket in hyperband(81, 3)] == epochs
 
 
 def test_fewer_configurations_than_places() -> None:
