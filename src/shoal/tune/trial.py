@@ -39,6 +39,22 @@ class Trial:
         """Epochs that it has a value for."""
         return max(self.values, default=0)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its parameters as they are now: those drawn for it, or those that population-based training gave it."""
+        current: dict[str, Any] = self.attrs.get("params", self.params)
+        return current
+
+    @property
+    def value(self) -> float:
+        """The metric at its last epoch; NaN where it has none."""
+        return self.value_at(self.epochs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it trains no further."""
+        return self.state in ("complete", "pruned", "failed")
+
     def value_at(self, epoch: int) -> float:
         """The metric at an epoch; NaN where it has none."""
         return self.values.get(epoch, math.nan)
