@@ -1,8 +1,8 @@
 """Samplers: which configuration the next trial tries.
 
-A study asks for the configuration of each trial by its number, and reports each trial that has ended. The answer depends
-on the seed, the number and the trials reported before, on nothing else: a study that is started again reports to its
-sampler the trials that it had, and continues as it would have.
+A study asks for the configuration of each trial by its number, and reports each trial that has ended. The answer
+depends on the seed, the number and the trials reported before, on nothing else: a study that is started again reports
+to its sampler the trials that it had, and continues as it would have.
 """
 
 from __future__ import annotations
@@ -61,8 +61,24 @@ class Sampler(Protocol):
         ...
 
     def tell(self, trial: Trial) -> None:
-        """Learn from a trial that has ended: complete, pruned or failed."""
+        """Learn from a trial that has ended: complete, pruned or failed.
+
+        After a restart, all trials that the study had are given in the order of their numbers, ended or not.
+        """
         ...
+
+
+def make_sampler(sampler: Any, space: Space | None, *, mode: str = "min", seed: int = 0) -> Sampler:
+    """The sampler for "random", "grid", a name or an object of Optuna's, or one of your own, which is used as it is."""
+    if sampler == "random":
+        return RandomSampler(space, seed)
+    if sampler == "grid":
+        return GridSampler(space)
+    if all(callable(getattr(sampler, name, None)) for name in ("ask", "tell", "suggest")):
+        return sampler  # type: ignore[no-any-return]
+    from shoal.tune._optuna_sampler import OptunaSampler
+
+    return OptunaSampler(sampler, space, mode=mode, seed=seed)
 
 
 class RandomSampler:
