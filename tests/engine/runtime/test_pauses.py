@@ -35,9 +35,8 @@ def job(name: str, **changes: Any) -> shoal.Job:
 class Script:
     """A supervisor that does what it was given at each look; `pauses`: where members pause first."""
 
-    changed: set[str] = set()
-
     def __init__(self, jobs: list[shoal.Job], pauses: dict[str, int], act: Callable[[Script, Run], None]) -> None:
+        self.changed: set[str] = set()
         self.jobs, self.pauses, self.act = jobs, pauses, act
         self.seen: list[dict[str, int]] = []
         self.members: dict[str, Member] = {}

@@ -1,4 +1,4 @@
-"""Small searches for the tests; also a program that runs one in a folder, to be killed: `python problems.py KIND OUT`."""
+"""Small searches for the tests, and a program that runs one in a folder: `python problems.py KIND OUT`."""
 
 from __future__ import annotations
 
