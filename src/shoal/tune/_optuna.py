@@ -124,6 +124,14 @@ def open_storage(storage: Any) -> Any:
         raise JobError(f"storage {_hidden(storage)} cannot be opened: {describe(error)}") from error
 
 
+def close_storage(storage: Any) -> None:
+    """Close the connections of a storage; it opens new ones where it is used again."""
+    storage.remove_session()
+    engine = getattr(getattr(storage, "_backend", storage), "engine", None)
+    if engine is not None:
+        engine.dispose()
+
+
 def _mend_journal(path: str) -> None:
     """Cut off a last line that a kill has left unfinished: what is appended to it could not be read any more."""
     from optuna.storages.journal import JournalFileSymlinkLock

@@ -22,7 +22,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.tune._optuna import frozen, load_optuna, open_storage, results_of, silent_log, state_of, value_writer
+from shoal.tune._optuna import (
+    close_storage,
+    frozen,
+    load_optuna,
+    open_storage,
+    results_of,
+    silent_log,
+    state_of,
+    value_writer,
+)
 from shoal.tune.space import Space
 from shoal.tune.trial import State, Trial
 
@@ -161,7 +170,7 @@ class OptunaStorage:
         if self._thread is not None:
             self._thread.join()
         self.flush()
-        self._storage.remove_session()
+        close_storage(self._storage)
 
     def __enter__(self) -> OptunaStorage:
         return self
