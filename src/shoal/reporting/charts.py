@@ -13,7 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
 
 STYLE = """
 svg.chart{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}
-svg.chart text{fill:var(--text);paint-order:stroke;stroke:var(--card);stroke-width:3px} svg.chart .axis{stroke:var(--line);stroke-width:1}
+svg.chart text{fill:var(--text);paint-order:stroke;stroke:var(--card);stroke-width:3px}
+svg.chart .axis{stroke:var(--line);stroke-width:1}
 svg.chart .grid{stroke:var(--line);stroke-width:.5;opacity:.6}
 svg.chart polyline{fill:none;stroke-width:1.5;stroke-linejoin:round}
 """
