@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.engine.members.member import Member
 from shoal.errors import DamagedError, OutError
-from shoal.storage import _atomic, _store
+from shoal.storage import _store, atomic
 from shoal.storage.run_folder import RunFolder
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_table_is_noticed_with_the_fix(tmp_path: Path, name: str) -> N
 
 def test_another_version_of_the_folder_is_named(tmp_path: Path) -> None:
     with opened(tmp_path):
-        _atomic.write_sealed(tmp_path / "jobs.json", {"version": 1, "jobs": []})
+        atomic.write_sealed(tmp_path / "jobs.json", {"version": 1, "jobs": []})
     with pytest.raises(OutError, match="another version of Shoal"):
         opened(tmp_path)
 

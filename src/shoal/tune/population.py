@@ -42,10 +42,10 @@ class PBT:
             raise TuneError(f"interval is {self.interval!r}; use 1 to max_epochs={goal.max_epochs}")
         if not 0 < self.share <= 0.5:
             raise TuneError(f"share is {self.share!r}; use more than 0 and at most 0.5")
-        unknown = sorted(set(self.mutate or ()) - set(goal.space.names)) if goal.space is not None else []
+        unknown = sorted(set(self.mutate or ()) - set(goal.space)) if goal.space is not None else []
         if unknown:
             raise TuneError(
-                f"mutate names {unknown[0]!r}, which the space does not have; it has {', '.join(goal.space.names)}"
+                f"mutate names {unknown[0]!r}, which the space does not have; it has {', '.join(goal.space)}"
             )
 
     def brackets(self, goal: Goal) -> list[Bracket]:
@@ -94,7 +94,7 @@ def _number(value: Any) -> bool:
 
 def _within(space: Any, name: str, value: Any) -> Any:
     """A value inside its distribution's bounds, where it has any."""
-    distribution = getattr(space, "distributions", {}).get(name)
+    distribution = space.get(name) if space is not None else None
     low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
     value = value if low is None else max(low, value)
     return value if high is None else min(high, value)
