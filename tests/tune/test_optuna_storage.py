@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -17,7 +21,7 @@ optuna = pytest.importorskip("optuna")
 
 from shoal.errors import JobError, ShoalWarning  # noqa: E402
 from shoal.tune import _optuna  # noqa: E402
-from shoal.tune.optuna_storage import KEY, OptunaStorage  # noqa: E402
+from shoal.tune.optuna_storage import KEY, PROCESS, OptunaStorage  # noqa: E402
 from shoal.tune.space import parse  # noqa: E402
 from shoal.tune.trial import Trial  # noqa: E402
 
@@ -169,7 +173,8 @@ def test_an_existing_study_continues(url: str) -> None:
     assert before[0].values == {1: before[0].params["lr"]} and before[2].values == {1: before[2].params["lr"]}
     storage.finish(trial(4, state="complete", values={1: 0.5}))
     storage.close()
-    assert storage.next_number == 5 and len(mirror(url).previous()) == 4 and len(mirror(url, run="r2").previous()) == 5
+    assert [each.number for each in before] == [-4, -3, -2, -1], "none is taken for a trial of this run"
+    assert len(mirror(url).previous()) == 4 and len(mirror(url, run="r2").previous()) == 5
 
 
 def test_a_study_object_is_used_as_it_is(url: str) -> None:
@@ -180,15 +185,23 @@ def test_a_study_object_is_used_as_it_is(url: str) -> None:
     assert [each.value for each in read(url, "mine").trials] == [0.5]
 
 
-def test_trials_that_another_run_left_running(url: str) -> None:
-    with mirror(url, run="old") as old:
-        old.begin(trial(0))
-        old.finish(trial(1, state="complete", values={1: 0.5}))
-    study = read(url)
-    study.ask()  # of somebody else's, who may be at it
-    storage = mirror(url, run="new")
-    assert storage.abandon_others() == 1 and storage.abandon_others() == 0
-    assert sorted(each.state.name for each in read(url).trials) == ["COMPLETE", "FAIL", "RUNNING"]
+def test_trials_that_a_killed_run_left_running(url: str) -> None:
+    """A run without a folder cannot be resumed: the next one on this machine marks its trials as failed."""
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    for run, process in ((None, ended.pid), (None, os.getpid()), ("resumable", ended.pid)):
+        with mirror(url, run=run) as storage:
+            if storage._marks:
+                storage._marks[PROCESS] = f"{process} {socket.gethostname()}"
+            storage.begin(trial(0))
+    with mirror(url, run=None) as storage:
+        storage._marks[PROCESS] = f"{ended.pid} another-machine"
+        storage.begin(trial(0))
+    read(url).ask()  # another program's
+    mirror(url)
+    seen = read(url).trials
+    assert [each.state for each in seen] == [State.FAIL, *[State.RUNNING] * 4]
+    assert seen[0].user_attrs["error"] == "the run that trained it ended"
 
 
 def test_reports_are_collected(tmp_path: Path) -> None:

@@ -81,17 +81,20 @@ def test_one_page_without_a_network() -> None:
     assert drawings[2].count("<polyline") == len(study()) - 2  # each but the failed one and the one that is NaN
 
 
-def test_the_best_is_one_that_ran_to_its_end() -> None:
+def test_the_best_comes_first() -> None:
     trials = [
         Trial(0, {"lr": 1.0}, "complete", {1: 0.1, 9: 0.7}),
-        Trial(1, {"lr": 2.0}, "pruned", {1: 0.9}),
-        Trial(2, {"lr": 3.0}, "complete", {9: 0.8}),
+        Trial(1, {"lr": 2.0}, "pruned", {1: 0.75}),
+        Trial(2, {"lr": 3.0}, "complete", {9: 0.8}, attrs={"params": {"lr": 5.0}}),
         Trial(3, {"lr": 4.0}, "complete", {9: math.nan}),
+        Trial(4, {"lr": 4.0}, "failed", {9: 0.9}),
+        Trial(5, {"lr": 4.0}, "pruned", {3: 0.8}),
     ]
-    assert [trial.number for trial in ranked(trials, "max")] == [2, 0, 1]
-    assert [trial.number for trial in ranked(trials, "min")] == [0, 2, 1]
+    assert [trial.number for trial in ranked(trials, "max")] == [2, 5, 1, 0, 4]
+    assert [trial.number for trial in ranked(trials, "min")] == [0, 1, 2, 5, 4]
     page = study_report(trials, [], "accuracy", "max")
     assert '<span class="big">0.8</span> accuracy, trial 2 after 9 epochs' in page and "Brackets" not in page
+    assert "<td>lr</td><td>5</td>" in page, "as population-based training left it"
 
 
 def test_studies_without_values() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from shoal.errors import JobError
 from shoal.tune._optuna import OptunaMissing, frozen, load_optuna, results_of, silent_log, state_of
-from shoal.tune.distributions import from_optuna
 from shoal.tune.space import Space
 from shoal.tune.trial import Trial
 
@@ -94,15 +93,6 @@ class OptunaSampler:
                 raise
         if stored.system_attrs:
             trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[place].system_attrs)
-
-
-def space_of(suggestions: Any) -> dict[str, Any]:
-    """What a make_job suggested, as JSON can hold it: for `attrs["space"]` of a trial, so that storages know it."""
-    space = {}
-    for name, each in suggestions.distributions.items():
-        ours = each if hasattr(each, "to_json") else from_optuna(each)
-        space[name] = ours.to_json()
-    return space
 
 
 def _names() -> str:

@@ -83,14 +83,13 @@ _COORDINATES = "One line a trial, the better the stronger. Scroll sideways on a 
 
 
 def ranked(trials: Sequence[Trial], mode: str) -> list[Trial]:
-    """Trials that have a value, the best first: those that ran to their end, then the others by how far they got."""
+    """Trials that have a value, the best first; failed ones come last. Of equals, the one that trained longer."""
 
-    def key(trial: Trial) -> tuple[bool, int, float, int]:
-        value = trial.value_at(trial.epochs)
-        complete = trial.state == "complete"
-        return not complete, 0 if complete else -trial.epochs, -value if mode == "max" else value, trial.number
+    def key(trial: Trial) -> tuple[bool, float, int, int]:
+        value = -trial.value if mode == "max" else trial.value
+        return trial.state == "failed", value, -trial.epochs, trial.number
 
-    return sorted((trial for trial in trials if not math.isnan(trial.value_at(trial.epochs))), key=key)
+    return sorted((trial for trial in trials if not math.isnan(trial.value)), key=key)
 
 
 def _counts(trials: Sequence[Trial]) -> str:
@@ -103,19 +102,19 @@ def _best(order: Sequence[Trial], metric: str) -> str:
     if not order:
         return "<h2>Best configuration</h2><p>No trial has a value.</p>"
     best = order[0]
-    rows = [(name, _text(value)) for name, value in best.params.items()]
-    head = f'<p><span class="big">{_text(best.value_at(best.epochs))}</span> {escape(metric)}, '
+    rows = [(name, _text(value)) for name, value in best.settings.items()]
+    head = f'<p><span class="big">{_text(best.value)}</span> {escape(metric)}, '
     head += f"trial {best.number} after {best.epochs} epochs</p>"
     return "<h2>Best configuration</h2>" + head + _table(("setting", "value"), rows)
 
 
 def _history(trials: Sequence[Trial], metric: str, mode: str) -> str:
     better = max if mode == "max" else min
-    ended = [trial for trial in trials if not math.isnan(trial.value_at(trial.epochs))]
+    ended = [trial for trial in trials if not math.isnan(trial.value)]
     series, best, steps = [], math.nan, []
     for trial in sorted(ended, key=lambda trial: trial.number):
-        value = trial.value_at(trial.epochs)
-        if trial.state == "complete":
+        value = trial.value
+        if trial.state != "failed":
             best = value if math.isnan(best) else better(best, value)
         if not math.isnan(best):
             steps.append((float(trial.number), best))
@@ -123,7 +122,7 @@ def _history(trials: Sequence[Trial], metric: str, mode: str) -> str:
         chosen = [trial for trial in ended if (trial.state == "complete") == complete]
         series.append(
             Series(
-                [(trial.number, trial.value_at(trial.epochs)) for trial in chosen],
+                [(trial.number, trial.value) for trial in chosen],
                 line=False,
                 hollow=not complete,
                 color="var(--accent)" if complete else "var(--soft)",
@@ -149,13 +148,13 @@ def _curves(order: Sequence[Trial], metric: str) -> str:
 
 
 def _coordinates(order: Sequence[Trial], metric: str) -> str:
-    names = list(dict.fromkeys(name for trial in order for name in trial.params))
+    names = list(dict.fromkeys(name for trial in order for name in trial.settings))
     rows = []
     shown = order[:MOST_LINES]
     for place, trial in enumerate(shown):
         share = 1 - place / max(1, len(shown) - 1)
         color = f"color-mix(in srgb, var(--accent) {round(100 * share**2)}%, var(--line))"
-        values = [trial.params.get(name, "-") for name in names] + [trial.value_at(trial.epochs)]
+        values = [trial.settings.get(name, "-") for name in names] + [trial.value]
         rows.append((values, color, _label(trial, metric)))
     return parallel([*names, metric], rows[::-1])  # the best on top
 
@@ -171,14 +170,14 @@ def _brackets(brackets: Sequence[Bracket], trials: Sequence[Trial]) -> str:
 
 
 def _trials(order: Sequence[Trial], metric: str) -> str:
-    names = list(dict.fromkeys(name for trial in order for name in trial.params))
+    names = list(dict.fromkeys(name for trial in order for name in trial.settings))
     rows = [
         (
             str(trial.number),
             trial.state,
             str(trial.epochs),
-            _text(trial.value_at(trial.epochs)),
-            *(_text(trial.params.get(name, "-")) for name in names),
+            _text(trial.value),
+            *(_text(trial.settings.get(name, "-")) for name in names),
         )
         for trial in order
     ]
@@ -202,8 +201,8 @@ def _figure(drawing: str, title: str, caption: str, *, wide: bool = False) -> st
 
 
 def _label(trial: Trial, metric: str) -> str:
-    settings = ", ".join(f"{name}={_text(value)}" for name, value in trial.params.items())
-    value = _text(trial.value_at(trial.epochs))
+    settings = ", ".join(f"{name}={_text(value)}" for name, value in trial.settings.items())
+    value = _text(trial.value)
     return f"{trial.name}, {trial.state}: {metric} {value} after {trial.epochs} epochs; {settings}"
 
 
