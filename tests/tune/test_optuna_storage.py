@@ -76,7 +76,7 @@ def test_what_others_see(url: str) -> None:
     assert seen.trials[0].value == 0.03 and seen.trials[1].value == pytest.approx(0.13)
     assert seen.trials[0].params == SPACE.sample(1, 0)
     assert seen.trials[0].distributions == SPACE.to_optuna()
-    assert seen.trials[0].user_attrs == {KEY: "r1/0", "bracket": 4, "rung": 2, "epochs": 3}
+    assert seen.trials[0].user_attrs == {KEY: "r1/0", "bracket": 4, "rung": 2}
     assert seen.trials[2].user_attrs["error"] == "ValueError: no"
     assert seen.trials[3].user_attrs["error"] == "its value is nan"
     assert seen.best_trial.number == 0 and seen.metric_names == ["accuracy"]

@@ -296,7 +296,7 @@ def _notes(trial: Trial) -> dict[str, Any]:
     value = trial.value
     error = trial.error or (f"its value is {value}" if trial.state == "complete" and math.isnan(value) else None)
     more = {name: value for name, value in trial.attrs.items() if name not in HIDDEN}
-    return {"rung": trial.rung, "epochs": trial.epochs, **more} | ({"error": error} if error else {})
+    return {"rung": trial.rung, **more} | ({"error": error} if error else {})
 
 
 def _is_left(process: Any) -> bool:
