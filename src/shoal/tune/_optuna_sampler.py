@@ -6,6 +6,7 @@ Nothing is stored here: `shoal.tune.optuna_storage` does that.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,11 +109,17 @@ def _named(name: str) -> Callable[[int], Any]:
         except ImportError:
             raise OptunaMissing("the sampler 'cma' needs cmaes: pip install cmaes") from None
     makers: dict[str, Callable[[int], Any]] = {
-        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),
+        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # for trials at the same time
         "cma": lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False),
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
     }
     if name not in makers:
         raise JobError(f"sampler is {name!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
-    return makers[name]
+
+    def make(seed: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before Optuna 5 some are called experimental
+            return makers[name](seed)
+
+    return make
