@@ -228,6 +228,15 @@ def test_reports_are_collected(tmp_path: Path) -> None:
     assert all(len(each.intermediate_values) == 100 for each in read(url).trials)
 
 
+def test_a_trial_that_was_never_seen_running_has_its_duration(url: str) -> None:
+    with mirror(url) as storage:
+        storage.begin(one := trial(0))
+        threading.Event().wait(0.05)
+        one.state, one.values = "complete", {1: 0.5}
+        storage.finish(one)
+    assert read(url).trials[0].duration.total_seconds() >= 0.05
+
+
 def test_both_ways_to_write_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = [0.5, math.nan, math.inf, -math.inf, 1e-320]
     for name in ("fast", "public"):

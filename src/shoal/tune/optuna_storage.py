@@ -21,6 +21,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from shoal.errors import JobError, ShoalWarning, describe
@@ -87,6 +88,7 @@ class OptunaStorage:
         self._write_values = value_writer(self._storage)
         self._trials: dict[int, Trial] = {}  # those that something is to be written of
         self._stored: dict[int, _Stored] = {}
+        self._begun: dict[int, datetime] = {}  # when this run first saw each trial
         self._lock = threading.Lock()  # of the two above
         self._writing = threading.Lock()
         self._wake, self._closed, self._failed = threading.Event(), False, False
@@ -182,6 +184,7 @@ class OptunaStorage:
     def _note(self, trial: Trial) -> None:
         with self._lock:
             self._trials[trial.number] = trial
+            self._begun.setdefault(trial.number, datetime.now())
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._flush_often, name="shoal storage", daemon=True)
                 self._thread.start()
@@ -224,6 +227,7 @@ class OptunaStorage:
         """The trial as it is, in one transaction."""
         notes = {KEY: f"{self.run}/{trial.number}", **self._marks, "bracket": trial.bracket, **_notes(trial)}
         template = frozen(trial, self.space, user_attrs=notes)
+        template.datetime_start = self._begun.get(trial.number, template.datetime_start)
         id = self._storage.create_new_trial(self._id, template_trial=template)
         self._stored[trial.number] = _Stored(id, set(trial.values), state_of(trial).is_finished())
 
