@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import uuid
@@ -158,6 +159,11 @@ def _run(
 
         out = None if folder is None else folder / "run"
         return carry_out([], settings, out=out, callbacks=callbacks, events=tell, search=search)
+
+
+def arguments() -> list[str]:
+    """What `tune` takes by name."""
+    return [name for name in inspect.signature(tune).parameters if name not in ("make_job", "space")]
 
 
 def make_scheduler(scheduler: Any, eta: int) -> Scheduler:
