@@ -79,7 +79,7 @@ def test_what_others_see(url: str) -> None:
     assert seen.trials[0].user_attrs == {KEY: "r1/0", "bracket": 4, "rung": 2}
     assert seen.trials[2].user_attrs["error"] == "ValueError: no"
     assert seen.trials[3].user_attrs["error"] == "its value is nan"
-    assert seen.best_trial.number == 0 and seen.metric_names == ["accuracy"]
+    assert seen.best_trial.number == 0 and seen.user_attrs == {"metric": "accuracy"}
     assert seen.trials[0].duration.total_seconds() > 0
 
 
@@ -93,7 +93,7 @@ def test_dataframes_importance_and_plots(url: str) -> None:
     seen = read(url)
     frame = seen.trials_dataframe()
     assert list(frame.number) == list(range(30)) and set(frame.state) == {"COMPLETE", "PRUNED"}
-    assert {"params_lr", "params_width", "user_attrs_bracket"} <= set(frame.columns)
+    assert {"value", "params_lr", "params_width", "user_attrs_bracket"} <= set(frame.columns)
     importance = optuna.importance.get_param_importances(seen)
     assert max(importance, key=importance.get) == "lr"
     pytest.importorskip("plotly")

@@ -268,10 +268,8 @@ def _open(storage: Any, name: str, mode: str, metric: str | None) -> Any:
             f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to {direction}; "
             "use another study name"
         )
-    if metric is not None and study.metric_names is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Optuna calls it experimental
-            study.set_metric_names([metric])
+    if metric is not None and study.user_attrs.get("metric") != metric:
+        study.set_user_attr("metric", metric)  # not by set_metric_names, which renames the column of data frames
     return study
 
 
