@@ -15,7 +15,8 @@ from shoal.cli.app import COMMANDS, load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "ray_packs.py"]
+"""That of Ray takes a minute, and is in tests/integrations."""
 
 
 def python_of(page: Path) -> str:

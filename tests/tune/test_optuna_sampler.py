@@ -12,9 +12,10 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from shoal.errors import JobError  # noqa: E402
-from shoal.tune._optuna_sampler import OptunaSampler, space_of  # noqa: E402
+from shoal.tune._optuna_sampler import OptunaSampler  # noqa: E402
 from shoal.tune.samplers import DrawnSuggestions, GridSampler, RandomSampler, make_sampler  # noqa: E402
 from shoal.tune.space import parse  # noqa: E402
+from shoal.tune.studies.jobs import space_of  # noqa: E402
 from shoal.tune.trial import Trial  # noqa: E402
 
 SPACE = parse({"x": ("uniform", -4, 4), "y": ("log", 1e-3, 1e3), "kind": ["a", "b"]})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -17,7 +21,7 @@ optuna = pytest.importorskip("optuna")
 
 from shoal.errors import JobError, ShoalWarning  # noqa: E402
 from shoal.tune import _optuna  # noqa: E402
-from shoal.tune.optuna_storage import KEY, OptunaStorage  # noqa: E402
+from shoal.tune.optuna_storage import KEY, PROCESS, OptunaStorage  # noqa: E402
 from shoal.tune.space import parse  # noqa: E402
 from shoal.tune.trial import Trial  # noqa: E402
 
@@ -72,10 +76,10 @@ def test_what_others_see(url: str) -> None:
     assert seen.trials[0].value == 0.03 and seen.trials[1].value == pytest.approx(0.13)
     assert seen.trials[0].params == SPACE.sample(1, 0)
     assert seen.trials[0].distributions == SPACE.to_optuna()
-    assert seen.trials[0].user_attrs == {KEY: "r1/0", "bracket": 4, "rung": 2, "epochs": 3}
+    assert seen.trials[0].user_attrs == {KEY: "r1/0", "bracket": 4, "rung": 2}
     assert seen.trials[2].user_attrs["error"] == "ValueError: no"
     assert seen.trials[3].user_attrs["error"] == "its value is nan"
-    assert seen.best_trial.number == 0 and seen.metric_names == ["accuracy"]
+    assert seen.best_trial.number == 0 and seen.user_attrs == {"metric": "accuracy"}
     assert seen.trials[0].duration.total_seconds() > 0
 
 
@@ -89,7 +93,7 @@ def test_dataframes_importance_and_plots(url: str) -> None:
     seen = read(url)
     frame = seen.trials_dataframe()
     assert list(frame.number) == list(range(30)) and set(frame.state) == {"COMPLETE", "PRUNED"}
-    assert {"params_lr", "params_width", "user_attrs_bracket"} <= set(frame.columns)
+    assert {"value", "params_lr", "params_width", "user_attrs_bracket"} <= set(frame.columns)
     importance = optuna.importance.get_param_importances(seen)
     assert max(importance, key=importance.get) == "lr"
     pytest.importorskip("plotly")
@@ -169,7 +173,8 @@ def test_an_existing_study_continues(url: str) -> None:
     assert before[0].values == {1: before[0].params["lr"]} and before[2].values == {1: before[2].params["lr"]}
     storage.finish(trial(4, state="complete", values={1: 0.5}))
     storage.close()
-    assert storage.next_number == 5 and len(mirror(url).previous()) == 4 and len(mirror(url, run="r2").previous()) == 5
+    assert [each.number for each in before] == [-4, -3, -2, -1], "none is taken for a trial of this run"
+    assert len(mirror(url).previous()) == 4 and len(mirror(url, run="r2").previous()) == 5
 
 
 def test_a_study_object_is_used_as_it_is(url: str) -> None:
@@ -180,15 +185,23 @@ def test_a_study_object_is_used_as_it_is(url: str) -> None:
     assert [each.value for each in read(url, "mine").trials] == [0.5]
 
 
-def test_trials_that_another_run_left_running(url: str) -> None:
-    with mirror(url, run="old") as old:
-        old.begin(trial(0))
-        old.finish(trial(1, state="complete", values={1: 0.5}))
-    study = read(url)
-    study.ask()  # of somebody else's, who may be at it
-    storage = mirror(url, run="new")
-    assert storage.abandon_others() == 1 and storage.abandon_others() == 0
-    assert sorted(each.state.name for each in read(url).trials) == ["COMPLETE", "FAIL", "RUNNING"]
+def test_trials_that_a_killed_run_left_running(url: str) -> None:
+    """A run without a folder cannot be resumed: the next one on this machine marks its trials as failed."""
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    for run, process in ((None, ended.pid), (None, os.getpid()), ("resumable", ended.pid)):
+        with mirror(url, run=run) as storage:
+            if storage._marks:
+                storage._marks[PROCESS] = f"{process} {socket.gethostname()}"
+            storage.begin(trial(0))
+    with mirror(url, run=None) as storage:
+        storage._marks[PROCESS] = f"{ended.pid} another-machine"
+        storage.begin(trial(0))
+    read(url).ask()  # another program's
+    mirror(url)
+    seen = read(url).trials
+    assert [each.state for each in seen] == [State.FAIL, *[State.RUNNING] * 4]
+    assert seen[0].user_attrs["error"] == "the run that trained it ended"
 
 
 def test_reports_are_collected(tmp_path: Path) -> None:
@@ -213,6 +226,15 @@ def test_reports_are_collected(tmp_path: Path) -> None:
     storage.close()
     assert commits <= 2
     assert all(len(each.intermediate_values) == 100 for each in read(url).trials)
+
+
+def test_a_trial_that_was_never_seen_running_has_its_duration(url: str) -> None:
+    with mirror(url) as storage:
+        storage.begin(one := trial(0))
+        threading.Event().wait(0.05)
+        one.state, one.values = "complete", {1: 0.5}
+        storage.finish(one)
+    assert read(url).trials[0].duration.total_seconds() >= 0.05
 
 
 def test_both_ways_to_write_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

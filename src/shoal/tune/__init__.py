@@ -30,6 +30,8 @@ _HOME = {
     "Study": "shoal.tune.studies.study",
     "SuccessiveHalving": "shoal.tune.schedulers",
     "Trial": "shoal.tune.trial",
+    "optimize": "shoal.tune.bridges.optimize",
+    "train_trial": "shoal.tune.bridges.optimize",
 }
 
 __all__ = sorted(_HOME)

@@ -46,7 +46,7 @@ def state_of(trial: Trial) -> Any:
     from optuna.trial import TrialState
 
     if trial.state == "complete":
-        return TrialState.FAIL if math.isnan(trial.value_at(trial.epochs)) else TrialState.COMPLETE
+        return TrialState.FAIL if math.isnan(trial.value) else TrialState.COMPLETE
     return {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}.get(trial.state, TrialState.RUNNING)
 
 
@@ -56,7 +56,7 @@ def results_of(trial: Trial) -> list[float] | None:
 
     if state_of(trial) not in (TrialState.COMPLETE, TrialState.PRUNED):
         return None
-    values = [float(each) for each in trial.attrs.get("objectives", [trial.value_at(trial.epochs)])]
+    values = [float(each) for each in trial.attrs.get("objectives", [trial.value])]
     return None if any(map(math.isnan, values)) else values
 
 
@@ -65,9 +65,7 @@ def distributions_of(trial: Trial, space: Space | None) -> dict[str, Any]:
     chosen: Mapping[str, Distribution] = space or (parse(trial.attrs["space"]) if trial.attrs.get("space") else {})
     unknown = [name for name in trial.params if name not in chosen]
     if unknown:
-        line = (
-            f"{trial.name}: what {', '.join(unknown)} was drawn from is not known; set attrs['space'] to space_of(...)"
-        )
+        line = f"{trial.name}: what {', '.join(unknown)} was drawn from is not known; its attrs have no 'space'"
         raise JobError(line)
     return {name: to_optuna(chosen[name]) for name in trial.params}
 
@@ -122,6 +120,14 @@ def open_storage(storage: Any) -> Any:
         raise OptunaMissing(f"storage {_hidden(storage)} needs {driver}: pip install '{driver}'") from error
     except Exception as error:
         raise JobError(f"storage {_hidden(storage)} cannot be opened: {describe(error)}") from error
+
+
+def close_storage(storage: Any) -> None:
+    """Close the connections of a storage; it opens new ones where it is used again."""
+    storage.remove_session()
+    engine = getattr(getattr(storage, "_backend", storage), "engine", None)
+    if engine is not None:
+        engine.dispose()
 
 
 def _mend_journal(path: str) -> None:

@@ -6,12 +6,12 @@ Nothing is stored here: `shoal.tune.optuna_storage` does that.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.errors import JobError
 from shoal.tune._optuna import OptunaMissing, frozen, load_optuna, results_of, silent_log, state_of
-from shoal.tune.distributions import from_optuna
 from shoal.tune.space import Space
 from shoal.tune.trial import Trial
 
@@ -96,15 +96,6 @@ class OptunaSampler:
             trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[place].system_attrs)
 
 
-def space_of(suggestions: Any) -> dict[str, Any]:
-    """What a make_job suggested, as JSON can hold it: for `attrs["space"]` of a trial, so that storages know it."""
-    space = {}
-    for name, each in suggestions.distributions.items():
-        ours = each if hasattr(each, "to_json") else from_optuna(each)
-        space[name] = ours.to_json()
-    return space
-
-
 def _names() -> str:
     return ", ".join(repr(name) for name in ("random", "grid", *NAMES))
 
@@ -118,11 +109,17 @@ def _named(name: str) -> Callable[[int], Any]:
         except ImportError:
             raise OptunaMissing("the sampler 'cma' needs cmaes: pip install cmaes") from None
     makers: dict[str, Callable[[int], Any]] = {
-        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),
+        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # for trials at the same time
         "cma": lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False),
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
     }
     if name not in makers:
         raise JobError(f"sampler is {name!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
-    return makers[name]
+
+    def make(seed: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before Optuna 5 some are called experimental
+            return makers[name](seed)
+
+    return make

@@ -15,19 +15,40 @@ ever written twice.
 from __future__ import annotations
 
 import math
+import os
+import socket
 import threading
 import uuid
 import warnings
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.tune._optuna import frozen, load_optuna, open_storage, results_of, silent_log, state_of, value_writer
+from shoal.storage.lock import alive
+from shoal.tune._optuna import (
+    close_storage,
+    frozen,
+    load_optuna,
+    open_storage,
+    results_of,
+    silent_log,
+    state_of,
+    value_writer,
+)
 from shoal.tune.space import Space
 from shoal.tune.trial import State, Trial
 
 KEY = "shoal:trial"
 """The user attribute by which a stored trial is known: the run's key and the trial's number in it."""
+
+
+PROCESS = "shoal:process"
+"""The user attribute of a trial that nothing resumes: the process that trains it, and its machine."""
+
+
+HIDDEN = ("space", "sampler", "objectives", "no_job")
+"""Of a trial's attrs, those that say nothing to people."""
 
 
 class OptunaStorage:
@@ -53,33 +74,38 @@ class OptunaStorage:
             mode: "min" or "max"; a study that is there must have the same.
             metric: What the values are, for people.
             space: The search space; None where make_job suggests its settings.
-            run: What marks the trials of this run; the same after a restart. None: a new one.
+            run: What marks the trials of this run; the same after a restart. None: nothing resumes this run, and trials
+                that it leaves running are marked as failed by the next one that opens the study on this machine.
             every: Seconds between two writes.
         """
         if space is not None:
             space.check_storable()
         self.space, self.every, self.run = space, every, run if run is not None else uuid.uuid4().hex[:12]
+        self._marks = {} if run is not None else {PROCESS: f"{os.getpid()} {socket.gethostname()}"}
         self.study = _open(storage, study, mode, metric)
         _check_compatible(self.study, space)
         self._storage, self._id = self.study._storage, self.study._study_id
         self._write_values = value_writer(self._storage)
         self._trials: dict[int, Trial] = {}  # those that something is to be written of
         self._stored: dict[int, _Stored] = {}
+        self._begun: dict[int, datetime] = {}  # when this run first saw each trial
         self._lock = threading.Lock()  # of the two above
         self._writing = threading.Lock()
         self._wake, self._closed, self._failed = threading.Event(), False, False
         self._unsure = False  # whether a write was broken off, so that what is stored has to be read again
         self._thread: threading.Thread | None = None
-
-    @property
-    def next_number(self) -> int:
-        """The number that a new trial of this study would have."""
-        return len(self.study.get_trials(deepcopy=False))
+        for each in self.study.get_trials(deepcopy=False):
+            if not each.state.is_finished() and _is_left(each.user_attrs.get(PROCESS)):
+                self._abandon(each._trial_id)
 
     def previous(self) -> list[Trial]:
-        """Trials of the study that ended and that are not this run's: for a sampler to learn from."""
+        """Trials of the study that ended and that are not this run's: for a sampler to learn from.
+
+        Their numbers are negative, so that none is taken for a trial of this run.
+        """
         trials = self.study.get_trials(deepcopy=False)
-        return [_as_trial(each) for each in trials if each.state.is_finished() and self._number(each) is None]
+        others = [each for each in trials if each.state.is_finished() and self._number(each) is None]
+        return [_as_trial(each, place - len(others)) for place, each in enumerate(others)]
 
     def attach(self, trials: Iterable[Trial]) -> None:
         """Bring the storage up to these trials, which a restarted study has had: nothing is lost or written twice.
@@ -104,20 +130,6 @@ class OptunaStorage:
                 self._stored[number] = _Stored(each._trial_id, set(each.intermediate_values), each.state.is_finished())
                 ours[number] = each
         return ours
-
-    def abandon_others(self) -> int:
-        """Mark as failed what other runs of Shoal have left running in this study; how many there were.
-
-        For a study that nobody else is writing to: without a run folder there is nothing to resume them from.
-        """
-        left = [
-            each
-            for each in self.study.get_trials(deepcopy=False)
-            if not each.state.is_finished() and KEY in each.user_attrs and self._number(each) is None
-        ]
-        for each in left:
-            self._abandon(each._trial_id)
-        return len(left)
 
     def begin(self, trial: Trial) -> None:
         """Show a trial as running."""
@@ -161,7 +173,7 @@ class OptunaStorage:
         if self._thread is not None:
             self._thread.join()
         self.flush()
-        self._storage.remove_session()
+        close_storage(self._storage)
 
     def __enter__(self) -> OptunaStorage:
         return self
@@ -172,6 +184,7 @@ class OptunaStorage:
     def _note(self, trial: Trial) -> None:
         with self._lock:
             self._trials[trial.number] = trial
+            self._begun.setdefault(trial.number, datetime.now())
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._flush_often, name="shoal storage", daemon=True)
                 self._thread.start()
@@ -212,8 +225,9 @@ class OptunaStorage:
 
     def _create(self, trial: Trial) -> None:
         """The trial as it is, in one transaction."""
-        notes = {KEY: f"{self.run}/{trial.number}", "bracket": trial.bracket, **_notes(trial)}
+        notes = {KEY: f"{self.run}/{trial.number}", **self._marks, "bracket": trial.bracket, **_notes(trial)}
         template = frozen(trial, self.space, user_attrs=notes)
+        template.datetime_start = self._begun.get(trial.number, template.datetime_start)
         id = self._storage.create_new_trial(self._id, template_trial=template)
         self._stored[trial.number] = _Stored(id, set(trial.values), state_of(trial).is_finished())
 
@@ -254,10 +268,8 @@ def _open(storage: Any, name: str, mode: str, metric: str | None) -> Any:
             f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to {direction}; "
             "use another study name"
         )
-    if metric is not None and study.metric_names is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Optuna calls it experimental
-            study.set_metric_names([metric])
+    if metric is not None and study.user_attrs.get("metric") != metric:
+        study.set_user_attr("metric", metric)  # not by set_metric_names, which renames the column of data frames
     return study
 
 
@@ -283,10 +295,16 @@ def _notes(trial: Trial) -> dict[str, Any]:
     """What people see of a trial that has ended, beside its values."""
     if not state_of(trial).is_finished():
         return {}
-    value = trial.value_at(trial.epochs)
+    value = trial.value
     error = trial.error or (f"its value is {value}" if trial.state == "complete" and math.isnan(value) else None)
-    more = {name: value for name, value in trial.attrs.items() if name not in ("space", "sampler", "objectives")}
-    return {"rung": trial.rung, "epochs": trial.epochs, **more} | ({"error": error} if error else {})
+    more = {name: value for name, value in trial.attrs.items() if name not in HIDDEN}
+    return {"rung": trial.rung, **more} | ({"error": error} if error else {})
+
+
+def _is_left(process: Any) -> bool:
+    """Whether the process that trained a trial has ended; of one on another machine that is not known."""
+    pid, _, host = str(process or "").partition(" ")
+    return pid.isdigit() and host == socket.gethostname() and not alive(int(pid))
 
 
 def _copy(trial: Trial) -> Trial:
@@ -303,14 +321,14 @@ def _copy(trial: Trial) -> Trial:
     )
 
 
-def _as_trial(stored: Any) -> Trial:
+def _as_trial(stored: Any, number: int) -> Trial:
     """A trial of Optuna's as one of ours; of several objectives, all are in its attrs."""
     states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned"}
     values = {int(step): float(value) for step, value in sorted(stored.intermediate_values.items())}
     if stored.state.name == "COMPLETE" and stored.values is not None and len(stored.values) == 1:
         values[max(values, default=1)] = float(stored.values[0])
     return Trial(
-        stored.number,
+        number,
         dict(stored.params),
         states.get(stored.state.name, "failed"),
         values,

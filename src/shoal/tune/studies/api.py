@@ -116,7 +116,7 @@ def tune(
     journal = Journal(None if out is None else Path(out))
     trials, written = journal.open(asked)
     try:
-        mirror = _mirror(storage, study_name, towards, metric, known, written["run"])
+        mirror = _mirror(storage, study_name, towards, metric, known, None if out is None else written["run"])
         search = TrialSearch(
             Jobs(make_job, known, source, metric, max_epochs), goal, chosen, source, metric, journal,
             [] if mirror is None else [mirror], trials,
@@ -206,7 +206,7 @@ def _num_trials(asked: int | None, limit: int | None, scheduler: Scheduler) -> i
     return limit if asked is None else asked
 
 
-def _mirror(storage: Any, name: str, mode: Mode, metric: str, space: Space | None, run: str) -> Any:
+def _mirror(storage: Any, name: str, mode: Mode, metric: str, space: Space | None, run: str | None) -> Any:
     """The Optuna storage that the study is written to; None where there is none."""
     if storage is None:
         return None
