@@ -21,8 +21,9 @@ LAYERS = (
     "engine.tracing", "engine.members", "engine.rules", "engine.recipes", "engine.tiers", "preparation", "engine.stack",
     "engine.planning", "engine.proof", "engine.tiers.stacked", "results", "storage", "engine.tiers.captured",
     "engine.units", "reporting", "engine.runtime", "testing", "reference", "training", "live", "explanation",
-    "user_loop", "jobfile", "split.core", "split.subnets", "split.methods", "split.executors", "split", "split.net",
-    "evidence.bench", "evidence.demo", "evidence.reproduce", "evidence", "cli", "__main__",
+    "user_loop", "tune", "tune.studies", "tune.bridges", "jobfile", "split.core", "split.subnets", "split.methods",
+    "split.executors", "split", "split.net", "evidence.bench", "evidence.demo", "evidence.reproduce", "evidence", "cli",
+    "__main__",
 )  # fmt: skip
 """Packages, and modules beside them: each may import those to its left, in any part of its code."""
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shoal.results import Result as Result
     from shoal.results import Results as Results
     from shoal.training import train as train
+    from shoal.tune.studies.api import tune as tune
     from shoal.user_loop.pack import Pack as Pack
 
 # torch.cuda.is_available() then asks the driver's monitor instead of CUDA itself, and a forked process can use the GPU:
@@ -81,8 +82,8 @@ def __getattr__(name: str) -> Any:
         from shoal.version import version
 
         return version()
-    if name == "split":
-        return import_module("shoal.split")
+    if name in ("split", "tune"):  # packages; the second is called like a function
+        return import_module(f"shoal.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     from shoal.utils.caches import bytecode_kept, import_tracer

@@ -19,6 +19,10 @@ class SplitError(ShoalError, ValueError):
     """A network, a job or an executor that cannot be split as asked: the value, the rule and the fix, in one line."""
 
 
+class TuneError(ShoalError, ValueError):
+    """A search that cannot be run as asked: the value, the rule and the fix, in one line."""
+
+
 class OutError(ShoalError, ValueError):
     """The run folder cannot take these jobs."""
 

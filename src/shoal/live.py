@@ -123,7 +123,7 @@ class LiveRun:
 
     def _end(self, name: str, status: str) -> bool:
         try:
-            return self._ask(lambda run: run.end(_named(run.all_members, name).index, status))  # type: ignore[no-any-return]
+            return bool(self._ask(lambda run: run.end({_named(run.all_members, name).index}, status)))
         except EndedError:
             _named(self.wait(), name)
             return False

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -20,9 +20,10 @@ from shoal.engine.members.member import Member
 from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
-from shoal.engine.runtime.commands import Controls
+from shoal.engine.runtime.commands import Controls, Supervisor
 from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
-from shoal.engine.runtime.planning_context import PlanningContext, as_trained, beginning
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.resuming import as_trained, beginning
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import processes_for
 from shoal.engine.runtime.workers import run_shared
@@ -56,6 +57,17 @@ class Settings:
     """Seconds."""
     deterministic: bool = False
     policy: Policy = field(default_factory=Fifo)
+
+
+class Search(Supervisor, Protocol):
+    """Makes the members of a run, decides which of them continue, and may add others while it runs."""
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of jobs whose settings it has changed since they began."""
+
+    def prepare(self, device: torch.device) -> list[Member]:
+        """The members to begin with, or to resume."""
 
 
 def train(
@@ -111,22 +123,25 @@ def carry_out(
     callbacks: Sequence[Callback] | None = None,
     events: Listener | None = None,
     controls: Controls | None = None,
+    search: Search | None = None,
 ) -> Results:
-    """`train`, with its settings made."""
+    """`train`, with its settings made; `search`: instead of jobs."""
     calls = Callbacks(callbacks)
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out is {out!r}; name a folder")
-    guarded = settings.device.type == "cuda" and not calls and controls is None and can_guard()
+    guarded = settings.device.type == "cuda" and not calls and not (controls or search) and can_guard()
     chosen = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
     most_threads = torch.get_num_threads() if chosen and out is None and controls is None else 0
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
         with timed("jobs"), garbage_collection.frozen():
-            members = prepare(jobs, torch.device("cpu") if guarded else settings.device)
+            place = torch.device("cpu") if guarded else settings.device
+            members = prepare(jobs, place) if search is None else search.prepare(place)
         tiers: dict[int, str] = {}
-        if folder is not None and folder.claim(members):
+        changed = set() if search is None else search.changed
+        if folder is not None and folder.claim(members, grows=search is not None, changed=changed):
             for member in members:
                 folder.restore(member)
             saved = folder.plan()
@@ -136,7 +151,7 @@ def carry_out(
         with progress_for(members, progress) as watch:
             running = MembersRunning()
             tell = Listeners([running, watch, *calls.listeners(), *([events] if events is not None else [])])
-            work = _Work(members, settings, folder, calls, tell, controls, tiers, most_threads)
+            work = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads)
             interrupted: KeyboardInterrupt | None = None
             try:
                 work.go(guarded)
@@ -149,7 +164,7 @@ def carry_out(
             statuses = Counter(result.status for result in results)
             tell(happened("end", statuses=dict(statuses), seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
-            folder.finish(results[: len(jobs)])  # those that came later are not the folder's
+            folder.finish(results if search is not None else results[: len(jobs)])  # not those that a live run added
         if interrupted is not None:
             raise interrupted
         return results
@@ -177,11 +192,12 @@ class _Work:
         calls: Callbacks,
         tell: Listeners,
         controls: Controls | None,
+        search: Search | None,
         tiers: dict[int, str],
         most_threads: int,
     ) -> None:
         self.members, self.settings, self.folder, self.most_threads = members, settings, folder, most_threads
-        self.calls, self.tell, self.controls, self.tiers = calls, tell, controls, tiers
+        self.calls, self.tell, self.controls, self.search, self.tiers = calls, tell, controls, search, tiers
         self.plan: Plan | None = None
         self.seconds = 0.0
         self.stamp: dict[str, Any] = {}
@@ -206,7 +222,7 @@ class _Work:
         self.plan = planning.plan
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)
         count = 1
-        if not self.calls and self.controls is None:
+        if not (self.calls or self.controls or self.search):
             count = processes_for(alive, planning, settings.threads)
         try:
             run_shared(
@@ -243,12 +259,11 @@ class _Work:
                 budget=memory_budget(settings.device, settings.memory),
                 tiers=self.tiers,
                 may_loop=self.controls is None,
-                may_share=not self.calls and settings.threads is None,
+                may_share=not self.calls and settings.threads is None and self.search is None,
                 most_threads=self.most_threads,
                 forms_changed=self._save_tiers,
             )
-        if not planning.gpu:  # there they are known when units are built
-            self._save_tiers({member.index: planning.request(member).tier for member in members})
+        planning.note_tiers(members)
         if self.folder is not None or self.controls is not None:
             watch_state(members, planning.recipes)
         if self.folder is not None and not self.folder.passing:
@@ -259,7 +274,7 @@ class _Work:
         settings = self.settings
         return Run(
             members, planning, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
-            save_every=settings.checkpoint_every, controls=self.controls, **more,
+            save_every=settings.checkpoint_every, controls=self.controls, supervisor=self.search, **more,
         )  # fmt: skip
 
     def _requeue(self, member: Member) -> None:

@@ -18,14 +18,14 @@ import pytest
 from tests.storage.run_folders import SavedMember, built, opened, restored, restored_from, results, warnings_of
 
 from shoal.errors import OutError
-from shoal.storage._lock import Lock, alive
+from shoal.storage.lock import Lock, alive
 
 # --- who is at work in it -------------------------------------------------------------------------------------------
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from shoal.storage._lock import Lock
+from shoal.storage.lock import Lock
 lock = Lock(Path(sys.argv[1]))
 lock.acquire()
 if len(sys.argv) > 2 and os.fork() == 0:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import OutError
 from shoal.preparation.checks import prepare
-from shoal.storage import _atomic
+from shoal.storage import atomic
 from shoal.storage.jobtable import JobTable
 from shoal.storage.run_folder import RunFolder
 
@@ -275,7 +275,7 @@ def test_options_that_no_code_reads_do_not_count(tmp_path: Path, monkeypatch: py
 
 def test_methods_that_training_does_not_call_do_not_count(tmp_path: Path) -> None:
     assert not claimed(tmp_path, model=lambda: Flagged(True))
-    table = JobTable.read(_atomic.read_sealed(tmp_path / "jobs.json"))
+    table = JobTable.read(atomic.read_sealed(tmp_path / "jobs.json"))
     texts = table.code(table.jobs[0])[f"class {__name__}.Flagged"]
     assert f"{__name__}.Flagged.forward" in texts and f"{__name__}.Flagged.report" not in texts
 
@@ -416,13 +416,13 @@ def test_code_cannot_be_compared_with_that_of_another_python(tmp_path: Path) -> 
     """Its bytecode differs, which is reported; values count as ever."""
     out, module = tmp_path / "out", loaded(tmp_path / "a.py", SOURCE)
     assert not claimed(out, **changes(module))
-    content = _atomic.read_sealed(out / "jobs.json")
+    content = atomic.read_sealed(out / "jobs.json")
     for texts in content["parts"].values():
         for place, text in texts.items():
             if str(text).startswith("code "):
                 texts[place] = "code " + "0" * 16
     content["made_by"] |= {"bytecode": "0000", "python": "3.99"}
-    _atomic.write_sealed(out / "jobs.json", content)
+    atomic.write_sealed(out / "jobs.json", content)
     (line,) = warnings_of(lambda: claimed(out, **changes(module)))
     assert "written by Python 3.99" in line and "code cannot be compared" in line
     with pytest.raises(OutError, match=r"'w'\] is 0\.5 there and 0\.25 here"):
@@ -462,9 +462,9 @@ def test_a_factory_that_the_seed_does_not_set_is_told_and_taken(tmp_path: Path) 
 
 def test_another_version_of_a_library_is_told(tmp_path: Path) -> None:
     assert not claimed(tmp_path)
-    content = _atomic.read_sealed(tmp_path / "jobs.json")
+    content = atomic.read_sealed(tmp_path / "jobs.json")
     here, content["made_by"]["torch"] = content["made_by"]["torch"], "1.0"
-    _atomic.write_sealed(tmp_path / "jobs.json", content)
+    atomic.write_sealed(tmp_path / "jobs.json", content)
     (line,) = warnings_of(lambda: claimed(tmp_path))
     assert f"torch 1.0 there and {here} here" in line
 
@@ -472,8 +472,8 @@ def test_another_version_of_a_library_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_a_folder_of_another_format_names_the_version_that_wrote_it(tmp_path: Path, version: int) -> None:
     assert not claimed(tmp_path)
-    content = _atomic.read_sealed(tmp_path / "jobs.json")
-    _atomic.write_sealed(tmp_path / "jobs.json", content | {"version": version, "made_by": {"shoal": "9.1"}})
+    content = atomic.read_sealed(tmp_path / "jobs.json")
+    atomic.write_sealed(tmp_path / "jobs.json", content | {"version": version, "made_by": {"shoal": "9.1"}})
     with pytest.raises(OutError, match=rf"another version of Shoal \(9\.1, format {version}; this one reads 5\)"):
         claimed(tmp_path)
 
@@ -482,7 +482,7 @@ def test_what_jobs_have_in_common_is_written_once(tmp_path: Path) -> None:
     jobs = [job(name=f"m{i}", seed=i, model=lambda i=i: net(0.01 * i)) for i in range(40)]
     with RunFolder(tmp_path) as folder:
         folder.claim(prepare(jobs, torch.device("cpu")))
-    parts = _atomic.read_sealed(tmp_path / "jobs.json")["parts"]
+    parts = atomic.read_sealed(tmp_path / "jobs.json")["parts"]
     assert sum("model.1.p" in texts for texts in parts.values()) == 40
     assert sum(any(place.endswith(".in_features") for place in texts) for texts in parts.values()) == 2
 

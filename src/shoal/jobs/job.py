@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +21,19 @@ Step = Callable[[nn.Module, Any], Any]
 
 RESERVED = ("epoch", "step", "loss", "val_loss", "lr", "seconds")
 """Names of the history's own columns: no metric may take one."""
+
+
+_length: ContextVar[int | None] = ContextVar("length", default=None)
+
+
+@contextmanager
+def default_epochs(epochs: int) -> Iterator[None]:
+    """Inside, a job without epochs and steps has so many epochs: a search says how long its jobs train."""
+    token = _length.set(epochs)
+    try:
+        yield
+    finally:
+        _length.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,8 @@ class Job:
     """Larger goes first where jobs wait for a device. It never changes a result."""
 
     def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            self.epochs = _length.get()
         for name in _WHOLE:
             setattr(self, name, plain_int(getattr(self, name)))
         for name in ("clip_norm", "shuffle", "drop_last"):

@@ -30,13 +30,16 @@ from shoal.preparation.dry_run import dry_run, likeness, stop_problems
 from shoal.utils.caches import import_tracer
 
 
-def prepare(jobs: Sequence[Job], device: torch.device) -> list[Member]:
-    """Build and check all jobs. JobError, with a line for each mistake, unless every one of them can be trained."""
+def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
+    """Build and check all jobs. JobError, with a line for each mistake, unless every one of them can be trained.
+
+    `pool`: the data of other jobs, which these may share.
+    """
     lines = list_problems(jobs)
     if lines:
         raise JobError(*lines)
     import_tracer()
-    pool = Pool(device)
+    pool = pool or Pool(device)
     called = names(jobs)
     members: list[Member] = []
     for index, job in enumerate(jobs):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.engine.members.member import Member
-from shoal.reporting._tally import Tally, UnitProgress
+from shoal.reporting._tally import Tally as Tally
+from shoal.reporting._tally import UnitProgress
 from shoal.reporting.events import Event
 from shoal.utils.tables import duration, size
 
@@ -36,13 +37,25 @@ class Progress:
         """Take in an event."""
 
 
+class View:
+    """What is shown of a run."""
+
+    def line(self, tally: Tally) -> str:
+        """All of it in one line, for a log."""
+        return line(tally)
+
+    def picture(self, tally: Tally) -> Any:
+        """All of it for a terminal, as rich draws it."""
+        return picture(tally)
+
+
 class _Counting(Progress):
     """Counts what happens, and shows it now and then."""
 
     every: float
 
-    def __init__(self, members: list[Member]) -> None:
-        self.tally = Tally(members)
+    def __init__(self, members: list[Member], view: View | None = None) -> None:
+        self.tally, self.view = Tally(members), view or View()
         self._due = self.tally.clock() + self.every
 
     def __call__(self, event: Event) -> None:
@@ -67,7 +80,7 @@ class Lines(_Counting):
     every = LINE_EVERY
 
     def show(self) -> None:
-        print(f"shoal: {line(self.tally)}", file=sys.stderr, flush=True)
+        print(f"shoal: {self.view.line(self.tally)}", file=sys.stderr, flush=True)
 
 
 class Live(_Counting):
@@ -75,11 +88,11 @@ class Live(_Counting):
 
     every = LIVE_EVERY
 
-    def __init__(self, members: list[Member], console: Any = None) -> None:
+    def __init__(self, members: list[Member], console: Any = None, view: View | None = None) -> None:
         from rich.console import Console
         from rich.live import Live as RichLive
 
-        super().__init__(members)
+        super().__init__(members, view)
         console = console or Console(stderr=sys.stderr.isatty())
         self.live = RichLive(console=console, auto_refresh=False, vertical_overflow="ellipsis")
 
@@ -93,7 +106,7 @@ class Live(_Counting):
         self.live.stop()
 
     def show(self) -> None:
-        self.live.update(picture(self.tally), refresh=True)
+        self.live.update(self.view.picture(self.tally), refresh=True)
 
 
 class Notebook(_Counting):
@@ -101,11 +114,11 @@ class Notebook(_Counting):
 
     every = 0.5
 
-    def __init__(self, members: list[Member]) -> None:
+    def __init__(self, members: list[Member], view: View | None = None) -> None:
         import rich  # noqa: F401  # without it there are plain lines
         from IPython.display import display
 
-        super().__init__(members)
+        super().__init__(members, view)
         self._display: Any = display
         self._handle: Any = None
 
@@ -126,7 +139,7 @@ class Notebook(_Counting):
         from rich.console import Console
 
         console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
-        console.print(picture(self.tally))
+        console.print(self.view.picture(self.tally))
         page = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>", clear=False)
         return {"text/html": page, "text/plain": console.export_text()}
 
@@ -295,15 +308,15 @@ def number(value: float) -> str:
     return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def progress_for(members: list[Member], wanted: bool) -> Progress:
+def progress_for(members: list[Member], wanted: bool, view: View | None = None) -> Progress:
     """The progress that suits where we are."""
     if not wanted:
         return Progress()
     try:
         if "ipykernel" in sys.modules:
-            return Notebook(members)
+            return Notebook(members, view)
         if sys.stderr.isatty() or sys.stdout.isatty():
-            return Live(members)
+            return Live(members, view=view)
     except ImportError:
         pass
-    return Lines(members)
+    return Lines(members, view)

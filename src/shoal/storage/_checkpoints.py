@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import DamagedError
-from shoal.storage import _atomic, _store
+from shoal.storage import _store, atomic
 from shoal.storage._store import Frozen
 
 
@@ -85,8 +85,8 @@ class Checkpoints:
                 continue
             number = max((int(path.stem) for path in self.of(copy.index)), default=0) + 1
             files.append((folder / f"{number:06d}.ckpt", copy.frozen.seal({"job": copy.job})))
-        failed += _atomic.write_many(files)
-        _atomic.write_many([copy.view for copy in copies if copy.view is not None], durable=False)
+        failed += atomic.write_many(files)
+        atomic.write_many([copy.view for copy in copies if copy.view is not None], durable=False)
         for paths in [self.of(copy.index) for copy in copies]:
             useful = [path for path in paths if path not in self._useless]
             for path in set(paths) - set(useful[-2:]):

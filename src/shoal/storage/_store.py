@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import DamagedError, NotStorable, describe
-from shoal.storage import _atomic
+from shoal.storage import atomic
 
 FORMAT = "2"
 START = b"shoal checkpoint "
@@ -150,7 +150,7 @@ class _Reader(pickle.Unpickler):
 
 def save(path: Path, state: Any, notes: dict[str, str] | None = None) -> None:
     """Write a state to one file, in one move."""
-    _atomic.write(path, freeze(state).seal(notes or {}))
+    atomic.write(path, freeze(state).seal(notes or {}))
 
 
 def load(path: Path) -> Any:

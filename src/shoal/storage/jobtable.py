@@ -65,6 +65,16 @@ class JobTable:
     def to_json(self) -> dict[str, Any]:
         return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}
 
+    def extend(self, other: JobTable) -> bool:
+        """Take in the jobs of another table that this one does not have; whether there are any."""
+        known = {job["name"] for job in self.jobs}
+        new = [job for job in other.jobs if job["name"] not in known]
+        if new:
+            self.jobs += new
+            self.parts |= other.parts
+            self.made_by = other.made_by | self.made_by
+        return bool(new)
+
     def keys(self) -> list[str]:
         """A short name for what each job is."""
         return [_hash(job) for job in self.jobs]

@@ -18,7 +18,7 @@ import importlib.util
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,13 +29,13 @@ from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
 from shoal.results import Result, Results, finite
-from shoal.storage import _atomic, _store
+from shoal.storage import _store, atomic
 from shoal.storage._checkpoints import Checkpoints, Copy
 from shoal.storage._histories import Histories, from_text, to_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
 from shoal.storage._jobdiff import compare, remarks
-from shoal.storage._lock import Lock
 from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
+from shoal.storage.lock import Lock
 from shoal.storage.lost_state import in_words, lost_state
 
 VERSION = 5
@@ -78,6 +78,9 @@ class RunFolder:
         self._lock = Lock(path)
         self._checkpoints = Checkpoints(path / "members")
         self._histories = Histories(path / "history")
+        self.grows = False
+        """Whether jobs may come later than the first ones."""
+        self._table = JobTable([])
         self._jobs: dict[int, str] = {}
         self._claimed: list[Member] = []
         self._not_storable: set[int] = set()
@@ -99,14 +102,23 @@ class RunFolder:
         finally:
             self._lock.release()
 
-    def claim(self, members: Sequence[Member], also: Mapping[str, Any] | None = None) -> bool:
+    def claim(
+        self,
+        members: Sequence[Member],
+        also: Mapping[str, Any] | None = None,
+        *,
+        grows: bool = False,
+        changed: Collection[str] = (),
+    ) -> bool:
         """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
 
-        `also`: what else makes them the same jobs, such as how they are split.
+        `also`: what else makes them the same jobs, such as how they are split. `grows`: jobs may come later, see `add`;
+        the folder may know the first of these only. `changed`: names of jobs whose settings the run itself changed.
 
         OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
         cannot be written; where its jobs.json is damaged.
         """
+        self.grows = grows
         table = JobTable.of(members, also, names_only=self.passing)
         if not self._is_run():
             raise OutError(
@@ -115,7 +127,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            return self._claim(members, table)
+            return self._claim(members, table, changed)
         except OSError as error:
             self._lock.release()
             raise OutError(
@@ -134,33 +146,45 @@ class RunFolder:
     def _saved(self) -> Iterator[Path]:
         return self.path.glob("members/*/*.ckpt")
 
-    def _claim(self, members: Sequence[Member], table: JobTable) -> bool:
+    def _claim(self, members: Sequence[Member], table: JobTable, changed: Collection[str]) -> bool:
         known = self.path / "jobs.json"
         held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
         if held is not None:
             there = JobTable.read(held)
-            self._check(members, there, table)
-            table = there  # whose keys the checkpoints have
-        else:
-            _atomic.write_sealed(known, {"version": VERSION, **table.to_json()})
-        self._jobs = {member.index: key for member, key in zip(members, table.keys(), strict=True)}
-        self._claimed = list(members)
-        _atomic.remove_left_overs(self.path)
+            self._check(members, there, table, changed)
+            self._table = there  # whose keys the checkpoints have
+        self._add(members, table)
+        atomic.remove_left_overs(self.path)
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
         for folder in FOLDERS:
-            _atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
+            atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
             (self.path / folder / "probe").unlink()
-        _atomic.sync_folder(self.path / "members")
+        atomic.sync_folder(self.path / "members")
         return held is not None or any(self._saved())
 
-    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable) -> None:
+    def add(self, members: Sequence[Member]) -> None:
+        """Write down jobs that come later than the first ones, before their first step."""
+        assert self.grows
+        try:
+            self._add(members, JobTable.of(members, names_only=self.passing))
+        except OSError as error:
+            raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
+
+    def _add(self, members: Sequence[Member], table: JobTable) -> None:
+        if self._table.extend(table):
+            atomic.write_sealed(self.path / "jobs.json", {"version": VERSION, **self._table.to_json()})
+        keys = dict(zip((job["name"] for job in self._table.jobs), self._table.keys(), strict=True))
+        self._jobs |= {member.index: keys[member.name] for member in members}
+        self._claimed += members
+
+    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]) -> None:
         """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
         self._know_again(held, here)
-        seen = compare(held, here)
+        seen = compare(held, here, grows=self.grows, changed=changed)
         unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
-        changed = [name for name in seen.other_weights if name not in unstable]
-        lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in changed)]
+        other = [name for name in seen.other_weights if name not in unstable]
+        lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other)]
         if lines:
             more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
             raise OutError(
@@ -189,7 +213,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            content = _atomic.read_sealed(path)
+            content = atomic.read_sealed(path)
         except DamagedError as error:
             raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
         if content.get("version") != VERSION:
@@ -210,7 +234,7 @@ class RunFolder:
     def save_plan(self, plan: Mapping[str, Any]) -> None:
         """Save how the jobs run: plain data, whatever a resume needs to do the same arithmetic."""
         try:
-            _atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
+            atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
         except OSError as error:
             raise OutError(f"out={str(self.path)!r}: plan.json cannot be written ({_reason(error)})") from None
 
@@ -318,7 +342,7 @@ class RunFolder:
                 (self.path / folder).mkdir(exist_ok=True)
             files = [(self._histories.path(i), [to_text(r.history)]) for i, r in enumerate(results)]
             files += [self._weights(index, result) for index, result in enumerate(results)]
-            for error in _atomic.write_many(files):
+            for error in atomic.write_many(files):
                 if error is not None:
                     raise error
             self._results(results)
@@ -335,7 +359,7 @@ class RunFolder:
         ]
         stamp = results[0].environment
         text = json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1)
-        _atomic.write_text(self.path / "results.json", text)
+        atomic.write_text(self.path / "results.json", text)
 
     def _weights(self, index: int, result: Result) -> tuple[Path, list[bytes]]:
         from safetensors.torch import save

@@ -17,10 +17,11 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.runtime.planning_context import PlanningContext, as_trained
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.resuming import as_trained
 from shoal.engine.units.arrange import arrange
 from shoal.preparation.checks import prepare
-from shoal.storage import _atomic
+from shoal.storage import atomic
 
 tried = test_choose.tried
 
@@ -150,9 +151,9 @@ def test_on_a_gpu_a_resumed_run_has_its_forms_again(form: str, tmp_path: Path, m
 
     with pytest.raises(KeyboardInterrupt):
         shoal.train(own(4000), device="cuda", out=tmp_path, compile=False, callbacks=[stop])
-    kept = _atomic.read_sealed(tmp_path / "plan.json")
+    kept = atomic.read_sealed(tmp_path / "plan.json")
     assert set(kept["plan"]["tiers"].values()) <= {"stacked", "streams"}
-    _atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
+    atomic.write_sealed(tmp_path / "plan.json", kept | {"plan": {"tiers": {str(i): form for i in range(3)}}})
     for path in (tmp_path / "members").glob("*/*.ckpt"):
         retiered(path, form)
     results = shoal.train(own(4000), device="cuda", out=tmp_path, compile=False)

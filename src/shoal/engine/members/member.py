@@ -88,6 +88,8 @@ class Member:
     """What the step logged, for each of this epoch's batches."""
     saved_state: SavedState = field(init=False)
     """Python state that no state_dict() has."""
+    pause_at: int | None = None
+    """The epoch after which it gives its place back until the run's supervisor lets it continue."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
@@ -134,6 +136,16 @@ class Member:
             return self.epoch >= self.job.epochs
         assert self.job.steps is not None
         return self.step >= self.job.steps
+
+    @property
+    def at_stop(self) -> bool:
+        """Whether it ends or pauses after this epoch, so that it is validated whatever `val_every` says."""
+        return self.finished() or self.epoch == self.pause_at
+
+    @property
+    def pausing(self) -> bool:
+        """Whether it has come to the epoch at which it pauses."""
+        return self.pause_at is not None and self.epoch >= self.pause_at and not self.place and not self.finished()
 
     def close_epoch(self) -> None:
         """Between epochs again."""

@@ -31,11 +31,11 @@ WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
 """With another one of these, what was best before says nothing."""
 
 
-def new_member(run: Run, job: Job) -> Member:
-    """A member for a job that was not in the run's list."""
-    index = 1 + max(member.index for member in run.all_members)
+def new_member(run: Run, job: Job, instead: Member | None = None) -> Member:
+    """A member for a job that was not in the run's list; `instead`: with the place of another one."""
+    index = 1 + max(member.index for member in run.all_members) if instead is None else instead.index
     named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
-    if any(member.name == named.name for member in run.all_members):
+    if any(member.name == named.name for member in run.all_members if member is not instead):
         raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
     member = prepare([named], run.planning.device)[0]
     member.index = index
@@ -55,8 +55,13 @@ def warm(member: Member, source: Member) -> None:
         ) from None
 
 
-def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) -> Member:
-    """A member that continues where another one is, with some of the job's fields changed."""
+def clone_of(
+    run: Run, source: Member, name: str, changes: Mapping[str, Any], *, instead: Member | None = None
+) -> Member:
+    """A member that continues where another one is, with some of the job's fields changed.
+
+    `instead`: it gets the place of this one, by `run.replace`.
+    """
     _check(source, changes)
     given = dict(changes)
     hparams = given.pop("hparams", {})
@@ -64,7 +69,8 @@ def clone_of(run: Run, source: Member, name: str, changes: Mapping[str, Any]) ->
         raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
     job = dataclasses.replace(source.job, name=name, hparams={**source.job.hparams, **hparams}, **given)
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
-        member = new_member(run, job)
+        member = new_member(run, job, instead)
+    member.data, member.val = source.data, member.val if "val" in given else source.val
     state = copy.deepcopy(run.written(source).state())
     if source.saved_state.job is not None:
         state["python"] = _apart(member, source, state["python"], given)

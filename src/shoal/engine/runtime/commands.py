@@ -1,4 +1,4 @@
-"""Commands to a run under way: given from any thread, carried out between two turns."""
+"""Commands to a run under way, carried out between two turns: given from any thread, or by the run's supervisor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.errors import ShoalError
 
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
 
 Command = Callable[["Run"], Any]
+
+
+class Supervisor(Protocol):
+    """Decides in the middle of a run which members continue, as a search does.
+
+    It is asked before the first round and after each one, in the run's own thread. A member with `pause_at` stops after
+    that epoch. Where `look` neither moves its `pause_at` nor ends it in the same round, it gives its place to others
+    and is in `run.paused`, until `look` calls `run.unpause`.
+    """
+
+    def look(self, run: Run) -> None:
+        """See what happened, and decide: set `pause_at`, or call `run.end`, `run.unpause`, `run.add`."""
 
 
 class EndedError(ShoalError, RuntimeError):

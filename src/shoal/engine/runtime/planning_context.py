@@ -40,7 +40,6 @@ from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.units.build import build, costs, requests, try_out
 from shoal.engine.units.looping import looped, worth_sharing
 from shoal.engine.units.trials import lone_seconds
-from shoal.jobs.early_stopping import Monitor
 from shoal.utils.set_up_times import timed
 from shoal.utils.tables import size
 
@@ -79,7 +78,7 @@ class PlanningContext:
             may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
             may_share: Whether members may train in other processes, for which they must be traced.
             most_threads: See `Executor`.
-            forms_changed: On a GPU: called with `forms` when they have changed.
+            forms_changed: Called with tiers by `note_tiers`, and on a GPU with `forms` when they have changed.
         """
         self.device = members[0].device
         self.timed, self.compile, self.tiers, self.thorough = timed, compile, dict(tiers or {}), thorough
@@ -113,7 +112,7 @@ class PlanningContext:
     def add(self, members: Sequence[Member]) -> None:
         """Work out what is to be known of these members."""
         with timed("traces"):
-            alone = looped(members, self.tiers) if self._may_loop else {}
+            alone = looped([*members, *self._stacked()], self.tiers) if self._may_loop else {}
             looping = [member for member in members if member.index in alone]
             if self.thorough or (self._may_share and worth_sharing(looping)):
                 looping = []
@@ -130,6 +129,26 @@ class PlanningContext:
             member.saved_state.watched = member.index not in self.recipes
         known = [member for alike in self.groups for member in alike.members]
         self._taken = memory.data_bytes(known) + memory.workspace_bytes(self.device)
+
+    def _stacked(self) -> list[Member]:
+        """Members that are under way in stacks, which others that are like them may join."""
+        return [
+            member
+            for alike in self.groups
+            for member in alike.members
+            if alike.recipes and member.status == "running" and self.request(member).tier == "stacked"
+        ]
+
+    def note_tiers(self, members: Sequence[Member]) -> None:
+        """Report the tiers of these members, where they are known; on a GPU that is when units are built."""
+        if not self.gpu and self._forms_changed is not None:
+            self._forms_changed({member.index: self.request(member).tier for member in members})
+
+    def replace(self, member: Member) -> None:
+        """Know this member instead of the one that has its place in the list."""
+        self.watch.drop({member.index})
+        self._drop({member.index})
+        self.add([member])
 
     def _groups(self, members: Sequence[Member]) -> list[Group]:
         for member in members:
@@ -379,17 +398,3 @@ def _restricted(groups: list[Group], wanted: set[int]) -> list[Group]:
         for alike in groups
     ]
     return [alike for alike in only if alike.members]
-
-
-def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:
-    """The forms that members on a GPU have trained in: what was written down of those that have, or else the tier that
-    is in their checkpoints. Folders of earlier versions have tiers written down that were planned and not taken."""
-    known = {member.index: (member.tier, tiers.get(member.index, "")) for member in members if member.batches}
-    return {index: form if form.partition(" ")[0] == tier else tier for index, (tier, form) in known.items() if tier}
-
-
-def beginning(member: Member) -> None:
-    """To where it was when it was built, for a member that has trained in another process only."""
-    member.step = member.epoch = member.batches = member.place = member.first_step = 0
-    member.history, member.losses, member.logs = [], [], {}
-    member.seconds, member.monitor = 0.0, Monitor.of(member.job)

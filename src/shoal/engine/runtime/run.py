@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import MemberLimit, Queue
+from shoal.engine.runtime._checkpointing import Checkpointing
+from shoal.engine.runtime._supervision import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Outcome, out_of_memory, words
 from shoal.reporting.events import Event, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
+from shoal.utils.weights import load_weights
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
     from shoal.engine.planning.planner import Part
-    from shoal.engine.runtime.commands import Controls
+    from shoal.engine.runtime.commands import Controls, Supervisor
     from shoal.engine.runtime.planning_context import PlanningContext
     from shoal.engine.tiers.unit import Unit
     from shoal.reporting.callbacks import Callbacks, Ending
@@ -44,6 +47,7 @@ class Run(UnitListener):
         folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
         numbers: Iterator[int] | None = None, all_members: list[Member] | None = None,
         before_turn: Callable[[dict[int, int]], object] | None = None, between: Callable[[], object] | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         """A run of these members, of which those that have not ended wait.
 
@@ -60,24 +64,24 @@ class Run(UnitListener):
                 while it runs are appended.
             before_turn: Called before each turn with the batches that each member will have had after it.
             between: Called once a round.
+            supervisor: Decides between rounds what becomes of members that pause.
         """
         self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
         self.members = {member.index: member for member in members}
-        self._in_folder = set(self.members)
-        """Members that the folder knows: not those that come later."""
+        self.paused: dict[int, Member] = {}
+        """Members without a place, until the supervisor lets them continue or ends them."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
         self.runners: list[UnitRunner] = []
         self._listener = tell
         self._queue = Queue(policy or Fifo())
         self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
-        self._save_every, self._saved = save_every, time.monotonic()
-        self._unsaved: list[Member] = []
+        self._checkpointing = Checkpointing(folder, save_every, members)
         self._changed = True
         self._limit = MemberLimit()
         self._interrupted = False
         self._numbers = numbers or itertools.count(1)
         self.all_members = list(members) if all_members is None else all_members
-        self._before_turn, self._between = before_turn, between
+        self._before_turn, self._between, self._supervisor = before_turn, between, supervisor
         for member in self.waiting.values():
             self._queue.add(planning.ticket(member, time.monotonic()))
 
@@ -85,7 +89,7 @@ class Run(UnitListener):
         """Train all members to their ends; what came of them is then in the members."""
         with on_interrupt(self.interrupt) if self.folder is not None else nullcontext():
             try:
-                while self._carry_out_commands():
+                while self._more():
                     self._admit()
                     self._turn()
                     self._save()
@@ -111,9 +115,9 @@ class Run(UnitListener):
             self._save(now=True)
         for runner in self.runners:
             runner.cancel()
-        for member in self.waiting.values():
+        for member in (*self.waiting.values(), *self.paused.values()):
             member.status = "cancelled"
-        self.runners, self.waiting = [], {}
+        self.runners, self.waiting, self.paused = [], {}, {}
 
     # --- which members run --------------------------------------------------------------------------------------------
 
@@ -192,13 +196,19 @@ class Run(UnitListener):
         self._tell("join", member, tier=runner.unit.tier, unit=runner.number, size=len(runner.members), **predicted)
 
     def _eject(self, indices: set[int]) -> None:
+        self.waiting |= {member.index: member for member in self._give_up_places(indices, self._queue.policy.name)}
+
+    def _give_up_places(self, indices: set[int], by: str) -> list[Member]:
+        """Take members out of their units, written back: they can continue in any unit."""
+        ejected: list[Member] = []
         for runner in self.runners:
             slots = [slot for slot, member in enumerate(runner.members) if member.index in indices]
-            for member in runner.eject(slots) if slots else []:
-                self.waiting[member.index] = member
-                self._unsaved.append(member)
-                self._tell("preempt", member, by=self._queue.policy.name)
+            ejected += runner.eject(slots) if slots else []
+        for member in ejected:
+            self._checkpointing.note(member)
+            self._tell("preempt", member, by=by)
         self.runners = [runner for runner in self.runners if runner.members]
+        return ejected
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -215,23 +225,23 @@ class Run(UnitListener):
             self._before_turn({m.index: m.batches + count for runner, count in pairs for m in runner.members})
         outcomes = turn(self.runners, batches, self.planning.executor, self._look, self.planning.renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.runners, outcomes, strict=True) if o.full and r.members]
-        self.runners += [alone for runner in self.runners for alone in self._separate(runner)]
-        self.runners = [runner for runner in self.runners if runner.members]
+        for runner in list(self.runners):
+            self.separate(runner)
         if full:
             runner, detail = full[0]
             self._memory_full(list(runner.members), detail, runner)
 
-    def _separate(self, runner: UnitRunner) -> list[UnitRunner]:
-        """Runners for members that cannot train beside the others any more."""
+    def separate(self, runner: UnitRunner) -> None:
+        """Give units of their own to members that cannot train beside the others any more."""
         units = runner.separate()
         if units:
             self._tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
-        runners = []
         for unit, reason in units:
-            runners.append(UnitRunner(unit, self, next(self._numbers)))
-            self.planning.add_part(runners[-1], self.planning.run_alone(unit.members[0], reason))
-            self._tell_join(runners[-1], unit.members[0])
-        return runners
+            alone = UnitRunner(unit, self, next(self._numbers))
+            self.runners.append(alone)
+            self.planning.add_part(alone, self.planning.run_alone(unit.members[0], reason))
+            self._tell_join(alone, unit.members[0])
+        self.runners = [other for other in self.runners if other.members]
 
     def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
         """Note what a unit's turn took, before its results are worked off."""
@@ -253,15 +263,12 @@ class Run(UnitListener):
         reason, others = f"memory was full ({detail})", [m for m in self._running() if m not in members]
         if len(members) == 1 and not others:
             self._limit.forget()
-            members[
-                0
-            ].error = f"{reason} with no other job beside it; use a smaller network or batch_size, or accumulate"
-            if runner is not None:
-                runner.leave({0: "failed"})
-                self.runners = []
-            else:
-                self._fail(members[0])
-            return
+            (last,) = members
+            last.error = f"{reason} with no other job beside it; use a smaller network or batch_size, or accumulate"
+            if runner is None:
+                return self._fail(last)
+            self.runners = []
+            return runner.leave({0: "failed"})
         half = len(members) // 2
         most = len(others) + half if half else max(1, len(others) // 2)
         self._limit.lower(most, {self.planning.request(member).key for member in members})
@@ -302,68 +309,86 @@ class Run(UnitListener):
 
     def _ended(self, member: Member) -> None:
         self._changed = True
-        self._unsaved.append(member)
+        self._checkpointing.note(member)
         self._tell_leave(member)
 
     def _tell_leave(self, member: Member) -> None:
         self._tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
 
     def _save(self, *, now: bool = False) -> None:
-        """Save all members that run, when it is time; and those that have left, at once."""
-        if self.folder is None:
-            return
-        start = time.monotonic()
-        due = now or (start - self._saved >= self._save_every and not self.folder.busy)
-        members, self._unsaved = self._unsaved, []
-        members = [m for m in members if m.status == "running" or not self.folder.passing]
-        if due:
-            self._saved = start
-            for runner in self.runners:
-                if runner.unit.at_step_boundary:
-                    runner.unit.write_back()
-                    members += runner.members
-        members = [member for member in members if member.index in self._in_folder]
-        if members:
-            self.folder.save_many(members)
-        if due:
-            self._tell("checkpoint", members=len(members), seconds=time.monotonic() - start)
+        tell = lambda members, seconds: self._tell("checkpoint", members=members, seconds=seconds)  # noqa: E731
+        self._checkpointing.save(self.runners, tell, now=now)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _carry_out_commands(self) -> bool:
+    def _more(self) -> bool:
         """Do what was asked for since the last round; whether there is something to train."""
         if self.controls is not None and self.controls.carry_out(self):
             self.planning.renewals.due = True
+        if self._supervisor is not None:
+            supervise(self, self._supervisor)
         return bool(self.waiting or self.runners)
 
-    def end(self, index: int, status: str, error: str | None = None) -> bool:
-        """End a member here and now; whether it had not ended yet."""
-        if index in self.waiting:
-            member = self.waiting.pop(index)
+    def end(self, indices: set[int], status: str, error: str | None = None) -> list[Member]:
+        """End members here and now; those that had not ended yet."""
+        ended = self.take_out(indices & self.waiting.keys(), status)
+        ended += [self.paused.pop(index) for index in sorted(indices & self.paused.keys())]
+        for member in ended:
             member.status, member.error = status, error
-            self._queue.remove(index)
+            if member.best is not None:
+                load_weights(member.model, member.best)
             self._ended(member)
-            return True
-        runner = next((runner for runner in self.runners if self.members.get(index) in runner.members), None)
-        if runner is None:
-            return False
-        slot = runner.members.index(self.members[index])
-        (member := runner.members[slot]).error = error
-        runner.leave({slot: status})
-        if status == "cancelled":  # for good, and not until the run is resumed
-            self._queue.remove(index)
-            self._changed = True
-            self._unsaved.append(member)
-        self.runners = [other for other in self.runners if other.members]
-        return True
+        for runner in self.runners:
+            leaving = {slot: member for slot, member in enumerate(runner.members) if member.index in indices}
+            for member in leaving.values():
+                member.error = error
+            runner.leave(dict.fromkeys(leaving, status))
+            ended += leaving.values()
+            for member in leaving.values() if status == "cancelled" else ():  # for good, not until the run is resumed
+                self._queue.remove(member.index)
+                self._changed = True
+                self._checkpointing.note(member)
+        self.runners = [runner for runner in self.runners if runner.members]
+        return ended
 
-    def add(self, member: Member) -> None:
-        """One more member, which waits for its place."""
-        self.planning.add([member])
-        self._queue.add(self.planning.ticket(member, time.monotonic()))
-        self.members[member.index] = self.waiting[member.index] = member
-        self.all_members.append(member)
+    def add(self, *members: Member) -> None:
+        """More members, which wait for their places."""
+        self.planning.add(members)
+        self.planning.note_tiers(members)
+        self.planning.renewals.due = True
+        self.all_members += members
+        self._checkpointing.add(members, self.planning.recipes)
+        self.put_back(members)
+
+    def replace(self, member: Member) -> None:
+        """Put a member in the place of the one that has its index; it waits for a unit."""
+        self.take_out({member.index}, "a copy")
+        self.paused.pop(member.index, None)
+        self._checkpointing.forget(member)
+        self.planning.replace(member)
+        self.all_members[self.all_members.index(self.members[member.index])] = member
+        self.put_back([member])
+
+    def take_out(self, indices: set[int], by: str) -> list[Member]:
+        """Take members out of their units, written back, or out of the queue."""
+        members = [self.waiting.pop(index) for index in sorted(indices & self.waiting.keys())]
+        members += self._give_up_places(indices, by)
+        for member in members:
+            self._queue.remove(member.index)
+        self._changed |= bool(members)
+        return members
+
+    def put_back(self, members: Sequence[Member]) -> None:
+        """Let members wait for places: new ones, ones that were taken out, or others instead of these."""
+        for member in members:
+            self._queue.add(self.planning.ticket(member, time.monotonic()))
+            self.members[member.index] = self.waiting[member.index] = member
         self._changed = True
+
+    def unpause(self, index: int) -> None:
+        """Let a member continue, to its end or its next pause."""
+        if index in self.paused:
+            self.put_back([self.paused.pop(index)])
 
     def written(self, member: Member) -> Member:
         """A member, with its weights and state written back from its unit."""

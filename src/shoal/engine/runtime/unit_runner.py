@@ -148,7 +148,7 @@ class UnitRunner:
         whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
         for slot in slots:
             members[slot].epoch += 1
-        due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].finished())]
+        due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].at_stop)]
         values = self._validate(due) if due else {}
         watched: dict[int, float | None] = {}
         for slot in slots:

@@ -1,0 +1,106 @@
+"""`shoal tune FILE`: search for the best settings of a training."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.train import how_to_resume
+
+MISSING = object()
+
+
+def tune(
+    file: Annotated[
+        str,
+        typer.Argument(help="A Python file with make_job and space, and settings, a dict, for more of shoal.tune's."),
+    ],
+    max_epochs: Annotated[int | None, typer.Option(min=1, help="The longest that a trial trains.")] = None,
+    metric: Annotated[str | None, typer.Option(help="What is compared: val_loss, or one of the jobs' metrics.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; by default as the metric's name says.")] = None,
+    eta: Annotated[int | None, typer.Option(min=2, help="A rung keeps one in eta; by default 3.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="hyperband, successive-halving, asha, pbt or none; by default hyperband.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="random, grid, or Optuna's tpe, cma, gp, nsga2; by default random.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="How many settings are tried.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the search; jobs have their own.")] = None,
+    storage: Annotated[str | None, typer.Option(help="An Optuna storage, such as sqlite:///study.db.")] = None,
+    study_name: Annotated[str | None, typer.Option(help="The study's name in the storage.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the study and its weights; run the same command to resume.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory limit, such as 20GB; by default 90 % of free memory.")
+    ] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
+    ] = None,
+    progress: Annotated[
+        bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what happens as JSON, an object a line; the last one is the study.")
+    ] = False,
+) -> None:
+    """Search for the best settings of a training, many trials in one run.
+
+    What the command line says wins over the file's settings.
+    The exit status is 1 when no trial has a value, 130 after Ctrl-C.
+    """
+    given = {name: value for name, value in locals().items() if value is not None and name not in ("file", "as_json")}
+    given["out"] = str(out) if out is not None else None
+    given["num_trials"] = given.pop("trials", None)
+    make_job, space, settings = load_search(file)
+    settings |= {name: value for name, value in given.items() if value is not None}
+    settings.setdefault("progress", not as_json)
+    study = _tune(make_job, space, settings, as_json)
+    if as_json:
+        typer.echo(json.dumps({"kind": "study", **study.to_dict()}))
+    else:
+        typer.echo(study.table())
+    if study.to_dict()["best"] is None:
+        raise typer.Exit(1)
+
+
+def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A file's make_job, space and settings; ValueError where it is no search."""
+    if not file.endswith(".py"):
+        raise ValueError(f"{file!r} is no Python file; name one with make_job and space: search.py")
+    from shoal.jobfile.importing import import_code
+
+    module = import_code(file, Path.cwd())
+    make_job, settings = getattr(module, "make_job", MISSING), getattr(module, "settings", {})
+    if make_job is MISSING:
+        raise ValueError(f"{file!r} has no make_job; define make_job(params), which returns a shoal.Job")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file!r} has settings that are a {type(settings).__name__}; use a dict")
+    return make_job, getattr(module, "space", None), dict(settings)
+
+
+def _tune(make_job: Any, space: Any, settings: dict[str, Any], as_json: bool) -> Any:
+    from shoal.reporting.events import JsonLines
+    from shoal.tune.studies.api import arguments, tune
+
+    unknown = sorted(settings.keys() - arguments())
+    if unknown:
+        raise ValueError(
+            f"settings has {unknown[0]!r}, which shoal.tune does not take; it takes {', '.join(arguments())}"
+        )
+    if "max_epochs" not in settings:
+        raise ValueError("max_epochs is not set; add --max-epochs 81, or settings = {'max_epochs': 81} to the file")
+    if as_json:
+        settings["events"] = JsonLines(sys.stdout)
+    try:
+        return tune(make_job, space, **settings)
+    except KeyboardInterrupt:
+        print(f"shoal: {how_to_resume(settings.get('out'))}", file=sys.stderr)
+        raise

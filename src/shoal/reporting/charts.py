@@ -1,0 +1,182 @@
+"""Charts as SVG for a page that opens without a network: points and lines over two axes, and parallel coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+WIDTH, HEIGHT, WIDE = 480, 300, 960
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
+
+STYLE = """
+svg.chart{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}
+svg.chart text{fill:var(--text);paint-order:stroke;stroke:var(--card);stroke-width:3px}
+svg.chart .axis{stroke:var(--line);stroke-width:1}
+svg.chart .grid{stroke:var(--line);stroke-width:.5;opacity:.6}
+svg.chart polyline{fill:none;stroke-width:1.5;stroke-linejoin:round}
+"""
+"""CSS that a page with charts needs, beside the colours --text, --line, --card and --accent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to places along an axis of the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Where a value is drawn; one beyond an end, at that end."""
+        low, high = self._of(self.low), self._of(self.high)
+        share = (self._of(min(max(value, self.low), self.high)) - low) / (high - low) if high > low else 0.5
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def _of(self, value: float) -> float:
+        return math.log(value) if self.log else value
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """Round numbers along the axis."""
+        if self.high <= self.low:
+            return [self.low]
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            if last - first >= 2:
+                return [10.0**power for power in range(first, last + 1, 1 + (last - first) // most)]
+            fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+            return [tick for tick in fine if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
+        rough = (self.high - self.low) / most
+        size = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+@dataclass(slots=True)
+class Series:
+    """Points that belong together."""
+
+    points: Sequence[tuple[float, float]]
+    label: str = ""
+    """What is shown where the pointer rests."""
+    color: str = "var(--accent)"
+    line: bool = True
+    """Joined by a line; False: a mark each."""
+    hollow: bool = False
+    opacity: float = 1.0
+    labels: Sequence[str] = field(default_factory=list)
+    """What is shown of each mark."""
+
+
+def spread(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """The range to draw: of all values, or without the few that lie so far out that nothing else would be seen."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if not finite:
+        return 0.0, 1.0
+    cut = int(len(finite) * (1 - share))
+    low, high = finite[cut], finite[-1 - cut]
+    room = 0.5 * (high - low)
+    return max(finite[0], low - room), min(finite[-1], high + room)
+
+
+def is_log(values: Sequence[float]) -> bool:
+    """Whether positive values lie so far apart that a logarithmic axis shows them better."""
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= 50
+
+
+def chart(series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False) -> str:
+    """Points and lines over two axes."""
+    points = [(x, y) for each in series for x, y in each.points if math.isfinite(x) and math.isfinite(y)]
+    if not points:
+        return '<p class="note">There is nothing to draw.</p>'
+    x = Scale(min(p[0] for p in points), max(p[0] for p in points), LEFT + 8, WIDTH - RIGHT - 8, log_x)
+    y = Scale(*spread([p[1] for p in points]), HEIGHT - BOTTOM - 8, TOP + 8)
+    parts = [_axes(x, y, x_label, y_label)]
+    for each in series:
+        seen = [(x(a), y(b)) for a, b in each.points if math.isfinite(a) and math.isfinite(b)]
+        if each.line and len(seen) > 1:
+            places = " ".join(f"{a:g},{b:g}" for a, b in seen)
+            style = f'stroke="{each.color}" opacity="{each.opacity:g}"'
+            parts.append(f'<polyline points="{places}" {style}>{_title(each.label)}</polyline>')
+        else:
+            labels = each.labels or [each.label] * len(seen)
+            fill = "none" if each.hollow else each.color
+            parts += [
+                f'<circle cx="{a:g}" cy="{b:g}" r="3" fill="{fill}" stroke="{each.color}" opacity="{each.opacity:g}">'
+                f"{_title(label)}</circle>"
+                for (a, b), label in zip(seen, labels, strict=False)
+            ]
+    return _svg(WIDTH, HEIGHT, f"{y_label} over {x_label}", parts)
+
+
+def parallel(names: Sequence[str], rows: Sequence[tuple[Sequence[Any], str, str]]) -> str:
+    """Parallel coordinates: an axis for each name, a line for each row of values with its colour and its label.
+
+    Axes of numbers are linear or logarithmic, as their values ask for; other values stand in the order of their text.
+    """
+    if not rows:
+        return '<p class="note">There is nothing to draw.</p>'
+    step = (WIDE - 2 * 60) / max(1, len(names) - 1)
+    parts, places = [], []
+    for index, name in enumerate(names):
+        at = round(60 + index * step, 1)
+        column = [values[index] for values, _, _ in rows]
+        heights, ticks = _column(column)
+        places.append(heights)
+        parts.append(f'<line class="axis" x1="{at:g}" x2="{at:g}" y1="{TOP + 18}" y2="{HEIGHT - 22}"/>')
+        parts.append(f'<text x="{at:g}" y="{TOP + 4}" text-anchor="middle" font-weight="600">{escape(name)}</text>')
+        parts += [
+            f'<text x="{at + 5:g}" y="{height + 4:g}" font-size="12">{escape(text)}</text>' for text, height in ticks
+        ]
+    lines = []
+    for row, (_, color, label) in enumerate(rows):
+        points = " ".join(f"{60 + index * step:.1f},{heights[row]:g}" for index, heights in enumerate(places))
+        lines.append(f'<polyline points="{points}" stroke="{color}" opacity=".7">{_title(label)}</polyline>')
+    return _svg(WIDE, HEIGHT, f"parallel coordinates of {', '.join(names)}", [*lines, *parts])
+
+
+def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[str, float]]]:
+    """Where each value is drawn on its axis, and what is written along it."""
+    bottom, top = HEIGHT - 26.0, TOP + 22.0
+    numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
+    if len(numbers) == len(values):
+        low, high = spread(numbers)
+        scale = Scale(low, high, bottom, top, is_log(numbers))
+        few = sorted(set(numbers))
+        ticks = few if len(few) <= 5 else scale.ticks(4)
+        return [scale(number) for number in numbers], [(f"{tick:.4g}", scale(tick)) for tick in ticks]
+    kinds = sorted({str(value) for value in values})
+    scale = Scale(0, max(1, len(kinds) - 1), bottom, top)
+    return [scale(kinds.index(str(value))) for value in values], [(kind[:16], scale(i)) for i, kind in enumerate(kinds)]
+
+
+def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for tick in y.ticks():
+        at = y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:g}" y2="{at:g}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:g}" text-anchor="end">{tick:.4g}</text>')
+    for tick in x.ticks():
+        parts.append(f'<text x="{x(tick):g}" y="{bottom + 16}" text-anchor="middle">{tick:.4g}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{bottom}"/>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    place = f'x="12" y="{(TOP + bottom) / 2:g}" transform="rotate(-90 12 {(TOP + bottom) / 2:g})"'
+    parts.append(f'<text {place} text-anchor="middle">{escape(y_label)}</text>')
+    return "".join(parts)
+
+
+def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+    head = f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
+    return head + "".join(parts) + "</svg>"
+
+
+def _title(label: str) -> str:
+    return f"<title>{escape(label)}</title>" if label else ""

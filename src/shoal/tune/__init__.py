@@ -1,0 +1,59 @@
+"""Searches over jobs: `shoal.tune(make_job, space, ...)`, and what it takes and returns.
+
+The package is called like the function. Names are loaded when they are used, so that `shoal --help` does not wait for
+torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.tune.population import PBT as PBT
+    from shoal.tune.schedulers import ASHA as ASHA
+    from shoal.tune.schedulers import Goal as Goal
+    from shoal.tune.schedulers import Hyperband as Hyperband
+    from shoal.tune.schedulers import NoScheduler as NoScheduler
+    from shoal.tune.schedulers import SuccessiveHalving as SuccessiveHalving
+    from shoal.tune.trial import Trial as Trial
+
+_HOME = {
+    "ASHA": "shoal.tune.schedulers",
+    "Goal": "shoal.tune.schedulers",
+    "Hyperband": "shoal.tune.schedulers",
+    "NoScheduler": "shoal.tune.schedulers",
+    "PBT": "shoal.tune.population",
+    "Study": "shoal.tune.studies.study",
+    "SuccessiveHalving": "shoal.tune.schedulers",
+    "Trial": "shoal.tune.trial",
+    "optimize": "shoal.tune.bridges.optimize",
+    "train_trial": "shoal.tune.bridges.optimize",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal.tune' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+class _Tune(ModuleType):
+    """This package, which is called like a function."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return import_module("shoal.tune.studies.api").tune(*args, **settings)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(import_module("shoal.tune.studies.api").tune)
+
+
+sys.modules[__name__].__class__ = _Tune

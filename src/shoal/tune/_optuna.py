@@ -1,0 +1,186 @@
+"""Optuna, loaded when it is used: our trials in its terms, its storages by their URLs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from shoal.errors import JobError, ShoalError, describe
+from shoal.tune.distributions import Distribution, to_optuna
+from shoal.tune.space import Space, parse
+from shoal.tune.trial import Trial
+
+
+class OptunaMissing(ShoalError, ImportError):
+    """Optuna, or a package that it needs for this, is not installed."""
+
+
+def load_optuna(need: str) -> ModuleType:
+    """Optuna itself; `need` says what for."""
+    try:
+        import optuna
+    except ImportError:
+        raise OptunaMissing(f"{need} needs Optuna: pip install 'shoal[tune]'") from None
+    return optuna
+
+
+@contextmanager
+def silent_log() -> Iterator[None]:
+    """Without Optuna's lines on studies that are made, which say nothing about the search."""
+    from optuna import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def state_of(trial: Trial) -> Any:
+    """The trial's state in Optuna's words. A trial that ended without a number failed, as Optuna has it too."""
+    from optuna.trial import TrialState
+
+    if trial.state == "complete":
+        return TrialState.FAIL if math.isnan(trial.value) else TrialState.COMPLETE
+    return {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}.get(trial.state, TrialState.RUNNING)
+
+
+def results_of(trial: Trial) -> list[float] | None:
+    """The values that Optuna compares trials by: the last one, or `objectives` of its attrs; None: it has none."""
+    from optuna.trial import TrialState
+
+    if state_of(trial) not in (TrialState.COMPLETE, TrialState.PRUNED):
+        return None
+    values = [float(each) for each in trial.attrs.get("objectives", [trial.value])]
+    return None if any(map(math.isnan, values)) else values
+
+
+def distributions_of(trial: Trial, space: Space | None) -> dict[str, Any]:
+    """Optuna's distributions of the trial's settings: those of the space, or those that were suggested for it."""
+    chosen: Mapping[str, Distribution] = space or (parse(trial.attrs["space"]) if trial.attrs.get("space") else {})
+    unknown = [name for name in trial.params if name not in chosen]
+    if unknown:
+        line = f"{trial.name}: what {', '.join(unknown)} was drawn from is not known; its attrs have no 'space'"
+        raise JobError(line)
+    return {name: to_optuna(chosen[name]) for name in trial.params}
+
+
+def frozen(trial: Trial, space: Space | None, **more: Any) -> Any:
+    """The trial as one of Optuna's, to be added to a study; `more`: what else it has there."""
+    from optuna.trial import create_trial
+
+    distributions = distributions_of(trial, space)
+    return create_trial(
+        state=state_of(trial),
+        values=results_of(trial),
+        params={name: trial.params[name] for name in distributions},
+        distributions=distributions,
+        intermediate_values=dict(trial.values),
+        **more,
+    )
+
+
+Values = Sequence[tuple[int, int, float]]
+"""Trials by the storage's ids, epochs and values."""
+
+_JOURNAL = "journal:///"
+
+
+def open_storage(storage: Any) -> Any:
+    """The storage of a URL: SQLAlchemy's, or journal:///file. A storage object is given back as it is.
+
+    Raises:
+        JobError: when it is no URL, or cannot be opened.
+    """
+    from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if isinstance(storage, BaseStorage):
+        return storage
+    if not isinstance(storage, str) or "://" not in storage:
+        raise JobError(
+            f"storage is {storage!r}; use a URL such as sqlite:///study.db, journal:///study.log or "
+            "postgresql+psycopg://user@host/database"
+        )
+    try:
+        if storage.startswith(_JOURNAL):
+            path = storage.removeprefix(_JOURNAL)
+            _mend_journal(path)
+            return JournalStorage(JournalFileBackend(path))
+        return RDBStorage(storage)
+    except ImportError as error:
+        driver = "psycopg[binary]" if storage.startswith("postgresql+psycopg:") else "its database driver"
+        if storage.startswith("postgresql:"):
+            driver = "psycopg2-binary"
+        raise OptunaMissing(f"storage {_hidden(storage)} needs {driver}: pip install '{driver}'") from error
+    except Exception as error:
+        raise JobError(f"storage {_hidden(storage)} cannot be opened: {describe(error)}") from error
+
+
+def close_storage(storage: Any) -> None:
+    """Close the connections of a storage; it opens new ones where it is used again."""
+    storage.remove_session()
+    engine = getattr(getattr(storage, "_backend", storage), "engine", None)
+    if engine is not None:
+        engine.dispose()
+
+
+def _mend_journal(path: str) -> None:
+    """Cut off a last line that a kill has left unfinished: what is appended to it could not be read any more."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    if not os.path.exists(path):
+        return
+    lock = JournalFileSymlinkLock(path)
+    lock.acquire()
+    try:
+        with open(path, "rb+") as file:
+            text = file.read()
+            file.truncate(text.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def _hidden(url: str) -> str:
+    """The URL without its password."""
+    scheme, _, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}{at}{host}"
+
+
+def value_writer(storage: Any) -> Callable[[Values], None]:
+    """What writes intermediate values: all in one transaction to a database, one after another elsewhere."""
+    backend = getattr(storage, "_backend", storage)
+    try:
+        from optuna.storages._rdb.models import TrialIntermediateValueModel as Model
+
+        columns = set(Model.__table__.columns.keys())
+        make = Model.intermediate_value_to_stored_repr
+        known = {"trial_id", "step", "intermediate_value", "intermediate_value_type"} <= columns
+    except (ImportError, AttributeError):  # other insides than those that we know: by the public way
+        known = False
+    if not known or not hasattr(backend, "engine"):
+        return lambda values: _one_by_one(storage, values)
+
+    def write(values: Values) -> None:
+        if not values:
+            return
+        names = ("trial_id", "step", "intermediate_value", "intermediate_value_type")
+        rows = [dict(zip(names, (id, epoch, *make(float(value))), strict=True)) for id, epoch, value in values]
+        try:
+            with backend.engine.begin() as connection:
+                connection.execute(Model.__table__.insert(), rows)
+        except Exception:  # one may be there already, if an answer of the database was lost
+            _one_by_one(storage, values)
+
+    return write
+
+
+def _one_by_one(storage: Any, values: Values) -> None:
+    for id, epoch, value in values:
+        storage.set_trial_intermediate_value(id, epoch, float(value))

@@ -1,0 +1,125 @@
+"""Optuna's samplers, by ask and tell on a study in memory.
+
+Nothing is stored here: `shoal.tune.optuna_storage` does that.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.errors import JobError
+from shoal.tune._optuna import OptunaMissing, frozen, load_optuna, results_of, silent_log, state_of
+from shoal.tune.space import Space
+from shoal.tune.trial import Trial
+
+NAMES = ("tpe", "cma", "gp", "nsga2")
+"""Samplers that go by a name."""
+
+
+class OptunaSampler:
+    """A sampler of Optuna's: one that has a name here ("tpe"), an object of Optuna's, or a study's own.
+
+    A named one starts from a new seed at each trial, made from `seed` and the trial's number, so that a study that was
+    killed continues with the same configurations. An object has its own seed, and after a restart draws anew.
+    """
+
+    def __init__(self, sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> None:
+        optuna = load_optuna("this sampler")
+        self.space, self.seed = space, seed
+        self._make: Callable[[int], Any] | None = None
+        directions = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
+        previous: list[Any] = []
+        if isinstance(sampler, optuna.Study):
+            directions, previous = [one.name.lower() for one in sampler.directions], sampler.get_trials()
+            sampler = sampler.sampler
+        elif isinstance(sampler, str):
+            self._make = _named(sampler)
+            sampler = self._make(seed)
+        elif not isinstance(sampler, optuna.samplers.BaseSampler):
+            raise JobError(f"sampler is {sampler!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
+        self._limit = getattr(sampler, "_n_min_trials", None)
+        with silent_log():
+            self._study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner(), directions=directions)
+        self._trials: dict[int, int] = {}  # by our numbers: their numbers in the study in memory
+        for each in previous:
+            if each.state.is_finished():
+                self._study.add_trial(each)
+
+    @property
+    def limit(self) -> int | None:
+        """How many different configurations there are: known of Optuna's grid alone."""
+        return None if self._limit is None else int(self._limit)
+
+    def ask(self, number: int) -> dict[str, Any]:
+        """The configuration of trial `number`."""
+        if self.space is None:
+            raise JobError("there is no search space to ask for; pass one, or a make_job that suggests its settings")
+        return dict(self._ask(number, self.space.to_optuna()).params)
+
+    def suggest(self, number: int) -> Any:
+        """Optuna's own trial, for a make_job that suggests its settings itself."""
+        return self._ask(number, None)
+
+    def _ask(self, number: int, distributions: dict[str, Any] | None) -> Any:
+        if self._make is not None:
+            self._study.sampler = self._make(random.Random(f"{self.seed}/{number}").getrandbits(32))
+        trial = self._study.ask(distributions)
+        self._trials[number] = trial.number
+        return trial
+
+    def tell(self, trial: Trial) -> None:
+        """Learn from a trial that has ended.
+
+        A trial that was not asked for here is added as it is: one of before a restart, or of a study that continues.
+        Those that have not ended are added too, so that a sampler keeps away from what others are trying.
+        """
+        place = self._trials.get(trial.number)
+        if place is None:
+            self._study.add_trial(frozen(trial, self.space, system_attrs=trial.attrs.get("sampler")))
+            self._trials[trial.number] = len(self._study.get_trials(deepcopy=False)) - 1
+            return
+        state, stored = state_of(trial), self._study.get_trials(deepcopy=False)[place]
+        if not state.is_finished() or stored.state.is_finished():
+            return
+        for epoch, value in trial.values.items():
+            self._study._storage.set_trial_intermediate_value(stored._trial_id, epoch, value)
+        try:
+            values = results_of(trial) if state.name == "COMPLETE" else None
+            self._study.tell(place, values, state)
+        except RuntimeError as error:  # a grid that is used up stops Study.optimize, which is not what runs here
+            if "stop" not in str(error):
+                raise
+        if stored.system_attrs:
+            trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[place].system_attrs)
+
+
+def _names() -> str:
+    return ", ".join(repr(name) for name in ("random", "grid", *NAMES))
+
+
+def _named(name: str) -> Callable[[int], Any]:
+    from optuna import samplers
+
+    if name == "cma":
+        try:
+            import cmaes  # noqa: F401
+        except ImportError:
+            raise OptunaMissing("the sampler 'cma' needs cmaes: pip install cmaes") from None
+    makers: dict[str, Callable[[int], Any]] = {
+        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # for trials at the same time
+        "cma": lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False),
+        "gp": lambda seed: samplers.GPSampler(seed=seed),
+        "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
+    }
+    if name not in makers:
+        raise JobError(f"sampler is {name!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
+
+    def make(seed: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before Optuna 5 some are called experimental
+            return makers[name](seed)
+
+    return make

@@ -1,0 +1,1 @@
+"""For searches that stay with Optuna or Ray Tune: their trials, packed."""

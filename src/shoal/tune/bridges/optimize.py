@@ -1,0 +1,296 @@
+"""An Optuna objective that trains one network, for many trials at a time.
+
+    def objective(trial):
+        job = shoal.Job(..., hparams={"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)})
+        return train_trial(trial, job, "accuracy").value("accuracy")
+
+    study.optimize(objective, n_trials=100)         # one after another
+    optimize(study, objective, n_trials=100)        # packed
+
+Each objective has a thread, and only one of them runs at any time: up to its call of `train_trial`, where it waits
+until all others have come that far. Their jobs are then trained as one pack, and the objectives continue, one after
+another. Code in an objective needs no locks, and random numbers that it draws do not depend on how threads are
+scheduled.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from shoal.errors import JobError, ShoalError, describe
+from shoal.jobs.job import Job
+from shoal.reporting.callbacks import MemberView
+from shoal.results import Result, Results
+from shoal.training import train
+
+AT_ONCE = 32
+"""Trials that train together where the caller does not say."""
+
+
+class TrainingFailed(ShoalError, RuntimeError):
+    """A job of an objective failed; the message is the job's error."""
+
+
+_steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The last step that each trial has reported."""
+
+
+class _Interrupted(BaseException):
+    """Ends an objective whose study is being interrupted."""
+
+
+def train_trial(trial: Any, job: Job, metric: str, **settings: Any) -> Result:
+    """Train a job for an Optuna trial, report `metric` after each epoch that has it, and end where the pruner says so.
+
+    An objective may train several jobs, one after another: their epochs are then reported one after another too.
+
+    Under `optimize` the jobs of many trials are trained together, with the settings given there. Elsewhere, as under
+    `study.optimize`, the job is trained alone; `settings` are then those of `shoal.train`.
+
+    Raises:
+        optuna.TrialPruned: when the study's pruner ended the training.
+        TrainingFailed: when the job failed.
+    """
+    if not isinstance(job, Job):
+        raise JobError(f"train_trial: {type(job).__name__} is no job; pass a shoal.Job")
+    objective = _current.objective
+    if objective is None:
+        request = _Request(trial, replace(job, name=f"trial {trial.number}"), metric)
+        _train([request], settings)
+    else:
+        if settings:
+            names = ", ".join(settings)
+            raise ValueError(f"train_trial: {names} would apply to one trial of a pack; pass {names} to optimize")
+        request = objective.wait(_Request(trial, replace(job, name=f"trial {trial.number}"), metric))
+    return request.outcome()
+
+
+def optimize(
+    study: Any,
+    objective: Callable[[Any], Any],
+    n_trials: int,
+    *,
+    at_once: int = AT_ONCE,
+    catch: Iterable[type[Exception]] | type[Exception] = (),
+    callbacks: Sequence[Callable[[Any, Any], None]] = (),
+    **settings: Any,
+) -> None:
+    """`study.optimize`, with the jobs of many trials trained together.
+
+    Args:
+        study: An Optuna study: its sampler, pruner and storage are used as they are.
+        objective: A function of a trial that calls `train_trial`, and returns its value or values.
+        n_trials: How many trials to run.
+        at_once: How many of them are asked for, and trained, at the same time. The sampler learns from a group when it
+            has ended.
+        catch: Exceptions that cost their trial alone. Others end the study when the trials under way have ended.
+        callbacks: Called with the study and the trial when a trial has ended.
+        settings: Those of `shoal.train`, such as device or memory.
+    """
+    if not callable(getattr(study, "ask", None)) or not callable(getattr(study, "tell", None)):
+        raise ValueError(f"study is {study!r}; pass an Optuna study: optuna.create_study(direction='maximize')")
+    for name, value in (("n_trials", n_trials), ("at_once", at_once)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; use a whole number, 1 or more")
+    caught = (catch,) if isinstance(catch, type) else tuple(catch)
+    for first in range(0, n_trials, at_once):
+        group = [_Objective(study.ask(), objective) for _ in range(min(at_once, n_trials - first))]
+        try:
+            _advance_all(group, settings)
+        except BaseException:
+            for each in group:
+                each.interrupt()
+                each.finish(study)
+            raise
+        errors = [each.finish(study, callbacks) for each in group]
+        for error in errors:
+            if error is not None and not isinstance(error, caught):
+                raise error
+
+
+def _advance_all(group: Sequence[_Objective], settings: dict[str, Any]) -> None:
+    """Run the objectives to their ends, and train what they ask for on the way."""
+    for each in group:
+        each.advance()
+    while waiting := [each for each in group if each.request is not None]:
+        _train([each.request for each in waiting if each.request is not None], settings)
+        for each in waiting:
+            each.advance()
+
+
+def _train(requests: Sequence[_Request], settings: dict[str, Any]) -> None:
+    """Train the jobs as one pack; each request then has its result, or what was wrong with its job."""
+    by_name = {request.job.name: request for request in requests}
+
+    def after_epoch(view: MemberView) -> None:
+        by_name[view.name].report(view)
+
+    def run(some: Sequence[_Request]) -> Results:
+        callbacks = [*settings.get("callbacks", ()), after_epoch]
+        return train([request.job for request in some], **{**settings, "callbacks": callbacks})
+
+    try:
+        good: Sequence[_Request] = requests
+        results = run(good)
+    except JobError:  # of one job, which the others must not pay for
+        good = [request for request in requests if request.check()]
+        if len(good) == len(requests):
+            raise
+        results = run(good) if good else Results([])
+    for request, result in zip(good, results, strict=True):
+        request.result = result
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A job that an objective wants to have trained."""
+
+    trial: Any
+    job: Job
+    metric: str
+    result: Result | None = None
+    error: Exception | None = None
+    pruned_at: int | None = None
+    reported: set[int] = field(default_factory=set)
+    before: int = 0
+    """Epochs that the trial has reported of other jobs, as of other folds: Optuna takes each step once."""
+
+    def __post_init__(self) -> None:
+        self.before = _steps.get(self.trial, 0)
+
+    def report(self, view: MemberView) -> None:
+        """Pass on the value of an epoch, and stop the member where the pruner says so."""
+        row = view.metrics
+        epoch = int(row.get("epoch", 0))
+        if self.metric not in row or epoch in self.reported:
+            return
+        self.reported.add(epoch)
+        if len(getattr(getattr(self.trial, "study", None), "directions", ())) > 1:
+            return  # with several objectives Optuna takes no reports, and does not prune
+        _steps[self.trial] = self.before + epoch
+        self.trial.report(row[self.metric], self.before + epoch)
+        if view.status == "running" and self.trial.should_prune():
+            self.pruned_at = epoch
+            view.stop("pruned")
+
+    def check(self) -> bool:
+        """Whether the job alone can be prepared."""
+        from torch import device
+
+        from shoal.preparation.checks import prepare
+
+        try:
+            prepare([self.job], device("cpu"))
+        except JobError as error:
+            self.error = error
+        return self.error is None
+
+    def outcome(self) -> Result:
+        """The result; raises what the objective has to know."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        if self.pruned_at is not None and self.result.status == "stopped":
+            from optuna import TrialPruned
+
+            raise TrialPruned(f"pruned after epoch {self.pruned_at}")
+        if self.result.status in ("failed", "cancelled"):
+            raise TrainingFailed(f"{self.job.name}: {self.result.error or self.result.status}")
+        if self.result.last(self.metric) is None:
+            names = ", ".join(name for row in self.result.history[:1] for name in row)
+            raise JobError(f"{self.job.name} has no {self.metric!r}; its history has {names}")
+        return self.result
+
+
+class _Current(threading.local):
+    """The objective that this thread runs."""
+
+    objective: _Objective | None = None
+
+
+_current = _Current()
+
+
+class _Objective:
+    """One trial's objective, in a thread that runs while `advance` waits, and waits otherwise."""
+
+    def __init__(self, trial: Any, function: Callable[[Any], Any]) -> None:
+        self.trial, self._function = trial, function
+        self.request: _Request | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._interrupted, self._ended = False, False
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=f"trial {trial.number}", daemon=True)
+
+    def advance(self) -> None:
+        """Let it run until it asks for a training, or ends."""
+        self.request = None
+        if self._thread.ident is None:
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+
+    def wait(self, request: _Request) -> _Request:
+        """In its own thread: ask for a training, and come back when that is done."""
+        self.request = request
+        self._back.release()
+        self._turn.acquire()
+        if self._interrupted:
+            raise _Interrupted
+        return request
+
+    def interrupt(self) -> None:
+        """End it, if it waits."""
+        self._interrupted = True
+        while self._thread.ident is not None and not self._ended:
+            self.advance()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        _current.objective = self
+        try:
+            if not self._interrupted:
+                self._value = self._function(self.trial)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended = True
+            self._back.release()
+
+    def finish(self, study: Any, callbacks: Sequence[Callable[[Any, Any], None]] = ()) -> BaseException | None:
+        """Give Optuna the outcome; returns what the objective raised, unless it was pruned."""
+        from optuna import TrialPruned
+        from optuna.trial import TrialState
+
+        if self._ended:
+            self._thread.join()
+        error = self._error
+        if isinstance(error, TrialPruned):
+            stored = study.tell(self.trial, state=TrialState.PRUNED)
+            error = None
+        elif error is not None or not self._ended or self._is_nan():
+            interrupted = isinstance(error, _Interrupted) or not self._ended
+            why = (
+                "the study was interrupted"
+                if interrupted
+                else describe(error)
+                if error
+                else f"its value is {self._value}"
+            )
+            self.trial.set_user_attr("error", why)
+            stored = study.tell(self.trial, state=TrialState.FAIL)
+        else:
+            stored = study.tell(self.trial, self._value)
+        for callback in callbacks:
+            callback(study, stored)
+        return error
+
+    def _is_nan(self) -> bool:
+        values = self._value if isinstance(self._value, Sequence) else [self._value]
+        return any(isinstance(value, float) and math.isnan(value) for value in values)

@@ -1,0 +1,339 @@
+"""A study written to one of Optuna's storages, for optuna-dashboard and all that reads Optuna's studies.
+
+    storage = OptunaStorage("sqlite:///study.db", "digits", mode="max", space=space, run="2024-05-01/1")
+    storage.attach(trials)              # after a restart: those that the study has had
+    storage.report(trial, 3, 0.91)      # at once: it is only remembered
+    storage.finish(trial)
+    storage.close()
+
+Reports are collected and written every few seconds by a thread of their own, all in one transaction where the storage
+can do so: training does not wait for a database. What a kill has left unwritten, `attach` adds after the restart. Each
+trial carries the key of its run and its number there, written in the same transaction that creates it, so that none is
+ever written twice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import uuid
+import warnings
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from shoal.errors import JobError, ShoalWarning, describe
+from shoal.storage.lock import alive
+from shoal.tune._optuna import (
+    close_storage,
+    frozen,
+    load_optuna,
+    open_storage,
+    results_of,
+    silent_log,
+    state_of,
+    value_writer,
+)
+from shoal.tune.space import Space
+from shoal.tune.trial import State, Trial
+
+KEY = "shoal:trial"
+"""The user attribute by which a stored trial is known: the run's key and the trial's number in it."""
+
+
+PROCESS = "shoal:process"
+"""The user attribute of a trial that nothing resumes: the process that trains it, and its machine."""
+
+
+HIDDEN = ("space", "sampler", "objectives", "no_job")
+"""Of a trial's attrs, those that say nothing to people."""
+
+
+class OptunaStorage:
+    """A mirror of one study's trials in a storage of Optuna's."""
+
+    def __init__(
+        self,
+        storage: Any,
+        study: str = "shoal",
+        *,
+        mode: str = "min",
+        metric: str | None = None,
+        space: Space | None = None,
+        run: str | None = None,
+        every: float = 2.0,
+    ) -> None:
+        """Open the storage, and the study of this name in it; it is made where there is none.
+
+        Args:
+            storage: A URL such as "sqlite:///study.db", "postgresql+psycopg://user@host/database" or
+                "journal:///study.log", a storage object of Optuna's, or an Optuna study.
+            study: The study's name there.
+            mode: "min" or "max"; a study that is there must have the same.
+            metric: What the values are, for people.
+            space: The search space; None where make_job suggests its settings.
+            run: What marks the trials of this run; the same after a restart. None: nothing resumes this run, and trials
+                that it leaves running are marked as failed by the next one that opens the study on this machine.
+            every: Seconds between two writes.
+        """
+        if space is not None:
+            space.check_storable()
+        self.space, self.every, self.run = space, every, run if run is not None else uuid.uuid4().hex[:12]
+        self._marks = {} if run is not None else {PROCESS: f"{os.getpid()} {socket.gethostname()}"}
+        self.study = _open(storage, study, mode, metric)
+        _check_compatible(self.study, space)
+        self._storage, self._id = self.study._storage, self.study._study_id
+        self._write_values = value_writer(self._storage)
+        self._trials: dict[int, Trial] = {}  # those that something is to be written of
+        self._stored: dict[int, _Stored] = {}
+        self._begun: dict[int, datetime] = {}  # when this run first saw each trial
+        self._lock = threading.Lock()  # of the two above
+        self._writing = threading.Lock()
+        self._wake, self._closed, self._failed = threading.Event(), False, False
+        self._unsure = False  # whether a write was broken off, so that what is stored has to be read again
+        self._thread: threading.Thread | None = None
+        for each in self.study.get_trials(deepcopy=False):
+            if not each.state.is_finished() and _is_left(each.user_attrs.get(PROCESS)):
+                self._abandon(each._trial_id)
+
+    def previous(self) -> list[Trial]:
+        """Trials of the study that ended and that are not this run's: for a sampler to learn from.
+
+        Their numbers are negative, so that none is taken for a trial of this run.
+        """
+        trials = self.study.get_trials(deepcopy=False)
+        others = [each for each in trials if each.state.is_finished() and self._number(each) is None]
+        return [_as_trial(each, place - len(others)) for place, each in enumerate(others)]
+
+    def attach(self, trials: Iterable[Trial]) -> None:
+        """Bring the storage up to these trials, which a restarted study has had: nothing is lost or written twice.
+
+        Trials of this run that the storage has as running, and that are not among them, have failed: nobody trains
+        them any more.
+        """
+        known = {trial.number: trial for trial in trials}
+        for number, each in self._synchronise().items():
+            if number not in known and not each.state.is_finished():
+                self._abandon(each._trial_id)
+        with self._lock:
+            self._trials |= {n: t for n, t in known.items() if not (n in self._stored and self._stored[n].finished)}
+        self.flush()
+
+    def _synchronise(self) -> dict[int, Any]:
+        """Read what the storage has of this run; its trials by their numbers."""
+        ours = {}
+        for each in self.study.get_trials(deepcopy=False):
+            number = self._number(each)
+            if number is not None:
+                self._stored[number] = _Stored(each._trial_id, set(each.intermediate_values), each.state.is_finished())
+                ours[number] = each
+        return ours
+
+    def begin(self, trial: Trial) -> None:
+        """Show a trial as running."""
+        self._note(trial)
+
+    def report(self, trial: Trial, epoch: int, value: float) -> None:
+        """A value of a trial, after an epoch; it is in `trial.values` too, or will be."""
+        with self._lock:
+            trial.values.setdefault(epoch, value)
+        self._note(trial)
+
+    def finish(self, trial: Trial) -> None:
+        """A trial has ended: complete, pruned or failed."""
+        self._note(trial)
+
+    def flush(self) -> None:
+        """Write everything that has been reported, now.
+
+        Raises what the storage raises; nothing is forgotten then, and the next call tries again.
+        """
+        with self._writing:
+            with self._lock:
+                waiting = [_copy(trial) for trial in self._trials.values()]
+                self._trials.clear()
+            try:
+                if self._unsure:
+                    self._synchronise()
+                self._unsure = True
+                self._write(waiting)
+                self._unsure = False
+            except BaseException:
+                with self._lock:
+                    self._trials = {trial.number: trial for trial in waiting} | self._trials
+                raise
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed."""
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.flush()
+        close_storage(self._storage)
+
+    def __enter__(self) -> OptunaStorage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _note(self, trial: Trial) -> None:
+        with self._lock:
+            self._trials[trial.number] = trial
+            self._begun.setdefault(trial.number, datetime.now())
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._flush_often, name="shoal storage", daemon=True)
+                self._thread.start()
+
+    def _flush_often(self) -> None:
+        while not self._wake.wait(self.every):
+            try:
+                self.flush()
+                self._failed = False
+            except Exception as error:
+                if not self._failed:
+                    line = (
+                        f"the storage cannot be written: {describe(error)}; training continues, and it is tried again"
+                    )
+                    warnings.warn(ShoalWarning(line), stacklevel=1)
+                self._failed = True
+
+    def _write(self, trials: list[Trial]) -> None:
+        rows: list[tuple[int, int, float]] = []
+        for trial in trials:
+            if trial.number not in self._stored:
+                self._create(trial)
+            stored = self._stored[trial.number]
+            if not stored.finished:
+                missing = [epoch for epoch in trial.values if epoch not in stored.epochs]
+                rows += [(stored.id, epoch, trial.values[epoch]) for epoch in missing]
+        self._write_values(rows)
+        written = {(id, epoch) for id, epoch, _ in rows}
+        for trial in trials:
+            stored = self._stored[trial.number]
+            stored.epochs |= {epoch for epoch in trial.values if (stored.id, epoch) in written}
+            state = state_of(trial)
+            if state.is_finished() and not stored.finished:
+                for name, value in _notes(trial).items():
+                    self._storage.set_trial_user_attr(stored.id, name, value)
+                self._storage.set_trial_state_values(stored.id, state, results_of(trial))
+                stored.finished = True
+
+    def _create(self, trial: Trial) -> None:
+        """The trial as it is, in one transaction."""
+        notes = {KEY: f"{self.run}/{trial.number}", **self._marks, "bracket": trial.bracket, **_notes(trial)}
+        template = frozen(trial, self.space, user_attrs=notes)
+        template.datetime_start = self._begun.get(trial.number, template.datetime_start)
+        id = self._storage.create_new_trial(self._id, template_trial=template)
+        self._stored[trial.number] = _Stored(id, set(trial.values), state_of(trial).is_finished())
+
+    def _abandon(self, id: int) -> None:
+        from optuna.trial import TrialState
+
+        self._storage.set_trial_user_attr(id, "error", "the run that trained it ended")
+        self._storage.set_trial_state_values(id, TrialState.FAIL)
+
+    def _number(self, stored: Any) -> int | None:
+        """The trial's number in this run; None: it is another's."""
+        run, _, number = str(stored.user_attrs.get(KEY, "")).rpartition("/")
+        return int(number) if run == self.run and number.isdigit() else None
+
+
+class _Stored:
+    """What the storage has of a trial."""
+
+    __slots__ = ("epochs", "finished", "id")
+
+    def __init__(self, id: int, epochs: set[int], finished: bool) -> None:
+        self.id, self.epochs, self.finished = id, epochs, finished
+
+
+def _open(storage: Any, name: str, mode: str, metric: str | None) -> Any:
+    optuna = load_optuna("a storage")
+    direction = f"{mode}imize"
+    if isinstance(storage, optuna.Study):
+        study = storage
+    else:
+        with silent_log():
+            study = optuna.create_study(
+                storage=open_storage(storage), study_name=name, direction=direction, load_if_exists=True
+            )
+    directions = [one.name.lower() for one in study.directions]
+    if directions != [direction]:
+        raise JobError(
+            f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to {direction}; "
+            "use another study name"
+        )
+    if metric is not None and study.user_attrs.get("metric") != metric:
+        study.set_user_attr("metric", metric)  # not by set_metric_names, which renames the column of data frames
+    return study
+
+
+def _check_compatible(study: Any, space: Space | None) -> None:
+    """JobError where trials of the study had other values for a setting than Optuna lets one study have."""
+    from optuna.distributions import check_distribution_compatibility
+
+    lines = []
+    for name, new in (space.to_optuna() if space is not None else {}).items():
+        old = next((t.distributions[name] for t in study.get_trials(deepcopy=False) if name in t.distributions), None)
+        try:
+            if old is not None:
+                check_distribution_compatibility(old, new)
+        except ValueError:
+            lines.append(
+                f"{name}: the study {study.study_name!r} has it from {old}; use the same, or another study name"
+            )
+    if lines:
+        raise JobError(*lines)
+
+
+def _notes(trial: Trial) -> dict[str, Any]:
+    """What people see of a trial that has ended, beside its values."""
+    if not state_of(trial).is_finished():
+        return {}
+    value = trial.value
+    error = trial.error or (f"its value is {value}" if trial.state == "complete" and math.isnan(value) else None)
+    more = {name: value for name, value in trial.attrs.items() if name not in HIDDEN}
+    return {"rung": trial.rung, **more} | ({"error": error} if error else {})
+
+
+def _is_left(process: Any) -> bool:
+    """Whether the process that trained a trial has ended; of one on another machine that is not known."""
+    pid, _, host = str(process or "").partition(" ")
+    return pid.isdigit() and host == socket.gethostname() and not alive(int(pid))
+
+
+def _copy(trial: Trial) -> Trial:
+    """The trial as it is now: its study may change it while it is being written."""
+    return Trial(
+        trial.number,
+        dict(trial.params),
+        trial.state,
+        dict(trial.values),
+        trial.bracket,
+        trial.rung,
+        trial.error,
+        dict(trial.attrs),
+    )
+
+
+def _as_trial(stored: Any, number: int) -> Trial:
+    """A trial of Optuna's as one of ours; of several objectives, all are in its attrs."""
+    states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned"}
+    values = {int(step): float(value) for step, value in sorted(stored.intermediate_values.items())}
+    if stored.state.name == "COMPLETE" and stored.values is not None and len(stored.values) == 1:
+        values[max(values, default=1)] = float(stored.values[0])
+    return Trial(
+        number,
+        dict(stored.params),
+        states.get(stored.state.name, "failed"),
+        values,
+        int(stored.user_attrs.get("bracket", 0)),
+        int(stored.user_attrs.get("rung", 0)),
+        stored.user_attrs.get("error"),
+        {"objectives": list(stored.values)} if stored.values is not None and len(stored.values) > 1 else {},
+    )

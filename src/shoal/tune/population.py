@@ -1,0 +1,100 @@
+"""Population-based training (Jaderberg et al., 2017): the worst take over the state and the parameters of the best.
+
+All trials train side by side and pause every `interval` epochs. Then each of the worst takes the weights, optimizer and
+random state of one of the best (exploit) and the same parameters, some of them changed a little (explore).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shoal.errors import TuneError
+from shoal.tune import brackets as tables
+from shoal.tune.brackets import Bracket
+from shoal.tune.schedulers import TRAINING, Action, Exploit, Goal, Promote, Start, best_first
+from shoal.tune.trial import Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PBT:
+    """Population-based training."""
+
+    interval: int | None = None
+    """Epochs between two decisions; None: a tenth of `max_epochs`."""
+    share: float = 0.25
+    """The part of the population that is replaced at each decision, and the part that it is copied from."""
+    mutate: tuple[str, ...] | None = None
+    """Parameters that are changed; they must be settings of the optimizer. None: all numbers of the space."""
+    factors: tuple[float, ...] = (0.8, 1.2)
+    """What a number is multiplied by, one of these by chance."""
+    resample: float = 0.25
+    """How often a parameter is taken from another trial of the population instead."""
+    name: ClassVar[str] = "pbt"
+
+    def check(self, goal: Goal) -> None:
+        tables.check(goal.max_epochs, 2)
+        if goal.num_trials is None or goal.num_trials < 2:
+            raise TuneError(f"num_trials is {goal.num_trials!r}; 'pbt' trains a population: use 2 or more")
+        if self.interval is not None and not 1 <= self.interval <= goal.max_epochs:
+            raise TuneError(f"interval is {self.interval!r}; use 1 to max_epochs={goal.max_epochs}")
+        if not 0 < self.share <= 0.5:
+            raise TuneError(f"share is {self.share!r}; use more than 0 and at most 0.5")
+        unknown = sorted(set(self.mutate or ()) - set(goal.space)) if goal.space is not None else []
+        if unknown:
+            raise TuneError(
+                f"mutate names {unknown[0]!r}, which the space does not have; it has {', '.join(goal.space)}"
+            )
+
+    def brackets(self, goal: Goal) -> list[Bracket]:
+        return []
+
+    def until(self, goal: Goal, trial: Trial) -> int:
+        interval = self.interval or max(1, goal.max_epochs // 10)
+        return min(goal.max_epochs, (trial.rung + 1) * interval)
+
+    def decide(self, goal: Goal, trials: Sequence[Trial]) -> list[Action]:
+        assert goal.num_trials is not None
+        if len(trials) < goal.num_trials:
+            return [Start(0)] * (goal.num_trials - len(trials))
+        paused = [trial for trial in trials if trial.state == "paused"]
+        if not paused or any(trial.state in TRAINING for trial in trials):
+            return []
+        ranked = best_first(paused, self.until(goal, paused[0]), goal.mode)
+        count = min(int(self.share * goal.num_trials + 0.5) or 1, len(ranked) // 2)
+        best, worst = ranked[:count], {trial.number for trial in ranked[len(ranked) - count :]}
+        actions: list[Action] = []
+        for trial in paused:
+            if trial.number in worst:
+                draw = random.Random(f"{goal.seed} {trial.rung} {trial.number}")
+                source = draw.choice(best)
+                actions.append(Exploit(trial.number, source.number, self._explore(goal, source, paused, draw)))
+            else:
+                actions.append(Promote(trial.number))
+        return actions
+
+    def _explore(self, goal: Goal, source: Trial, population: Sequence[Trial], draw: random.Random) -> dict[str, Any]:
+        """The source's parameters, some of them changed."""
+        params = dict(source.settings)
+        numbers = [name for name, value in params.items() if isinstance(value, float)]
+        for name in numbers if self.mutate is None else self.mutate:
+            if draw.random() < self.resample or not _number(params[name]):
+                params[name] = draw.choice(population).settings[name]
+            else:
+                changed = params[name] * draw.choice(self.factors)
+                params[name] = _within(goal.space, name, round(changed) if isinstance(params[name], int) else changed)
+        return params
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _within(space: Any, name: str, value: Any) -> Any:
+    """A value inside its distribution's bounds, where it has any."""
+    distribution = space.get(name) if space is not None else None
+    low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
+    value = value if low is None else max(low, value)
+    return value if high is None else min(high, value)

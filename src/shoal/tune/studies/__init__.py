@@ -1,0 +1,1 @@
+"""Studies: the trials of a search as one run, what it writes down, and what comes out."""

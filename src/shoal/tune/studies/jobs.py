@@ -1,0 +1,71 @@
+"""The jobs of trials: what the user's make_job returns, checked and made as long as the study is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import TuneError
+from shoal.jobs.job import Job, default_epochs
+from shoal.tune.distributions import from_optuna
+from shoal.tune.samplers import DrawnSuggestions, Sampler
+from shoal.tune.space import Space
+from shoal.tune.trial import Trial
+
+
+class Jobs:
+    """Makes the job of a trial by the user's function, with settings of the sampler."""
+
+    def __init__(
+        self, make_job: Callable[[Any], Job], space: Space | None, sampler: Sampler, metric: str, max_epochs: int
+    ) -> None:
+        """`space`: None where make_job is given a trial and suggests its settings itself."""
+        if not callable(make_job):
+            raise TuneError(f"make_job is {make_job!r}; pass a function of the settings that returns a shoal.Job")
+        self._make_job, self._space, self._sampler = make_job, space, sampler
+        self._metric, self._max_epochs = metric, max_epochs
+
+    def draw(self, trial: Trial) -> Callable[[], Job]:
+        """Draw the settings of a new trial; what is returned makes its job, and raises what make_job raises."""
+        if self._space is not None:
+            trial.params = self._sampler.ask(trial.number)
+            return lambda: self.make(trial)
+        suggestions = self._sampler.suggest(trial.number)
+        return lambda: self._suggest(trial, suggestions)
+
+    def make(self, trial: Trial) -> Job:
+        """The job of a trial with the settings that it has; raises what make_job raises."""
+        if self._space is not None:
+            return self._checked(trial, dict(trial.settings))
+        return self._suggest(trial, DrawnSuggestions(trial.number, fixed=trial.settings))
+
+    def _suggest(self, trial: Trial, suggestions: Any) -> Job:
+        try:
+            return self._checked(trial, suggestions)
+        finally:
+            if not trial.params:
+                trial.params = dict(suggestions.params)
+                trial.attrs["space"] = space_of(suggestions)
+
+    def _checked(self, trial: Trial, given: Any) -> Job:
+        with default_epochs(self._max_epochs):
+            job: Any = self._make_job(given)
+        if not isinstance(job, Job):
+            raise TuneError(f"{trial.name}: make_job returned a {type(job).__name__}; return a shoal.Job")
+        if job.epochs != self._max_epochs:
+            length = f"epochs={job.epochs}" if job.steps is None else f"steps={job.steps}"
+            raise TuneError(
+                f"{trial.name}: its job has {length}, and the study trains up to max_epochs={self._max_epochs}; "
+                "leave epochs and steps out of the job"
+            )
+        known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
+        if job.step is None and self._metric not in known:
+            raise TuneError(f"metric is {self._metric!r}, which {trial.name} does not have; it has {', '.join(known)}")
+        return dataclasses.replace(job, name=trial.name)
+
+
+def space_of(suggestions: Any) -> dict[str, Any]:
+    """What a make_job suggested, as JSON can hold it."""
+    known = suggestions.distributions.items()
+    return {name: (each if hasattr(each, "to_json") else from_optuna(each)).to_json() for name, each in known}

@@ -1,0 +1,151 @@
+"""A study's own files in its folder.
+
+    study.json      what was asked for: another study in the same folder is refused
+    trials.jsonl    what happened to the trials, a line for each time that something did
+    lock            which process uses the folder
+    run/            the run folder: checkpoints, histories and weights of all trials
+
+A line of the journal is written whole or, after a kill, not at all: one that was cut short is dropped. Each line holds
+what has changed of some trials since the line before, so that a decision about many trials is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.errors import DamagedError, OutError
+from shoal.results import finite
+from shoal.storage import atomic
+from shoal.storage.lock import Lock
+from shoal.tune.trial import Trial
+
+VERSION = 1
+"""Of the format."""
+PLAIN = ("params", "state", "bracket", "rung", "error", "attrs")
+
+
+class Journal:
+    """The trials of a study as they are written down; without a folder nothing is."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+        self._written: dict[int, dict[str, Any]] = {}
+
+    def open(self, settings: Mapping[str, Any]) -> tuple[list[Trial], dict[str, Any]]:
+        """The trials that the folder holds, and the settings as they were written down first.
+
+        OutError where it holds another study, or files that are none; where another process uses it.
+        """
+        if self.folder is None:
+            return [], dict(settings)
+        self._lock = Lock(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = {entry.name for entry in self.folder.iterdir()}
+            if not held <= {"lock", ".study.json.tmp"} and "study.json" not in held:
+                raise OutError(f"out={str(self.folder)!r} has files in it that are no study; use a new or empty folder")
+            self._lock.acquire()
+            known = self._settings(settings)
+            trials = self._read()
+            self._file = (self.folder / "trials.jsonl").open("ab")
+        except OSError as error:
+            self._lock.release()
+            raise OutError(
+                f"out={str(self.folder)!r} cannot be written ({error.strerror}); make room or name another folder"
+            ) from None
+        except BaseException:
+            self._lock.release()
+            raise
+        return trials, known
+
+    def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.folder is not None
+        path = self.folder / "study.json"
+        asked: dict[str, Any] = json.loads(json.dumps(finite(dict(settings))))
+        if not path.exists():
+            atomic.write_sealed(path, {"version": VERSION, "settings": asked})
+            return asked
+        content = atomic.read_sealed(path)
+        held: dict[str, Any] = content["settings"]
+        for name in asked:
+            if name != "run" and held.get(name) != asked[name]:
+                raise OutError(
+                    f"out={str(self.folder)!r} holds another study: {name} was {held.get(name)!r} and is "
+                    f"{asked[name]!r}; use another folder, or remove this one"
+                )
+        return held
+
+    def _read(self) -> list[Trial]:
+        """The trials, in the order of their numbers; a line that was cut short is removed."""
+        assert self.folder is not None
+        path = self.folder / "trials.jsonl"
+        data = path.read_bytes() if path.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with path.open("r+b") as file:
+                file.truncate(whole)
+        trials: dict[int, Trial] = {}
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                for change in json.loads(line):
+                    _change(trials, change)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise DamagedError(
+                    f"{str(path)!r} is damaged in line {number}; put it back from a copy, or use another folder"
+                ) from None
+        self._written = {trial.number: _content(trial) for trial in trials.values()}
+        return [trials[number] for number in sorted(trials)]
+
+    def write(self, trials: Iterable[Trial]) -> None:
+        """Add a line with what is new of these trials; it is there when this returns, also after a kill."""
+        if self._file is None:
+            return
+        changes, durable = [], False
+        for trial in trials:
+            content, before = _content(trial), self._written.get(trial.number, {})
+            change = {name: value for name, value in content.items() if before.get(name, None) != value}
+            values = {epoch: v for epoch, v in content["values"].items() if epoch not in before.get("values", {})}
+            change.pop("values", None)
+            if change or values:
+                durable = durable or bool(change)
+                changes.append({"number": trial.number, **change, **({"values": values} if values else {})})
+                self._written[trial.number] = content
+        if not changes:
+            return
+        try:
+            self._file.write(json.dumps(changes).encode() + b"\n")
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutError(
+                f"out={str(self.folder)!r}: trials.jsonl cannot be written ({error.strerror}); make room, and call the "
+                "same again to resume"
+            ) from None
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._lock.release()
+
+
+def _content(trial: Trial) -> dict[str, Any]:
+    """A trial as JSON has it; numbers that JSON has no sign for are strings."""
+    plain = {name: json.loads(json.dumps(finite(getattr(trial, name)))) for name in PLAIN}
+    return {**plain, "values": {str(epoch): finite(value) for epoch, value in trial.values.items()}}
+
+
+def _change(trials: dict[int, Trial], change: dict[str, Any]) -> None:
+    number = int(change["number"])
+    trial = trials.setdefault(number, Trial(number, {}))
+    for name in PLAIN:
+        if name in change:
+            setattr(trial, name, change[name])
+    trial.values |= {int(epoch): float(value) for epoch, value in change.get("values", {}).items()}

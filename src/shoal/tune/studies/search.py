@@ -1,0 +1,304 @@
+"""A study's part in its run: makes the trials' jobs, follows their values, and carries out what the scheduler decides.
+
+The run asks after each of its rounds, in its own thread, so that what is decided depends on values alone. Everything is
+written to the journal before the run acts on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shoal.data import Pool
+from shoal.engine.members.member import Member
+from shoal.engine.runtime.clones import clone_of
+from shoal.engine.runtime.run import Run
+from shoal.errors import JobError, TuneError, describe
+from shoal.jobs.job import Job
+from shoal.preparation.checks import prepare
+from shoal.tune.samplers import Sampler
+from shoal.tune.schedulers import TRAINING, Action, Exploit, Goal, Promote, Scheduler, Start, Stop
+from shoal.tune.studies.jobs import Jobs
+from shoal.tune.studies.journal import Journal
+from shoal.tune.trial import State, Trial
+
+ENDS: dict[str, State] = {"done": "complete", "stopped": "complete", "diverged": "failed", "failed": "failed"}
+"""What a member's end is to its trial, where the scheduler did not end it."""
+
+
+class Observer(Protocol):
+    """Follows the trials of a study, as a storage or a display does."""
+
+    def begin(self, trial: Trial) -> None: ...
+    def report(self, trial: Trial, epoch: int, value: float) -> None: ...
+    def finish(self, trial: Trial) -> None: ...
+
+
+class TrialSearch:
+    """The trials of one study. Implements `shoal.training.Search`."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        goal: Goal,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        metric: str,
+        journal: Journal,
+        observers: Sequence[Observer] = (),
+        trials: Sequence[Trial] = (),
+    ) -> None:
+        """`trials`: those of the study that is resumed."""
+        self.jobs, self.goal, self.scheduler, self.sampler, self.metric = jobs, goal, scheduler, sampler, metric
+        self.trials = list(trials)
+        self._journal, self._observers = journal, observers
+        self._members: dict[int, Member] = {}
+        """By a trial's number; those whose job could not be made have none."""
+        self._rows: dict[int, int] = {}
+        """By a trial's number: the rows of its member's history that were seen."""
+        self._pool: Pool | None = None
+        self._begun = False
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of jobs that do not have the settings any more that they began with."""
+        return {trial.name for trial in self.trials if "params" in trial.attrs}
+
+    # --- jobs -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, device: torch.device) -> list[Member]:
+        """The members of all trials that were begun, and of those that begin now."""
+        self._pool = Pool(device)
+        for trial in self.trials:
+            self.sampler.tell(trial)
+        resumed = [trial for trial in self.trials if "no_job" not in trial.attrs]
+        members = prepare([self._again(trial) for trial in resumed], device, self._pool) if resumed else []
+        self._members = {trial.number: member for trial, member in zip(resumed, members, strict=True)}
+        begun = len(self.trials)
+        while starts := [a for a in self.scheduler.decide(self.goal, self.trials) if isinstance(a, Start)]:
+            members += self._start(starts, len(members), device)
+        if not members:
+            more = f" (and {len(self.trials) - 1} more trials)" if len(self.trials) > 1 else ""
+            raise JobError(f"no trial could be made: {self.trials[0].error}{more}")
+        self._announce(self.trials[begun:])
+        return members
+
+    def _again(self, trial: Trial) -> Job:
+        """The job of a trial that was begun before."""
+        try:
+            return self.jobs.make(trial)
+        except Exception as error:
+            raise TuneError(
+                f"{trial.name} was begun, and now its make_job raised {describe(error)}; mend it, or use another folder"
+            ) from error
+
+    def _start(self, starts: Sequence[Start], index: int, device: torch.device) -> list[Member]:
+        """Make new trials, and members for those that a job can be made for; `index`: of the first one."""
+        jobs: dict[int, Job] = {}
+        for start in starts:
+            trial = Trial(len(self.trials), {}, bracket=start.bracket)
+            self.trials.append(trial)
+            draw = self.jobs.draw(trial)
+            try:
+                jobs[trial.number] = draw()
+            except TuneError:
+                raise  # it would be the same for every trial
+            except Exception as error:
+                _no_job(trial, f"make_job raised {describe(error)}" if not isinstance(error, JobError) else str(error))
+        members = self._built(jobs, device)
+        for place, (number, member) in enumerate(members.items()):
+            member.index, member.pause_at = index + place, self._until(self.trials[number])
+        self._members |= members
+        return list(members.values())
+
+    def _announce(self, begun: Sequence[Trial]) -> None:
+        """Write down trials that have begun, before the run has their jobs."""
+        self._journal.write(begun)
+        for trial in begun:
+            self._tell_observers("begin", trial)
+            if trial.ended:
+                self._finish(trial)
+
+    def _built(self, jobs: dict[int, Job], device: torch.device) -> dict[int, Member]:
+        """Members for these jobs; where some have mistakes, for the others."""
+        if not jobs:
+            return {}
+        try:
+            return dict(zip(jobs, prepare(list(jobs.values()), device, self._pool), strict=True))
+        except JobError:
+            good = dict(jobs)
+            for number, job in jobs.items():
+                try:
+                    prepare([job], device, self._pool)
+                except JobError as error:
+                    _no_job(self.trials[number], error.lines[0])
+                    del good[number]
+            if len(good) == len(jobs):
+                raise
+        return self._built(good, device)
+
+    def _until(self, trial: Trial) -> int | None:
+        """Where it pauses; None: it trains to its end."""
+        until = self.scheduler.until(self.goal, trial)
+        return None if until >= self.goal.max_epochs else until
+
+    # --- during the run -------------------------------------------------------------------------------------------
+
+    def look(self, run: Run) -> None:
+        """See what the trials have reached, and do what the scheduler decides."""
+        first, self._begun = not self._begun, True
+        if first:
+            self._resume(run)
+        changed = self._follow()
+        self._journal.write(changed)
+        if first or any(trial.state not in TRAINING for trial in changed):
+            while actions := self.scheduler.decide(self.goal, self.trials):
+                self._carry_out(run, actions)
+
+    def _resume(self, run: Run) -> None:
+        """After members were restored: those whose trials have ended end, the others get their next pause."""
+        pruned = set()
+        for trial in self.trials:
+            member = self._members.get(trial.number)
+            if member is None or member.status != "running":
+                continue
+            if trial.state in ("pruned", "failed"):
+                pruned.add(member.index)
+            elif trial.state != "complete":  # one that has not saved its end trains the last of it again
+                member.pause_at = self._until(trial)
+        run.end(pruned, "stopped")
+
+    def _follow(self) -> list[Trial]:
+        """Take in new values and new states; the trials that have any."""
+        changed: dict[int, Trial] = {}
+        for number, member in self._members.items():
+            trial = self.trials[number]
+            rows = member.history[self._rows.get(number, 0) :]
+            if not rows and trial.ended:
+                continue
+            self._rows[number] = len(member.history)
+            for row in rows:
+                if self._take_in(trial, member, row):
+                    changed[number] = trial
+            state = self._state(trial, member)
+            if state != trial.state:
+                trial.state, trial.error = state, member.error if state == "failed" else None
+                changed[number] = trial
+                if trial.ended:
+                    self._finish(trial)
+        return list(changed.values())
+
+    def _take_in(self, trial: Trial, member: Member, row: dict[str, float]) -> bool:
+        """Note a row of a member's history; whether it holds something new."""
+        epoch = int(row["epoch"])
+        if self.metric not in row:
+            if member.job.val is None or "val_loss" in row:
+                names = ", ".join(name for name in row if name not in ("epoch", "step", "lr", "seconds"))
+                raise TuneError(f"metric is {self.metric!r}, which {trial.name} does not have; it has {names}")
+            return False
+        if epoch in trial.values:
+            return False
+        trial.values[epoch] = float(row[self.metric])
+        for observer in self._observers:
+            observer.report(trial, epoch, trial.values[epoch])
+        return True
+
+    def _state(self, trial: Trial, member: Member) -> State:
+        if trial.ended or member.status == "cancelled":
+            return trial.state
+        if member.status != "running":
+            return ENDS[member.status]
+        return "paused" if member.pausing else "running" if member.batches else "waiting"
+
+    def _finish(self, trial: Trial) -> None:
+        self.sampler.tell(trial)
+        self._tell_observers("finish", trial)
+
+    def _tell_observers(self, what: str, trial: Trial) -> None:
+        for observer in self._observers:
+            getattr(observer, what)(trial)
+
+    # --- decisions ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, run: Run, actions: Sequence[Action]) -> None:
+        """Note all of a decision in the journal as one line, and do it."""
+        exploits = [action for action in actions if isinstance(action, Exploit)]
+        copies = self._copies(run, exploits)
+        touched = [self.trials[action.number] for action in actions if not isinstance(action, Start)]
+        for action in actions:
+            if isinstance(action, Start):
+                continue
+            trial = self.trials[action.number]
+            if isinstance(action, Stop):
+                trial.state = "pruned"
+                continue
+            if isinstance(action, Exploit):
+                _note_mutation(trial, self.trials[action.source], action.params)
+            trial.rung, trial.state = trial.rung + 1, "running"
+        self._journal.write(touched)
+        for member in copies:
+            run.replace(member)
+        self._end(run, [self.trials[action.number] for action in actions if isinstance(action, Stop)])
+        for action in actions:
+            if isinstance(action, Promote | Exploit):
+                member = self._members[action.number]
+                member.pause_at = self._until(self.trials[action.number])
+                run.unpause(member.index)
+        starts = [action for action in actions if isinstance(action, Start)]
+        begun = len(self.trials)
+        new = self._start(starts, len(run.all_members), run.planning.device) if starts else []
+        self._announce(self.trials[begun:])
+        if new:
+            run.add(*new)
+
+    def _end(self, run: Run, trials: Iterable[Trial]) -> None:
+        trials = list(trials)
+        run.end({self._members[trial.number].index for trial in trials}, "stopped")
+        for trial in trials:
+            self._finish(trial)
+
+    def _copies(self, run: Run, exploits: Sequence[Exploit]) -> list[Member]:
+        """Members with others' states and new settings, saved: the journal may then say so."""
+        copies = []
+        for action in exploits:
+            trial, source = self.trials[action.number], self._members[action.source]
+            job = self.jobs.make(dataclasses.replace(trial, attrs={**trial.attrs, "params": action.params}))
+            _check_mutation(self.trials[action.source], action.params, source.job, job)
+            changes = {"hparams": job.hparams, "clip_norm": job.clip_norm}
+            before = self._members[action.number]
+            member = clone_of(run, source, trial.name, changes, instead=before)
+            member.seconds = before.seconds
+            copies.append(member)
+        if run.folder is not None:
+            for member in copies:
+                run.folder.save(member)
+        for action, member in zip(exploits, copies, strict=True):
+            self._members[action.number] = member
+            self._rows[action.number] = len(member.history)
+        return copies
+
+
+def _no_job(trial: Trial, error: str) -> None:
+    trial.state, trial.error, trial.attrs["no_job"] = "failed", error, True
+
+
+def _note_mutation(trial: Trial, source: Trial, params: dict[str, Any]) -> None:
+    """Write down whose state and which settings a trial got."""
+    changed = {name: [trial.settings.get(name), value] for name, value in params.items()}
+    changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+    history = [*trial.attrs.get("mutations", []), {"epoch": trial.epochs, "from": source.number, "changed": changed}]
+    trial.attrs = {**trial.attrs, "params": params, "mutations": history}
+
+
+def _check_mutation(source: Trial, params: dict[str, Any], before: Job, job: Job) -> None:
+    """TuneError where changed settings are not the optimizer's, so that nothing would change."""
+    names = [name for name, value in params.items() if source.settings.get(name) != value]
+    same = dict(before.hparams) == dict(job.hparams) and before.clip_norm == job.clip_norm
+    if names and same:
+        raise TuneError(
+            f"population-based training changes {', '.join(names)}, and the job's hparams and clip_norm stay the same; "
+            "name settings of the optimizer: PBT(mutate=('lr',))"
+        )

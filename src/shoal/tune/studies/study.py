@@ -1,0 +1,164 @@
+"""What comes out of a search: the trials, and the best one with its network."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import TuneError
+from shoal.results import Result, Results, finite
+from shoal.tune.brackets import Bracket
+from shoal.tune.schedulers import Mode
+from shoal.tune.trial import Trial
+from shoal.utils.tables import render
+
+
+def best_trial(trials: Sequence[Trial], mode: Mode) -> Trial | None:
+    """The trial with the best last value, which is that of its weights; of equals, the one that trained longer."""
+    known = [trial for trial in trials if trial.state != "failed" and not math.isnan(trial.value)]
+    sign = -1 if mode == "max" else 1
+    return min(known, key=lambda t: (sign * t.value, -t.epochs, t.number), default=None)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Study:
+    """A search that has ended."""
+
+    metric: str
+    mode: Mode
+    max_epochs: int
+    scheduler: str
+    trials: list[Trial]
+    brackets: list[Bracket]
+    """What was planned; empty where the scheduler has no plan beforehand."""
+    results: Results
+    """Of the trials that a job could be made for, in their order."""
+    seconds: float = 0.0
+    """From the call to the end; of a resumed study, since it was resumed."""
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best value at its last epoch, whether it was stopped at a rung or trained to the end."""
+        best = best_trial(self.trials, self.mode)
+        if best is None:
+            failed = next((trial.error for trial in self.trials if trial.error), "no trial ended an epoch")
+            raise TuneError(f"no trial has a value of {self.metric!r}: {failed}")
+        return best
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The settings of the best trial."""
+        return dict(self.best.settings)
+
+    @property
+    def best_value(self) -> float:
+        """The metric of the best trial at its last epoch."""
+        return self.best.value
+
+    @property
+    def best_result(self) -> Result:
+        """The best trial's result: network, history, optimizer state."""
+        return self.result(self.best)
+
+    @property
+    def best_model(self) -> nn.Module:
+        """The best trial's network, of the user's own class."""
+        return self.best_result.model
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that all trials trained together."""
+        return sum(len(result.history) for result in self.results)
+
+    def result(self, trial: Trial) -> Result:
+        """What came of a trial's job."""
+        for result in self.results:
+            if result.name == trial.name:
+                return result
+        raise TuneError(f"{trial.name} has no result: {trial.error}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the weights, as plain data."""
+        best = best_trial(self.trials, self.mode)
+        return {
+            "metric": self.metric,
+            "mode": self.mode,
+            "max_epochs": self.max_epochs,
+            "scheduler": self.scheduler,
+            "seconds": self.seconds,
+            "epochs": self.epochs,
+            "best": None if best is None else best.number,
+            "brackets": [
+                {"number": b.number, "rungs": [{"trials": r.trials, "epochs": r.epochs} for r in b.rungs]}
+                for b in self.brackets
+            ],
+            "trials": [trial_to_dict(trial) for trial in self.trials],
+        }
+
+    def to_dataframe(self) -> Any:
+        """The trials as a pandas DataFrame, a row each; settings are columns named `params_...`."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from None
+        return pandas.DataFrame(
+            [
+                {
+                    "number": t.number,
+                    "value": t.value,
+                    "state": t.state,
+                    "epochs": t.epochs,
+                    "bracket": t.bracket,
+                    "rung": t.rung,
+                    **{f"params_{name}": value for name, value in t.settings.items()},
+                }
+                for t in self.trials
+            ]
+        )
+
+    def table(self, most: int = 10) -> str:
+        """The best trials as text, the best one first, and how many ended how."""
+        sign = -1 if self.mode == "max" else 1
+        known = [trial for trial in self.trials if not math.isnan(trial.value)]
+        known.sort(key=lambda t: (t.state == "failed", sign * t.value, -t.epochs, t.number))
+        names = list(dict.fromkeys(name for trial in known for name in trial.settings))
+        head = ["trial", "state", "bracket", "epochs", self.metric, *names]
+        rows = [
+            [str(t.number), t.state, str(t.bracket), str(t.epochs), f"{t.value:.4g}"]
+            + [_short(t.settings.get(name)) for name in names]
+            for t in known[:most]
+        ]
+        counts = Counter(trial.state for trial in self.trials)
+        said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        errors = [f"{t.name}: {t.error}" for t in self.trials if t.error][:3]
+        return "\n".join([render(head, rows, left=(0, 1)), f"{len(self.trials)} trials: {said}", *errors])
+
+    def __repr__(self) -> str:
+        best = best_trial(self.trials, self.mode)
+        said = "" if best is None else f", best {self.metric} {best.value:.4g} of {best.name}"
+        return f"Study({len(self.trials)} trials{said})"
+
+
+def trial_to_dict(trial: Trial) -> dict[str, Any]:
+    """A trial as plain data for JSON."""
+    return {
+        "number": trial.number,
+        "params": finite(trial.settings),
+        "state": trial.state,
+        "bracket": trial.bracket,
+        "rung": trial.rung,
+        "epochs": trial.epochs,
+        "value": finite(trial.value),
+        "values": {str(epoch): finite(value) for epoch, value in trial.values.items()},
+        "error": trial.error,
+        **({"mutations": finite(trial.attrs["mutations"])} if "mutations" in trial.attrs else {}),
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,60 @@
+"""A trial: one configuration of a search, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["waiting", "running", "paused", "complete", "pruned", "failed"]
+
+
+@dataclass(slots=True)
+class Trial:
+    """One configuration of a study. Plain data: it can be written as JSON and read again."""
+
+    number: int
+    """Its place in the study, from 0."""
+    params: dict[str, Any]
+    """What was drawn for it, by the names of the search space."""
+    state: State = "waiting"
+    """`paused`: it has reached its rung and waits for the others. `pruned`: it was stopped at a rung."""
+    values: dict[int, float] = field(default_factory=dict)
+    """The metric after each epoch that measured it."""
+    bracket: int = 0
+    rung: int = 0
+    """How many rungs it has passed."""
+    error: str | None = None
+    """Why it failed, in one line."""
+    attrs: dict[str, Any] = field(default_factory=dict)
+    """What else belongs to it: a scheduler's notes, the settings that population-based training gave it."""
+
+    @property
+    def name(self) -> str:
+        """The name of its job."""
+        return f"trial {self.number}"
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that it has a value for."""
+        return max(self.values, default=0)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its parameters as they are now: those drawn for it, or those that population-based training gave it."""
+        current: dict[str, Any] = self.attrs.get("params", self.params)
+        return current
+
+    @property
+    def value(self) -> float:
+        """The metric at its last epoch; NaN where it has none."""
+        return self.value_at(self.epochs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it trains no further."""
+        return self.state in ("complete", "pruned", "failed")
+
+    def value_at(self, epoch: int) -> float:
+        """The metric at an epoch; NaN where it has none."""
+        return self.values.get(epoch, math.nan)

@@ -1,0 +1,228 @@
+"""Studies on real networks: the table is trained, nobody twice; the packed scores are those of training alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.tune.simulation import simulate
+from tests.tune.studies.problems import DATA, SPACE, make_job, tune
+
+import shoal
+from shoal.errors import JobError, TuneError
+from shoal.tune import PBT, Study, SuccessiveHalving, Trial
+from shoal.tune.schedulers import Goal, Hyperband
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    return tune()
+
+
+def test_the_table_is_trained_and_no_epoch_twice(study: Study) -> None:
+    assert [bracket.size for bracket in study.brackets] == [9, 5, 3]
+    for bracket in study.brackets:
+        epochs = [t.epochs for t in study.trials if t.bracket == bracket.number]
+        for rung in bracket.rungs:
+            assert sum(count >= rung.epochs for count in epochs) == rung.trials
+    planned = sum(bracket.epochs for bracket in study.brackets)
+    assert study.epochs == planned == 69
+    assert sum(result.steps for result in study.results) == planned * 10  # batches of an epoch
+    assert all(len(study.result(trial).history) == trial.epochs for trial in study.trials)
+
+
+def test_scores_are_those_of_training_alone(study: Study) -> None:
+    """Bit for bit, whichever trials ran beside, paused and left."""
+    for trial in study.trials:
+        job = dataclasses.replace(make_job(trial.params, epochs=trial.epochs), name=trial.name)
+        (alone,) = shoal.train([job], device="cpu", deterministic=True)
+        assert {int(row["epoch"]): row["accuracy"] for row in alone.history} == trial.values
+        weights = zip(alone.model.parameters(), study.result(trial).model.parameters(), strict=True)
+        assert all(torch.equal(x, y) for x, y in weights)
+
+
+def test_one_at_a_time_gives_the_same_winner(study: Study) -> None:
+    """The same search with trials trained alone, one after another, each from its beginning."""
+
+    def score(trial: Trial, epoch: int) -> float:
+        params = study.trials[trial.number].params  # the sampler's, by the trial's number
+        (alone,) = shoal.train([make_job(params, epochs=epoch)], device="cpu", deterministic=True)
+        trial.values |= {int(row["epoch"]): row["accuracy"] for row in alone.history}
+        return float(alone.history[-1]["accuracy"])
+
+    trials = simulate(Hyperband(), Goal(max_epochs=9, mode="max"), score, random.Random(0))
+    assert [(t.bracket, t.rung, t.state, t.values) for t in trials] == [
+        (t.bracket, t.rung, t.state, t.values) for t in study.trials
+    ]
+
+
+def test_the_best(study: Study) -> None:
+    values = {trial.number: trial.value for trial in study.trials}
+    assert study.best_value == max(values.values()) and study.best_params == study.best.params
+    outputs = study.best_model.eval()(DATA[0])
+    assert outputs.shape == (160, 4) and study.best_result.value("accuracy") == study.best_value
+    assert f"{study.best_value:.4g}" in study.table() and "5 complete, 12 pruned" in study.table()
+    assert study.to_dict()["best"] == study.best.number and len(study.to_dataframe()) == 17
+
+
+def test_the_same_again(study: Study) -> None:
+    assert [t.values for t in tune().trials] == [t.values for t in study.trials]
+    assert [t.params for t in tune(seed=1, max_epochs=3).trials] != [t.params for t in study.trials[:3]]
+
+
+def test_widths_that_differ() -> None:
+    study = tune(space={**SPACE, "width": [4, 8, 16]})
+    assert study.epochs == 69 and {trial.params["width"] for trial in study.trials} == {4, 8, 16}
+
+
+@pytest.mark.parametrize("kind", ["in-turn", "asha", "none"])
+def test_other_schedulers(kind: str) -> None:
+    study = tune(kind)
+    assert all(trial.ended for trial in study.trials)
+    assert study.epochs == sum(trial.epochs for trial in study.trials)
+    assert max(trial.epochs for trial in study.trials) == study.max_epochs
+
+
+def test_successive_halving_with_its_own_number() -> None:
+    study = tune(scheduler=SuccessiveHalving(eta=2), num_trials=8, max_epochs=8)
+    assert sorted(trial.epochs for trial in study.trials) == [1, 1, 1, 1, 2, 2, 4, 8]
+
+
+def test_grid() -> None:
+    study = tune("none", sampler="grid", space={"lr": [0.1, 0.2, 0.3], "momentum": [0.0, 0.5]}, num_trials=None)
+    assert len(study.trials) == 6 and len({tuple(trial.params.values()) for trial in study.trials}) == 6
+
+
+def test_settings_that_make_job_suggests() -> None:
+    def suggesting(trial: Any) -> shoal.Job:
+        lr = trial.suggest_float("lr", 1e-3, 1.0, log=True)
+        nesterov = trial.suggest_categorical("kind", ["plain", "momentum"]) == "momentum"
+        return make_job({"lr": lr, "momentum": trial.suggest_float("momentum", 0, 0.9) if nesterov else 0.0})
+
+    study = tune("none", make_job=suggesting, space=None, num_trials=8)
+    assert {frozenset(t.params) for t in study.trials} == {
+        frozenset({"lr", "kind"}), frozenset({"lr", "kind", "momentum"}),
+    }  # fmt: skip
+
+
+# --- population-based training ----------------------------------------------------------------------------------------
+
+
+def test_pbt_records_its_mutations() -> None:
+    study = tune("pbt")
+    assert all(trial.epochs == 12 and trial.state == "complete" for trial in study.trials)
+    mutated = [trial for trial in study.trials if "mutations" in trial.attrs]
+    assert mutated
+    for trial in mutated:
+        history = study.result(trial).history
+        settings = dict(trial.params)
+        for mutation in trial.attrs["mutations"]:
+            assert study.trials[mutation["from"]].value_at(mutation["epoch"]) >= trial.value_at(mutation["epoch"])
+            for name, (before, after) in mutation["changed"].items():
+                assert settings[name] == before
+                settings[name] = after
+        assert settings == trial.settings and study.result(trial).job.hparams == settings
+        last = trial.attrs["mutations"][-1]["epoch"]  # rows up to there are the source's
+        assert {row["lr"] for row in history[last:]} == {settings["lr"]}
+
+
+def test_pbt_leaves_the_others_alone() -> None:
+    study = tune("pbt")
+    untouched = [trial for trial in study.trials if "mutations" not in trial.attrs]
+    assert 0 < len(untouched) < len(study.trials)
+    for trial in untouched:
+        (alone,) = shoal.train([make_job(trial.params, epochs=12)], device="cpu", deterministic=True)
+        assert {int(row["epoch"]): row["accuracy"] for row in alone.history} == trial.values
+        weights = zip(alone.model.parameters(), study.result(trial).model.parameters(), strict=True)
+        assert all(torch.equal(x, y) for x, y in weights)
+
+
+def test_pbt_refuses_what_it_cannot_change() -> None:
+    def fixed(params: dict[str, Any]) -> shoal.Job:
+        return make_job({"lr": 0.1, "momentum": 0.0})
+
+    with pytest.raises(TuneError, match="name settings of the optimizer"):
+        tune("pbt", make_job=fixed)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_make_job_that_raises_costs_that_trial_alone() -> None:
+    def picky(params: dict[str, Any]) -> shoal.Job:
+        if params["momentum"] > 0.6:
+            raise ZeroDivisionError("momentum is too large")
+        return make_job(params, **({"batch_size": 0} if params["momentum"] < 0.1 else {}))
+
+    study = tune(make_job=picky)
+    failed = {t.number: t.error for t in study.trials if t.state == "failed"}
+    raised = {t.number for t in study.trials if t.params["momentum"] > 0.6}
+    refused = {t.number for t in study.trials if t.params["momentum"] < 0.1}
+    assert raised and refused and failed.keys() == raised | refused
+    assert all(failed[n] == "make_job raised ZeroDivisionError: momentum is too large" for n in raised)
+    assert all("batch_size is 0" in str(failed[n]) for n in refused)
+    assert study.best.number not in failed and all(t.ended for t in study.trials)
+
+
+def test_a_trial_that_diverges_costs_that_trial_alone() -> None:
+    study = tune(space={**SPACE, "lr": [0.1, 1e30]})
+    failed = [trial for trial in study.trials if trial.state == "failed"]
+    assert failed and all("the loss became" in str(t.error) and t.params["lr"] == 1e30 for t in failed)
+    assert study.best.params["lr"] == 0.1
+
+
+def test_nan_scores_come_last() -> None:
+    def odd(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return math.nan
+
+    study = tune(make_job=lambda p: make_job(p, metrics={"accuracy": odd}))
+    assert {t.number for t in study.trials if t.bracket == 2 and t.epochs > 1} == {0, 1, 2}
+    with pytest.raises(TuneError, match="no trial has a value of 'accuracy'"):
+        study.best  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"space": {"lr": [], "momentum": [0.1]}}, "lr: "),
+        ({"space": {"lr": ("log", -1.0, 1.0)}}, "lr: "),
+        ({"space": {}}, "the search space is empty"),
+        ({"make_job": lambda p: 3}, "trial 0: make_job returned a int; return a shoal.Job"),
+        ({"make_job": 3}, "make_job is 3; pass a function"),
+        ({"make_job": lambda p: make_job(p, epochs=5)}, "epochs=5, and the study trains up to max_epochs=9; leave"),
+        ({"make_job": lambda p: make_job(p, steps=5)}, "steps=5, and the study trains up to max_epochs=9"),
+        ({"make_job": lambda p: p["nope"]}, r"no trial could be made: make_job raised KeyError: 'nope' \(and 16 more"),
+        ({"metric": "acuracy", "mode": "max"}, "metric is 'acuracy', which trial 0 does not have; it has loss"),
+        ({"metric": "gap"}, "does not say which way is better"),
+        ({"mode": "up"}, "mode is 'up'"),
+        ({"max_epochs": 0}, "max_epochs is 0"),
+        ({"eta": 1}, "eta is 1"),
+        ({"num_trials": 5}, "follows from max_epochs and eta"),
+        ({"scheduler": "asha", "num_trials": 0}, "num_trials is 0; use a whole number"),
+        ({"scheduler": "hyperbandit"}, "scheduler is 'hyperbandit'; use one of 'hyperband'"),
+        ({"scheduler": PBT}, "or shoal.tune.ASHA()"),
+        ({"sampler": "grid", "scheduler": "none", "num_trials": 7, "space": {"lr": [1.0], "momentum": [0.1, 0.2]}},
+         "the sampler has 2 configurations"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((TuneError, JobError), match=words) as caught:
+        tune(**changes)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_metric_of_a_step_that_is_not_there() -> None:
+    def step(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss, {"norm": 1.0}
+
+    def with_step(params: dict[str, Any]) -> shoal.Job:
+        return dataclasses.replace(make_job(params), loss=None, step=step, metrics={})
+
+    assert tune(make_job=with_step, metric="norm", mode="min", max_epochs=3).best.value == 1.0
+    with pytest.raises(TuneError, match="metric is 'norms', which trial 0 does not have; it has loss, norm, val_loss"):
+        tune(make_job=with_step, metric="norms", mode="min", max_epochs=3)
