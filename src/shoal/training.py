@@ -17,13 +17,13 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import as_trained, beginning
 from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls, Supervisor
 from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.resuming import as_trained, beginning
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import processes_for
 from shoal.engine.runtime.workers import run_shared

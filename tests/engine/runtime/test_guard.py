@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import beginning
 from shoal.engine.runtime.guard import run_guarded
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.resuming import beginning
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reporting.events import Event

@@ -15,10 +15,10 @@ from torch import nn
 
 import shoal
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import as_trained
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.resuming import as_trained
 from shoal.engine.units.arrange import arrange
 from shoal.preparation.checks import prepare
 from shoal.storage import atomic

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import beginning
 from shoal.engine.planning.planner import Part
 from shoal.engine.runtime._messages import Message, receive
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child, Line, take
-from shoal.engine.runtime.resuming import beginning
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import deal
 from shoal.errors import describe
