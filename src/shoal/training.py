@@ -39,6 +39,7 @@ from shoal.results import Result, Results
 from shoal.storage.lost_state import watch_state
 from shoal.storage.run_folder import RunFolder
 from shoal.utils import garbage_collection
+from shoal.utils.cuda_kernels import current_device
 from shoal.utils.numpy_values import plain_int
 from shoal.utils.set_up_times import collected, timed
 from shoal.utils.torch_flags import torch_flags, training_mode
@@ -218,6 +219,11 @@ class _Work:
             self.seconds = time.perf_counter() - start
 
     def _shared(self, alive: list[Member]) -> None:
+        """Train them in this process, and on a CPU in others too."""
+        with current_device(self.settings.device):  # streams and graphs are made on the current one
+            self._in_this_process(alive)
+
+    def _in_this_process(self, alive: list[Member]) -> None:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)

@@ -146,6 +146,7 @@ class Guarded(WorkerHandle):
         with timed("device"):
             if self.device.type == "cuda":
                 torch.zeros(1, device=self.device)
+                torch.cuda.set_device(self.device)  # streams and graphs are made on the current one
 
     def finish(self, line: Line) -> None:
         line.send("times", current().seconds)

@@ -26,7 +26,7 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, transfer
-from shoal.engine.tiers.captured import _step
+from shoal.engine.tiers.captured import _kernel_source, _step
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
 from shoal.engine.tiers.captured.unit import CapturedUnit
@@ -290,6 +290,28 @@ def test_fused_steps_equal_the_reference_loop(case: str, chunk: int, monkeypatch
     assert all(fused) or (case == "recurrent" and chunk == 1), "of a layer alone torch's own kernel is taken"
     for ours, own in zip(collect(members, {}), jobs, strict=True):
         assert worst(ours, reference.solo(own)) < 1e-9
+
+
+def _begins_with_zeros() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)).double()
+    nn.init.zeros_(net[2].weight)
+    return net
+
+
+@pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_wrong_kernel_is_seen_where_gradients_begin_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_step, "can_fuse", lambda _: True)
+    monkeypatch.setattr(_step.cuda_kernels, "load", host_kernels.load)
+    members, trace_cache = prepare([job(i, model=_begins_with_zeros) for i in range(3)], CPU), TraceCache()
+    (part,) = group(members, trace_cache)
+    for right in (True, False):
+        if not right:
+            monkeypatch.setitem(_kernel_source._EXPRESSIONS, torch.ops.aten.threshold_backward, "({0})")
+        unit = CapturedUnit(part.recipes, trace_cache, {}, chunk=3, compiled=False)
+        chunk = unit.chunks[0]
+        chunk.prepare(chunk.stack.members[0].job.batch_size)
+        assert (chunk.step(chunk.stack.members[0].job.batch_size).fused is not None) == right
 
 
 def test_draws_are_even_and_unrelated_between_seeds_steps_calls_and_elements() -> None:

@@ -30,6 +30,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 """How far fused kernels may be from the operators themselves, by the lowest precision in the step: a mistake shows, and
 another rounding does not."""
 
+NUDGE = 0.02
+"""How much is added to weights for that comparison."""
+
 
 @dataclass(slots=True)
 class Inputs:
@@ -174,6 +177,7 @@ class Step:
         if stack.scaler is not None:  # a copy: at the scale it begins with, gradients overflow, and nothing is compared
             stack.scaler.scale_M.fill_(256.0)
         try:
+            _nudge(stack.params)
             with Recording(given) as recording:
                 losses, after, grads = self._gradients(stack, batch, inputs)
             expected = [losses, *after.values(), *grads]
@@ -234,6 +238,16 @@ class Step:
         if solo:
             losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
         return losses, after
+
+
+@torch.no_grad()
+def _nudge(params: Sequence[Tensor]) -> None:
+    """Add a little to every weight: behind a layer that begins with zeros all gradients are zero, and a mistake in one
+    would not show."""
+    for param in params:
+        if param.is_floating_point():
+            generator = torch.Generator(param.device).manual_seed(param.numel())
+            param.add_(torch.empty_like(param).normal_(generator=generator), alpha=NUDGE)
 
 
 def _close(tensors: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float) -> bool:
