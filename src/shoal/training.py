@@ -370,18 +370,8 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 def parse_bytes(text: int | str) -> int:
     """A size: bytes, or a string such as "8GB" or "512 MiB"."""
-    units = {
-        "": 1,
-        "b": 1,
-        "kb": 10**3,
-        "mb": 10**6,
-        "gb": 10**9,
-        "tb": 10**12,
-        "kib": 1 << 10,
-        "mib": 1 << 20,
-        "gib": 1 << 30,
-        "tib": 1 << 40,
-    }
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(text))
     try:
         size = int(float(match[1]) * units[match[2].lower()]) if match else 0
