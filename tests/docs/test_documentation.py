@@ -76,6 +76,12 @@ def test_every_argument_of_train_is_documented() -> None:
     assert set(inspect.signature(shoal.train).parameters) - rows_of("training.md") == set()
 
 
+def test_every_argument_of_tune_is_documented() -> None:
+    page = (ROOT / "docs" / "tune.md").read_text()
+    settings = page[page.index("## Settings") : page.index("## What comes out")]
+    assert [name for name in inspect.signature(shoal.tune).parameters if f"`{name}`" not in settings] == []
+
+
 def test_every_public_name_is_documented() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert [name for name in shoal.__all__ if not re.search(rf"\bshoal\.{name}\b", text)] == []
@@ -87,7 +93,7 @@ def test_every_command_is_documented(name: str) -> None:
     assert f"`shoal {name}" in text
 
 
-@pytest.mark.parametrize("name", ["demo", "explain", "train"])
+@pytest.mark.parametrize("name", ["demo", "explain", "train", "tune"])
 def test_every_option_is_documented(name: str) -> None:
     (line,) = [t for t in (ROOT / "docs" / "cli.md").read_text().splitlines() if t.startswith(f"| `shoal {name}")]
     options = [

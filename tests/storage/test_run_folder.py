@@ -250,3 +250,30 @@ def test_a_real_member_is_saved_and_restored(tmp_path: Path) -> None:
 def tensors(member: Member) -> list[Tensor]:
     held = torch.utils._pytree.tree_leaves([dict(member.model.state_dict()), member.optimizer_state])
     return [leaf for leaf in held if isinstance(leaf, Tensor)]
+
+
+def test_jobs_that_come_later_are_known_again(tmp_path: Path) -> None:
+    """A folder that grows: after a kill it may know the first of the jobs only, and the others are added."""
+    with RunFolder(tmp_path) as folder:
+        assert not folder.claim(built(2), grows=True)
+        late = built(3)[2]
+        folder.add([late])
+        late.epoch = 7
+        assert folder.save(late)
+    for count in (3, 4):
+        with RunFolder(tmp_path) as folder:
+            again = built(count)
+            assert folder.claim(again, grows=True)
+            assert folder.restore(again[2]) and again[2].epoch == 7
+            assert not folder.restore(again[0])
+    for wrong, words in (
+        (built(3), "it has job 'm3'"),
+        ([*built(4)[1::-1], *built(4)[2:]], "in another order"),
+        ([*built(3), built(4, hparams={"lr": 0.5})[3]], "job 'm3' has hparams"),
+    ):
+        with RunFolder(tmp_path) as folder, pytest.raises(OutError, match=words):
+            folder.claim(wrong, grows=True)
+    with RunFolder(tmp_path) as folder:
+        assert folder.claim([*built(3), built(4, hparams={"lr": 0.5})[3]], grows=True, changed={"m3"})
+    with RunFolder(tmp_path) as folder, pytest.raises(OutError, match="job 'm4' is not in it"):
+        folder.claim(built(5))

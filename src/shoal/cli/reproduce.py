@@ -110,6 +110,33 @@ def pack(
 
 
 @reproduce.command()
+def hyperband(
+    space: Annotated[str, typer.Option(help="plain: settings of the optimizer; shapes: widths, depths too.")] = "plain",
+    max_epochs: Annotated[int, typer.Option(min=1, help="R of the paper.")] = 81,
+    eta: Annotated[int, typer.Option(min=2, help="A rung keeps one in eta.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    device: Device = "cpu",
+    limit: Limit = 1800.0,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+) -> None:
+    """Pack-aware Hyperband: a search packed, against the same search one trial at a time."""
+    from shoal.evidence.reproduce import hyperband as paper
+    from shoal.training import pick_device
+
+    if space not in paper.SPACES:
+        raise ValueError(f"space is {space!r}; use {' or '.join(paper.SPACES)}")
+    scene = paper.Scene(space=space, max_epochs=9 if quick else max_epochs, eta=eta, device=str(pick_device(device)))
+
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, tell=tell)
+
+    report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)
+
+
+@reproduce.command()
 def sil(
     data: Annotated[
         Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")

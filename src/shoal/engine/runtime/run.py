@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import MemberLimit, Queue
 from shoal.engine.runtime._checkpointing import Checkpointing
+from shoal.engine.runtime._supervision import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Outcome, out_of_memory, words
 from shoal.reporting.events import Event, happened
@@ -224,23 +225,23 @@ class Run(UnitListener):
             self._before_turn({m.index: m.batches + count for runner, count in pairs for m in runner.members})
         outcomes = turn(self.runners, batches, self.planning.executor, self._look, self.planning.renewals.look_within)
         full = [(r, o.full) for r, o in zip(self.runners, outcomes, strict=True) if o.full and r.members]
-        self.runners += [alone for runner in self.runners for alone in self._separate(runner)]
-        self.runners = [runner for runner in self.runners if runner.members]
+        for runner in list(self.runners):
+            self.separate(runner)
         if full:
             runner, detail = full[0]
             self._memory_full(list(runner.members), detail, runner)
 
-    def _separate(self, runner: UnitRunner) -> list[UnitRunner]:
-        """Runners for members that cannot train beside the others any more."""
+    def separate(self, runner: UnitRunner) -> None:
+        """Give units of their own to members that cannot train beside the others any more."""
         units = runner.separate()
         if units:
             self._tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
-        runners = []
         for unit, reason in units:
-            runners.append(UnitRunner(unit, self, next(self._numbers)))
-            self.planning.add_part(runners[-1], self.planning.run_alone(unit.members[0], reason))
-            self._tell_join(runners[-1], unit.members[0])
-        return runners
+            alone = UnitRunner(unit, self, next(self._numbers))
+            self.runners.append(alone)
+            self.planning.add_part(alone, self.planning.run_alone(unit.members[0], reason))
+            self._tell_join(alone, unit.members[0])
+        self.runners = [other for other in self.runners if other.members]
 
     def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
         """Note what a unit's turn took, before its results are worked off."""
@@ -325,10 +326,7 @@ class Run(UnitListener):
         if self.controls is not None and self.controls.carry_out(self):
             self.planning.renewals.due = True
         if self._supervisor is not None:
-            self._supervisor.look(self)
-            members = [*self._running(), *self.waiting.values()]
-            self.paused |= {m.index: m for m in self.take_out({m.index for m in members if m.pausing}, "pause")}
-            assert self.waiting or self.runners or not self.paused, "members are paused and nobody decides about them"
+            supervise(self, self._supervisor)
         return bool(self.waiting or self.runners)
 
     def end(self, indices: set[int], status: str, error: str | None = None) -> list[Member]:

@@ -1,0 +1,222 @@
+"""Pack-aware Hyperband: R = 81, eta = 3 over MLPs on digits, packed against the same search one at a time.
+
+Published: 2.7x over plain Hyperband (Pack, one 16 GB GPU). Every way draws the same settings from the same seeds,
+trains the same epochs and validates after each of them. Time is from the call to the winner, in a new process with an
+empty cache, set-up included; loading torch and the data is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shoal.evidence.bench.child import Child, ChildError
+from shoal.evidence.bench.report import heading
+from shoal.evidence.bench.run import Tell
+from shoal.evidence.bench.stamp import stamp
+
+PUBLISHED = 2.7
+TITLES = {"one": "Hyperband one at a time", "shoal": "Shoal"}
+SPACES: dict[str, dict[str, Any]] = {
+    "plain": {"lr": ("log", 1e-4, 1e-1), "weight_decay": ("log", 1e-6, 1e-2)},
+    "shapes": {
+        "lr": ("log", 1e-4, 1e-1),
+        "weight_decay": ("log", 1e-6, 1e-2),
+        "width": [16, 32, 64, 128],
+        "depth": [1, 2, 3],
+        "batch_size": [16, 32, 64],
+    },
+}
+"""What is searched: numbers of the optimizer alone; or, as in the paper, also widths, depths and batch sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What every way does. Small enough to send to another process."""
+
+    space: str = "plain"
+    max_epochs: int = 81
+    eta: int = 3
+    seed: int = 0
+    device: str = "cpu"
+
+
+def make_job_for(scene: Scene) -> Callable[[dict[str, Any]], Any]:
+    """From settings to a job on digits."""
+    import torch.nn.functional as F
+    from torch import nn, optim
+
+    from shoal.evidence.bench.datasets import accuracy, load
+    from shoal.jobs.job import Job
+
+    data = load(None)
+
+    def network(width: int, depth: int) -> nn.Module:
+        sizes = [64, *[width] * depth]
+        layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(width, 10))
+
+    def make_job(params: dict[str, Any]) -> Job:
+        return Job(
+            model=lambda: network(params.get("width", 32), params.get("depth", 1)),
+            data=(data.x, data.y),
+            val=(data.x_test, data.y_test),
+            loss=F.cross_entropy,
+            optimizer=optim.AdamW,
+            hparams={"lr": params["lr"], "weight_decay": params["weight_decay"]},
+            batch_size=params.get("batch_size", 32),
+            metrics={"accuracy": accuracy},
+            epochs=scene.max_epochs,
+        )
+
+    return make_job
+
+
+def shoal_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """All trials in one run."""
+    import shoal
+
+    study = shoal.tune(
+        make_job, SPACES[scene.space], metric="accuracy", max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
+        device=scene.device,
+    )  # fmt: skip
+    plan = study.results.plan
+    tiers = {result.tier for result in study.results}
+    return {
+        "best": study.best_value, "params": study.best_params, "epochs": study.epochs, "trials": len(study.trials),
+        "set_up": dict(plan.set_up) if plan is not None else {}, "note": f"tiers: {', '.join(sorted(tiers))}",
+    }  # fmt: skip
+
+
+def one_at_a_time(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The same brackets and rungs by a plain PyTorch loop: one trial after another, each from its own state."""
+    from shoal.evidence.reproduce.plain_training import PlainTraining
+    from shoal.tune.schedulers import Goal, Hyperband, Promote, Start
+    from shoal.tune.space import parse
+    from shoal.tune.studies.study import best_trial
+    from shoal.tune.trial import Trial
+
+    space, scheduler = parse(SPACES[scene.space]), Hyperband(eta=scene.eta)
+    goal = Goal(max_epochs=scene.max_epochs, mode="max", seed=scene.seed)
+    trials: list[Trial] = []
+    trainings: list[PlainTraining] = []
+    while actions := scheduler.decide(goal, trials):
+        for action in actions:
+            if isinstance(action, Start):
+                trials.append(Trial(len(trials), space.sample(scene.seed, len(trials)), bracket=action.bracket))
+                trainings.append(PlainTraining(make_job(trials[-1].params), scene.device))
+            elif isinstance(action, Promote):
+                trials[action.number].rung += 1
+                trials[action.number].state = "running"
+            else:
+                trials[action.number].state = "pruned"
+        for trial, training in zip(trials, trainings, strict=True):
+            if trial.state in ("waiting", "running"):
+                until = scheduler.until(goal, trial)
+                trial.values |= {epoch: training.epoch() for epoch in range(trial.epochs + 1, until + 1)}
+                trial.state = "complete" if until == scene.max_epochs else "paused"
+    best = best_trial(trials, "max")
+    assert best is not None
+    epochs = sum(trial.epochs for trial in trials)
+    return {"best": best.value, "params": best.params, "epochs": epochs, "trials": len(trials), "note": ""}
+
+
+WAYS: dict[str, Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any]]] = {
+    "one": one_at_a_time,
+    "shoal": shoal_way,
+}
+"""Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
+
+
+def _process(way: str, scene: Scene, cache: str, pipe: Connection) -> None:
+    """Do the search one way, and send what came of it with its seconds."""
+    os.environ["SHOAL_CACHE"] = cache
+    import torch
+
+    import shoal  # noqa: F401  # what all ways have loaded
+    from shoal.tune.studies import api  # noqa: F401
+
+    if scene.device == "cpu":
+        torch.set_num_threads(1)
+    make_job = make_job_for(scene)
+    start = time.perf_counter()
+    outcome = WAYS[way](scene, make_job)
+    pipe.send({**outcome, "seconds": time.perf_counter() - start})
+    pipe.recv()
+
+
+def _measure(way: str, scene: Scene, end: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="shoal-") as cache:
+        child = Child(_process, way, scene, cache)
+        try:
+            outcome: dict[str, Any] = child.receive(end)
+            return outcome
+        except ChildError as error:
+            return {"error": str(error)}
+        finally:
+            child.close()
+
+
+def hyperband(
+    scene: Scene, *, rounds: int, limit: float, ways: tuple[str, ...] | None = None, tell: Tell = lambda _: None
+) -> dict[str, Any]:
+    """Measure all ways in turns, `rounds` times; the result as plain data."""
+    chosen, end = ways or tuple(WAYS), time.monotonic() + limit
+    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in chosen}
+    for number in range(rounds):
+        for way in chosen:
+            tell(f"round {number + 1} of {rounds}: {TITLES[way]}")
+            measured[way].append(_measure(way, scene, end))
+    lines = [_line(way, measured[way]) for way in chosen]
+    one = next((line["seconds"] for line in lines if line["way"] == "one"), None)
+    for line in lines:
+        line["gain"] = one / line["seconds"] if one and line["seconds"] else None
+    return {"stamp": stamp(scene.device, 1), "scene": asdict(scene), "published": PUBLISHED, "lines": lines}
+
+
+def _line(way: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [outcome for outcome in outcomes if "error" not in outcome]
+    error = next((outcome["error"] for outcome in outcomes if "error" in outcome), "")
+    seconds = statistics.median(outcome["seconds"] for outcome in good) if good else None
+    return {"way": way, "seconds": seconds, "error": error, "outcomes": outcomes, **({} if not good else good[0])} | {
+        "seconds": seconds
+    }
+
+
+def table(result: dict[str, Any], console: Any) -> None:
+    """Ours beside the others and the published gain."""
+    from rich.table import Table
+
+    shown = Table("way", "seconds", "gain", "trials", "epochs", "best accuracy", "note")
+    for line in result["lines"]:
+        shown.add_row(
+            TITLES[line["way"]],
+            "" if line["seconds"] is None else f"{line['seconds']:.1f}",
+            "" if line["gain"] is None else f"{line['gain']:.2f}x",
+            str(line.get("trials", "")),
+            str(line.get("epochs", "")),
+            "" if "best" not in line else f"{line['best']:.4f}",
+            str(line["error"] or line.get("note", ""))[:90].replace("[", "("),
+        )
+    console.print(shown)
+    scene = result["scene"]
+    console.print(
+        f"R = {scene['max_epochs']}, eta = {scene['eta']}, MLPs on digits, AdamW, space {scene['space']!r}; medians of "
+        f"{len(result['lines'][0]['outcomes'])}; published gain of pack-aware Hyperband: {result['published']}x.",
+        style="dim",
+    )
+    console.print(heading(result), style="dim")
+
+
+def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
+    """Label, ours, published: for the picture."""
+    return [
+        (TITLES[line["way"]], line["gain"], result["published"]) for line in result["lines"] if line["way"] != "one"
+    ]
