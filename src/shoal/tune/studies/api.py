@@ -136,10 +136,13 @@ def tune(
                 mirror.close()
     finally:
         journal.close()
-    return Study(
+    study = Study(
         metric=metric, mode=towards, max_epochs=max_epochs, scheduler=chosen.name, trials=search.trials,
         brackets=brackets, results=results, seconds=time.perf_counter() - start,
     )  # fmt: skip
+    if out is not None:
+        study.report(Path(out) / "report.html")
+    return study
 
 
 def _run(
