@@ -93,6 +93,8 @@ def tune(
     >>> study.best_params, study.best_model
     """
     start = time.perf_counter()
+    if events is not None and not callable(events):
+        raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     known = None if space is None else parse(space)
     chosen = make_scheduler(scheduler, eta)
