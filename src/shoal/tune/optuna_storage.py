@@ -36,6 +36,7 @@ from shoal.tune._optuna import (
     state_of,
     value_writer,
 )
+from shoal.tune.distributions import from_optuna
 from shoal.tune.space import Space
 from shoal.tune.trial import State, Trial
 
@@ -327,6 +328,11 @@ def _as_trial(stored: Any, number: int) -> Trial:
     values = {int(step): float(value) for step, value in sorted(stored.intermediate_values.items())}
     if stored.state.name == "COMPLETE" and stored.values is not None and len(stored.values) == 1:
         values[max(values, default=1)] = float(stored.values[0])
+    attrs: dict[str, Any] = {
+        "space": {name: from_optuna(each).to_json() for name, each in stored.distributions.items()}
+    }
+    if stored.values is not None and len(stored.values) > 1:
+        attrs["objectives"] = list(stored.values)
     return Trial(
         number,
         dict(stored.params),
@@ -335,5 +341,5 @@ def _as_trial(stored: Any, number: int) -> Trial:
         int(stored.user_attrs.get("bracket", 0)),
         int(stored.user_attrs.get("rung", 0)),
         stored.user_attrs.get("error"),
-        {"objectives": list(stored.values)} if stored.values is not None and len(stored.values) > 1 else {},
+        attrs,
     )
