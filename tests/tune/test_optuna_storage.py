@@ -285,6 +285,10 @@ def test_a_storage_that_fails_does_not_end_the_training(url: str, monkeypatch: p
             threading.Event().wait(0.02)
         with pytest.raises(OSError, match="disk full"):
             storage.flush()
+    with pytest.warns(
+        ShoalWarning, match="the storage lacks the last reports of 1 trials: OSError: disk full; with out="
+    ):
+        storage.close()
     lines = [str(each.message) for each in caught if each.category is ShoalWarning]
     assert lines == ["the storage cannot be written: OSError: disk full; training continues, and it is tried again"]
     monkeypatch.undo()

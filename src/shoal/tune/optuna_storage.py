@@ -167,13 +167,22 @@ class OptunaStorage:
                 raise
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed."""
+        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed.
+
+        A storage that cannot be written is a warning: what was trained is worth more than its copy.
+        """
         with self._lock:
             self._closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        self.flush()
+        try:
+            self.flush()
+        except Exception as error:
+            with self._lock:
+                missing = len(self._trials)
+            line = f"the storage lacks the last reports of {missing} trials: {describe(error)}; with out=, run it again"
+            warnings.warn(ShoalWarning(line), stacklevel=2)
         close_storage(self._storage)
 
     def __enter__(self) -> OptunaStorage:
