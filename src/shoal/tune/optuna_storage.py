@@ -115,8 +115,10 @@ class OptunaStorage:
         them any more.
         """
         known = {trial.number: trial for trial in trials}
-        for number, each in self._synchronise().items():
-            if number not in known and not each.state.is_finished():
+        unknown = {number: each for number, each in self._synchronise().items() if number not in known}
+        for number, each in unknown.items():
+            del self._stored[number]  # a trial of this number would be another one
+            if not each.state.is_finished():
                 self._abandon(each._trial_id)
         with self._lock:
             self._trials |= {n: t for n, t in known.items() if not (n in self._stored and self._stored[n].finished)}
