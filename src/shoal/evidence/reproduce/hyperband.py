@@ -232,9 +232,8 @@ def _line(way: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     good = [outcome for outcome in outcomes if "error" not in outcome]
     error = next((outcome["error"] for outcome in outcomes if "error" in outcome), "")
     seconds = statistics.median(outcome["seconds"] for outcome in good) if good else None
-    return {"way": way, "seconds": seconds, "error": error, "outcomes": outcomes, **({} if not good else good[0])} | {
-        "seconds": seconds
-    }
+    first = good[0] if good else {}
+    return {**first, "way": way, "seconds": seconds, "error": error, "outcomes": outcomes}
 
 
 def table(result: dict[str, Any], console: Any) -> None:
