@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 
 ABSENT = {"typer", "rich", "safetensors", "matplotlib", "sklearn", "scipy", "pydantic", "cloudpickle", "yaml", "pytest",
-          "tensorboard"}
+          "tensorboard", "optuna", "sqlalchemy", "pandas", "ray"}
 
 class Finder:
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ optuna = pytest.importorskip("optuna")
 
 from shoal.errors import JobError  # noqa: E402
 from shoal.tune._optuna_sampler import OptunaSampler  # noqa: E402
+from shoal.tune.optuna_storage import OptunaStorage  # noqa: E402
 from shoal.tune.samplers import DrawnSuggestions, GridSampler, RandomSampler, make_sampler  # noqa: E402
 from shoal.tune.space import parse  # noqa: E402
 from shoal.tune.studies.jobs import space_of  # noqa: E402
@@ -92,7 +94,7 @@ def test_a_study_continues_with_what_it_has() -> None:
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     study.optimize(lambda trial: -((trial.suggest_float("x", -4, 4) - 1) ** 2), n_trials=30)
     space = parse({"x": ("uniform", -4, 4)})
-    sampler = OptunaSampler(study, space)
+    sampler = OptunaSampler(study, space, mode="max")
     assert abs(sampler.ask(30)["x"] - 1) < 1.5, "thirty trials say where to look"
     assert len(study.trials) == 30, "the user's study is not written to by its sampler"
 
@@ -134,6 +136,26 @@ def test_make_job_that_suggests() -> None:
     own = DrawnSuggestions(0)
     own.suggest_float("lr", 1e-5, 1e-1, log=True)
     assert space_of(own) == {"lr": {"log": [1e-5, 1e-1]}}
+
+
+def test_studies_with_another_aim() -> None:
+    study = optuna.create_study(study_name="one")
+    with pytest.raises(JobError, match="study 'one' is to minimize, this search to maximize; make a study of the same"):
+        OptunaSampler(study, SPACE, mode="max")
+    two = optuna.create_study(study_name="two", directions=["minimize", "minimize"])
+    with pytest.raises(JobError, match="'two' has 2 objectives, and trials are compared by one metric; use"):
+        OptunaSampler(two, SPACE, mode="min")
+    assert OptunaSampler(two, SPACE, mode=["min", "min"]).ask(0)
+
+
+def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"sampler='tpe' needs Optuna: pip install 'shoal\[tune\]'"):
+        make_sampler("tpe", SPACE)
+    with pytest.raises(ImportError, match=r"a storage needs Optuna: pip install 'shoal\[tune\]'"):
+        OptunaStorage("sqlite:///x.db", space=SPACE)
+    with pytest.raises(JobError, match="sampler is 'bayes'"):
+        make_sampler("bayes", SPACE)
 
 
 def test_names_and_mistakes(capfd: pytest.CaptureFixture[str]) -> None:

@@ -115,8 +115,12 @@ def test_after_a_kill_nothing_is_lost_or_written_twice(url: str) -> None:
     known[3].state = "pruned"
     again.finish(known[3])
     again.close()
-    seen = {each.user_attrs[KEY]: each for each in read(url).trials}
-    assert len(read(url).trials) == 5 and set(seen) == {f"r1/{number}" for number in (0, 1, 2, 3, 9)}
+    with mirror(url) as once_more:
+        once_more.attach(known)
+        once_more.finish(trial(9, state="complete", values={1: 0.75}))
+    assert [each.value for each in read(url).trials if each.user_attrs[KEY] == "r1/9"] == [None, 0.75]
+    seen = {each.user_attrs[KEY]: each for each in read(url).trials[:5]}
+    assert len(read(url).trials) == 6 and set(seen) == {f"r1/{number}" for number in (0, 1, 2, 3, 9)}
     assert {key: each.state.name for key, each in seen.items()} == {
         "r1/0": "COMPLETE", "r1/1": "COMPLETE", "r1/2": "COMPLETE", "r1/3": "PRUNED", "r1/9": "FAIL",
     }  # fmt: skip
@@ -285,6 +289,10 @@ def test_a_storage_that_fails_does_not_end_the_training(url: str, monkeypatch: p
             threading.Event().wait(0.02)
         with pytest.raises(OSError, match="disk full"):
             storage.flush()
+    with pytest.warns(
+        ShoalWarning, match="the storage lacks the last reports of 1 trials: OSError: disk full; with out="
+    ):
+        storage.close()
     lines = [str(each.message) for each in caught if each.category is ShoalWarning]
     assert lines == ["the storage cannot be written: OSError: disk full; training continues, and it is tried again"]
     monkeypatch.undo()

@@ -7,18 +7,21 @@ import random
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from shoal.results import Results
 from shoal.tune.brackets import hyperband
 from shoal.tune.report import ranked, study_report
 from shoal.tune.space import parse
+from shoal.tune.studies.study import Study
 from shoal.tune.trial import Trial
 
 SPACE = parse({"lr": ("log", 1e-5, 1e-1), "width": [64, 128], "optimizer": ["sgd", "<b>&"]})
 
 
-def study() -> list[Trial]:
+def make_trials() -> list[Trial]:
     generator, trials = random.Random(1), []
     for bracket in hyperband(27, 3):
         for place in range(bracket.size):
@@ -66,7 +69,9 @@ class Balanced(HTMLParser):
 
 
 def test_one_page_without_a_network() -> None:
-    page = study_report(study(), hyperband(27, 3), "accuracy", "max", title="Digits <1>", notes=["3 s, 9x sooner"])
+    page = study_report(
+        make_trials(), hyperband(27, 3), "accuracy", "max", title="Digits <1>", notes=["3 s, 9x sooner"]
+    )
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []
@@ -78,7 +83,7 @@ def test_one_page_without_a_network() -> None:
     for drawing in drawings:
         ElementTree.fromstring(drawing)
         assert "nan" not in drawing and "inf" not in re.sub("<title>.*?</title>", "", drawing)
-    assert drawings[2].count("<polyline") == len(study()) - 2  # each but the failed one and the one that is NaN
+    assert drawings[2].count("<polyline") == len(make_trials()) - 2  # each but the failed one and the one that is NaN
 
 
 def test_the_best_comes_first() -> None:
@@ -95,6 +100,15 @@ def test_the_best_comes_first() -> None:
     page = study_report(trials, [], "accuracy", "max")
     assert '<span class="big">0.8</span> accuracy, trial 2 after 9 epochs' in page and "Brackets" not in page
     assert "<td>lr</td><td>5</td>" in page, "as population-based training left it"
+
+
+def test_a_study_writes_its_report(tmp_path: Path) -> None:
+    study = Study(
+        metric="accuracy", mode="max", max_epochs=27, scheduler="hyperband", trials=make_trials(),
+        brackets=hyperband(27, 3), results=Results([]), seconds=3.5,
+    )  # fmt: skip
+    page = study.report(tmp_path / "new" / "report.html").read_text()
+    assert "hyperband, 3.5 s" in page and f"trial {study.best.number} after" in page
 
 
 def test_studies_without_values() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from tests.tune.simulation import simulate
@@ -139,11 +140,14 @@ def test_none() -> None:
         (NoScheduler(), {}, "set num_trials"),
         (PBT(), {"num_trials": 1}, "use 2 or more"),
         (PBT(share=0.7), {"num_trials": 4}, "at most 0.5"),
+        (PBT(), {"num_trials": 4}, "pass space="),
+        (PBT(mutate=("rate",)), {"num_trials": 4, "space": {"lr": None}}, "mutate names 'rate'.* it has lr"),
+        (PBT(interval=10), {"num_trials": 4}, "use 1 to max_epochs=9"),
         (ASHA(min_epochs=10), {"num_trials": 4}, "between 1 and max_epochs=9"),
         (Hyperband(eta=1), {}, "2 or more"),
         (ASHA(parallel=0), {"num_trials": 4}, "use 1 or more"),
     ],
 )
-def test_mistakes(scheduler: Hyperband, goal: dict[str, int], words: str) -> None:
+def test_mistakes(scheduler: Hyperband, goal: dict[str, Any], words: str) -> None:
     with pytest.raises(TuneError, match=words):
         scheduler.check(Goal(max_epochs=9, mode="max", **goal))  # type: ignore[arg-type]

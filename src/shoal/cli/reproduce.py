@@ -115,6 +115,7 @@ def hyperband(
     max_epochs: Annotated[int, typer.Option(min=1, help="R of the paper.")] = 81,
     eta: Annotated[int, typer.Option(min=2, help="A rung keeps one in eta.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    ray: Annotated[bool, typer.Option("--ray", help="Also Ray Tune's ASHA and HyperBand, on a local Ray.")] = False,
     device: Device = "cpu",
     limit: Limit = 1800.0,
     out: Out = None,
@@ -122,7 +123,7 @@ def hyperband(
     as_json: AsJson = False,
     quick: Quick = False,
 ) -> None:
-    """Pack-aware Hyperband: a search packed, against the same search one trial at a time."""
+    """Pack-aware Hyperband: a search packed, against the same search one trial at a time, and Optuna's Hyperband."""
     from shoal.evidence.reproduce import hyperband as paper
     from shoal.training import pick_device
 
@@ -131,7 +132,8 @@ def hyperband(
     scene = paper.Scene(space=space, max_epochs=9 if quick else max_epochs, eta=eta, device=str(pick_device(device)))
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:
-        return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, tell=tell)
+        ways = paper.installed_ways(ray=ray)
+        return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, ways=ways, tell=tell)
 
     report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)
 

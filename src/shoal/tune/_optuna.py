@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -61,8 +61,11 @@ def results_of(trial: Trial) -> list[float] | None:
 
 
 def distributions_of(trial: Trial, space: Space | None) -> dict[str, Any]:
-    """Optuna's distributions of the trial's settings: those of the space, or those that were suggested for it."""
-    chosen: Mapping[str, Distribution] = space or (parse(trial.attrs["space"]) if trial.attrs.get("space") else {})
+    """Optuna's distributions of the trial's settings: those that it was drawn from, or those of the space."""
+    chosen: dict[str, Distribution] = {
+        **(space or {}),
+        **(parse(trial.attrs["space"]) if trial.attrs.get("space") else {}),
+    }
     unknown = [name for name in trial.params if name not in chosen]
     if unknown:
         line = f"{trial.name}: what {', '.join(unknown)} was drawn from is not known; its attrs have no 'space'"

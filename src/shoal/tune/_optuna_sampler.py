@@ -27,14 +27,16 @@ class OptunaSampler:
     """
 
     def __init__(self, sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> None:
-        optuna = load_optuna("this sampler")
+        if isinstance(sampler, str) and sampler not in NAMES:
+            raise JobError(f"sampler is {sampler!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
+        optuna = load_optuna(f"sampler={sampler!r}")
         self.space, self.seed = space, seed
         self._make: Callable[[int], Any] | None = None
         directions = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
         previous: list[Any] = []
         if isinstance(sampler, optuna.Study):
-            directions, previous = [one.name.lower() for one in sampler.directions], sampler.get_trials()
-            sampler = sampler.sampler
+            _check_directions(sampler, directions)
+            previous, sampler = sampler.get_trials(), sampler.sampler
         elif isinstance(sampler, str):
             self._make = _named(sampler)
             sampler = self._make(seed)
@@ -96,6 +98,21 @@ class OptunaSampler:
             trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[place].system_attrs)
 
 
+def _check_directions(study: Any, directions: Sequence[str]) -> None:
+    """JobError where the study is after something else than the search: its sampler would lead the wrong way."""
+    of_study = [one.name.lower() for one in study.directions]
+    if len(of_study) > len(directions):
+        raise JobError(
+            f"the Optuna study {study.study_name!r} has {len(of_study)} objectives, and trials are compared by one "
+            "metric; use shoal.tune.optimize(study, objective)"
+        )
+    if of_study != list(directions):
+        raise JobError(
+            f"the Optuna study {study.study_name!r} is to {' and '.join(of_study)}, this search to "
+            f"{' and '.join(directions)}; make a study of the same direction, or set mode"
+        )
+
+
 def _names() -> str:
     return ", ".join(repr(name) for name in ("random", "grid", *NAMES))
 
@@ -114,8 +131,6 @@ def _named(name: str) -> Callable[[int], Any]:
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
     }
-    if name not in makers:
-        raise JobError(f"sampler is {name!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
 
     def make(seed: int) -> Any:
         with warnings.catch_warnings():

@@ -36,6 +36,7 @@ from shoal.tune._optuna import (
     state_of,
     value_writer,
 )
+from shoal.tune.distributions import from_optuna
 from shoal.tune.space import Space
 from shoal.tune.trial import State, Trial
 
@@ -114,8 +115,10 @@ class OptunaStorage:
         them any more.
         """
         known = {trial.number: trial for trial in trials}
-        for number, each in self._synchronise().items():
-            if number not in known and not each.state.is_finished():
+        unknown = {number: each for number, each in self._synchronise().items() if number not in known}
+        for number, each in unknown.items():
+            del self._stored[number]  # a trial of this number would be another one
+            if not each.state.is_finished():
                 self._abandon(each._trial_id)
         with self._lock:
             self._trials |= {n: t for n, t in known.items() if not (n in self._stored and self._stored[n].finished)}
@@ -166,13 +169,22 @@ class OptunaStorage:
                 raise
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed."""
+        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed.
+
+        A storage that cannot be written is a warning: what was trained is worth more than its copy.
+        """
         with self._lock:
             self._closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        self.flush()
+        try:
+            self.flush()
+        except Exception as error:
+            with self._lock:
+                missing = len(self._trials)
+            line = f"the storage lacks the last reports of {missing} trials: {describe(error)}; with out=, run it again"
+            warnings.warn(ShoalWarning(line), stacklevel=2)
         close_storage(self._storage)
 
     def __enter__(self) -> OptunaStorage:
@@ -327,6 +339,11 @@ def _as_trial(stored: Any, number: int) -> Trial:
     values = {int(step): float(value) for step, value in sorted(stored.intermediate_values.items())}
     if stored.state.name == "COMPLETE" and stored.values is not None and len(stored.values) == 1:
         values[max(values, default=1)] = float(stored.values[0])
+    attrs: dict[str, Any] = {
+        "space": {name: from_optuna(each).to_json() for name, each in stored.distributions.items()}
+    }
+    if stored.values is not None and len(stored.values) > 1:
+        attrs["objectives"] = list(stored.values)
     return Trial(
         number,
         dict(stored.params),
@@ -335,5 +352,5 @@ def _as_trial(stored: Any, number: int) -> Trial:
         int(stored.user_attrs.get("bracket", 0)),
         int(stored.user_attrs.get("rung", 0)),
         stored.user_attrs.get("error"),
-        {"objectives": list(stored.values)} if stored.values is not None and len(stored.values) > 1 else {},
+        attrs,
     )

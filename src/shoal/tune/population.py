@@ -42,11 +42,12 @@ class PBT:
             raise TuneError(f"interval is {self.interval!r}; use 1 to max_epochs={goal.max_epochs}")
         if not 0 < self.share <= 0.5:
             raise TuneError(f"share is {self.share!r}; use more than 0 and at most 0.5")
-        unknown = sorted(set(self.mutate or ()) - set(goal.space)) if goal.space is not None else []
+        if goal.space is None:
+            raise TuneError("'pbt' changes settings within their space, and there is none; pass space=")
+        unknown = sorted(set(self.mutate or ()) - set(goal.space))
         if unknown:
-            raise TuneError(
-                f"mutate names {unknown[0]!r}, which the space does not have; it has {', '.join(goal.space)}"
-            )
+            known = ", ".join(goal.space)
+            raise TuneError(f"mutate names {unknown[0]!r}, which the space does not have; it has {known}")
 
     def brackets(self, goal: Goal) -> list[Bracket]:
         return []

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,13 @@ from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 
 PUBLISHED = 2.7
-TITLES = {"one": "Hyperband one at a time", "shoal": "Shoal"}
+TITLES = {
+    "one": "Hyperband one at a time",
+    "shoal": "Shoal",
+    "optuna": "Optuna's Hyperband",
+    "ray-asha": "Ray Tune's ASHA",
+    "ray-hyperband": "Ray Tune's HyperBand",
+}
 SPACES: dict[str, dict[str, Any]] = {
     "plain": {"lr": ("log", 1e-4, 1e-1), "weight_decay": ("log", 1e-6, 1e-2)},
     "shapes": {
@@ -128,11 +135,49 @@ def one_at_a_time(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> di
     return {"best": best.value, "params": best.params, "epochs": epochs, "trials": len(trials), "note": ""}
 
 
+def optuna_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Optuna's HyperbandPruner, one trial after another, by the same plain loop."""
+    from shoal.evidence.reproduce.other_searches import optuna_search
+    from shoal.evidence.reproduce.plain_training import PlainTraining
+
+    return optuna_search(
+        lambda params: PlainTraining(make_job(params), scene.device), SPACES[scene.space],
+        max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
+    )  # fmt: skip
+
+
+def ray_way(scheduler: str) -> Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any]]:
+    """Ray Tune with one of its schedulers, a trial in each process, by the same plain loop."""
+
+    def search(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        from shoal.evidence.reproduce.other_searches import ray_search
+        from shoal.evidence.reproduce.plain_training import PlainTraining
+
+        return ray_search(
+            lambda params: PlainTraining(make_job(params), scene.device), SPACES[scene.space],
+            max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed, scheduler=scheduler,
+        )  # fmt: skip
+
+    return search
+
+
 WAYS: dict[str, Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any]]] = {
     "one": one_at_a_time,
     "shoal": shoal_way,
+    "optuna": optuna_way,
+    "ray-asha": ray_way("asha"),
+    "ray-hyperband": ray_way("hyperband"),
 }
 """Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
+
+
+def installed_ways(*, ray: bool) -> tuple[str, ...]:
+    """The ways that can be measured here; those of Ray, which take minutes, only where they are asked for."""
+    return (
+        "one", "shoal",
+        *(("optuna",) if find_spec("optuna") else ()),
+        *(("ray-asha", "ray-hyperband") if ray else ()),
+    )  # fmt: skip
 
 
 def _process(way: str, scene: Scene, cache: str, pipe: Connection) -> None:
@@ -143,6 +188,8 @@ def _process(way: str, scene: Scene, cache: str, pipe: Connection) -> None:
     import shoal  # noqa: F401  # what all ways have loaded
     from shoal.tune.studies import api  # noqa: F401
 
+    if way == "optuna":
+        import optuna  # noqa: F401
     if scene.device == "cpu":
         torch.set_num_threads(1)
     make_job = make_job_for(scene)
@@ -168,7 +215,7 @@ def hyperband(
     scene: Scene, *, rounds: int, limit: float, ways: tuple[str, ...] | None = None, tell: Tell = lambda _: None
 ) -> dict[str, Any]:
     """Measure all ways in turns, `rounds` times; the result as plain data."""
-    chosen, end = ways or tuple(WAYS), time.monotonic() + limit
+    chosen, end = ways or installed_ways(ray=False), time.monotonic() + limit
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in chosen}
     for number in range(rounds):
         for way in chosen:
@@ -185,9 +232,8 @@ def _line(way: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     good = [outcome for outcome in outcomes if "error" not in outcome]
     error = next((outcome["error"] for outcome in outcomes if "error" in outcome), "")
     seconds = statistics.median(outcome["seconds"] for outcome in good) if good else None
-    return {"way": way, "seconds": seconds, "error": error, "outcomes": outcomes, **({} if not good else good[0])} | {
-        "seconds": seconds
-    }
+    first = good[0] if good else {}
+    return {**first, "way": way, "seconds": seconds, "error": error, "outcomes": outcomes}
 
 
 def table(result: dict[str, Any], console: Any) -> None:

@@ -6,11 +6,13 @@ that `start` begins. They stop trials by their own rules, so that the epochs of 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from typing import Any, Protocol
 
 from shoal.errors import TuneError
@@ -144,7 +146,7 @@ def ray_search(
             return sum(used.values()) >= epochs
 
     try:
-        with tempfile.TemporaryDirectory(prefix="shoal-ray-") as folder:
+        with tempfile.TemporaryDirectory(prefix="shoal-ray-") as folder, redirect_stdout(io.StringIO()):
             results = tune.Tuner(
                 _trainable(start),
                 param_space={"params": tune.grid_search([known.sample(seed, number) for number in range(trials)])},

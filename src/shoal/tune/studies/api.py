@@ -93,6 +93,8 @@ def tune(
     >>> study.best_params, study.best_model
     """
     start = time.perf_counter()
+    if events is not None and not callable(events):
+        raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     known = None if space is None else parse(space)
     chosen = make_scheduler(scheduler, eta)
@@ -136,10 +138,13 @@ def tune(
                 mirror.close()
     finally:
         journal.close()
-    return Study(
+    study = Study(
         metric=metric, mode=towards, max_epochs=max_epochs, scheduler=chosen.name, trials=search.trials,
         brackets=brackets, results=results, seconds=time.perf_counter() - start,
     )  # fmt: skip
+    if out is not None:
+        study.report(Path(out) / "report.html")
+    return study
 
 
 def _run(

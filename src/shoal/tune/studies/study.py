@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -120,6 +122,16 @@ class Study:
                 for t in self.trials
             ]
         )
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the best settings, charts, brackets and all trials to one HTML file, which opens without a network."""
+        from shoal.tune.report import study_report
+
+        notes = [f"{self.scheduler}, {self.seconds:.1f} s, {self.epochs} epochs of {len(self.results)} networks"]
+        page = study_report(self.trials, self.brackets, self.metric, self.mode, title="Search", notes=notes)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(page, encoding="utf-8")
+        return Path(path)
 
     def table(self, most: int = 10) -> str:
         """The best trials as text, the best one first, and how many ended how."""
