@@ -26,7 +26,7 @@ from shoal.tune.population import PBT
 from shoal.tune.samplers import make_sampler
 from shoal.tune.schedulers import ASHA, Goal, Hyperband, Mode, NoScheduler, Scheduler, SuccessiveHalving
 from shoal.tune.space import Space, parse
-from shoal.tune.studies.jobs import Jobs
+from shoal.tune.studies.jobs import Jobs, check_metric
 from shoal.tune.studies.journal import Journal
 from shoal.tune.studies.progress import StudyView
 from shoal.tune.studies.search import TrialSearch
@@ -98,7 +98,7 @@ def tune(
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     known = None if space is None else parse(space)
     chosen = make_scheduler(scheduler, eta)
-    towards = _mode(metric, mode)
+    towards = _mode(metric, mode, lambda: check_metric(make_job, known, metric, max_epochs, seed))
     source = make_sampler(sampler, known, mode=towards, seed=seed)
     goal = Goal(
         max_epochs=max_epochs,
@@ -185,13 +185,18 @@ def make_scheduler(scheduler: Any, eta: int) -> Scheduler:
     return made
 
 
-def _mode(metric: Any, mode: Any) -> Mode:
+def _mode(metric: Any, mode: Any, check: Callable[[], None]) -> Mode:
+    """Which way is better; `check` raises where the metric is none of a job's, as where its name is misspelt."""
     if not isinstance(metric, str) or not metric:
         raise TuneError(f"metric is {metric!r}; name one: 'val_loss', or one of the jobs' metrics")
     if mode is None:
         mode = direction(metric)
         if mode is None:
-            raise TuneError(f"the name {metric!r} does not say which way is better; set mode='min' or mode='max'")
+            check()
+            raise TuneError(
+                f"the name {metric!r} does not say which way is better; set mode='min' or mode='max', or check "
+                "its spelling"
+            )
     if mode not in ("min", "max"):
         raise TuneError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
     chosen: Mode = mode
