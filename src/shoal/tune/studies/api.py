@@ -141,6 +141,8 @@ def tune(
     study = Study(
         metric=metric, mode=towards, max_epochs=max_epochs, scheduler=chosen.name, trials=search.trials,
         brackets=brackets, results=results, seconds=time.perf_counter() - start,
+        name="" if storage is None else study_name, folder=journal.folder,
+        space=None if known is None else known.to_json(),
     )  # fmt: skip
     if out is not None:
         study.report(Path(out) / "report.html")
