@@ -96,6 +96,13 @@ class Study:
                 return result
         raise TuneError(f"{trial.name} has no result: {trial.error}")
 
+    def weights_file(self, trial: Trial) -> Path | None:
+        """The file with a trial's weights, its model's `state_dict()`; None where there is none, as without `out`."""
+        places = [place for place, result in enumerate(self.results) if result.name == trial.name]
+        if self.folder is None or not places:
+            return None
+        return next((self.folder / "run" / "weights").glob(f"{places[0]:04d}.*"), None)
+
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
         best = best_trial(self.trials, self.mode)
