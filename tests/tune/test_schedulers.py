@@ -11,11 +11,13 @@ import pytest
 from tests.tune.simulation import simulate
 
 from shoal.errors import TuneError
+from shoal.tune.distributions import Choice, Float, Int
 from shoal.tune.population import PBT
-from shoal.tune.schedulers import ASHA, Goal, Hyperband, NoScheduler, Promote, SuccessiveHalving, best_first
+from shoal.tune.schedulers import ASHA, Exploit, Goal, Hyperband, NoScheduler, Promote, SuccessiveHalving, best_first
 from shoal.tune.trial import Trial
 
 SEEDS = range(8)
+LR = Float(0.001, 100.0)
 
 
 def reached(trials: list[Trial]) -> Counter[int]:
@@ -109,7 +111,7 @@ def test_asha_trains_so_many_at_once() -> None:
 
 
 def test_pbt_copies_from_the_best_to_the_worst() -> None:
-    goal, scheduler = Goal(max_epochs=20, mode="max", num_trials=8), PBT(interval=5)
+    goal, scheduler = Goal(max_epochs=20, mode="max", num_trials=8, space={"lr": LR}), PBT(interval=5)
     trials = [Trial(n, {"lr": 0.1 * (1 + n)}, "paused", values={5: float(n)}) for n in range(8)]
     actions = scheduler.decide(goal, trials)
     assert actions == scheduler.decide(goal, trials)  # the same every time
@@ -122,10 +124,23 @@ def test_pbt_copies_from_the_best_to_the_worst() -> None:
 
 
 def test_pbt_trains_everybody_to_the_end() -> None:
-    goal = Goal(max_epochs=20, mode="min", num_trials=6)
+    goal = Goal(max_epochs=20, mode="min", num_trials=6, space={"lr": LR})
     trials = simulate(PBT(interval=6), goal, lambda t, e: t.settings["lr"], random.Random(0))
     assert reached(trials) == {6: 6, 12: 6, 18: 6, 20: 6}
     assert any("from" in trial.attrs for trial in trials)
+
+
+def test_pbt_stays_within_the_space_and_changes_what_may_change() -> None:
+    space = {"lr": Float(0.1, 1.0), "size": Int(2, 10, step=4), "kind": Choice((0.5,)), "drop": Float(0.0, 0.5)}
+    goal = Goal(max_epochs=20, mode="max", num_trials=8, space=space, changeable=("lr", "size", "kind"))
+    scheduler = PBT(interval=5, resample=0.0, factors=(100.0, 0.001))
+    params = [{"lr": 0.1 * (1 + n), "size": 6, "kind": 0.5, "drop": 0.01 * n} for n in range(8)]
+    trials = [Trial(n, params[n], "paused", values={5: float(n)}) for n in range(8)]
+    exploits = [action for action in scheduler.decide(goal, trials) if isinstance(action, Exploit)]
+    assert exploits
+    for action in exploits:
+        assert action.params["lr"] in (0.1, 1.0) and action.params["size"] in (2, 10)
+        assert action.params["kind"] == 0.5 and action.params["drop"] == params[action.source]["drop"]
 
 
 def test_none() -> None:
@@ -141,7 +156,8 @@ def test_none() -> None:
         (PBT(), {"num_trials": 1}, "use 2 or more"),
         (PBT(share=0.7), {"num_trials": 4}, "at most 0.5"),
         (PBT(), {"num_trials": 4}, "pass space="),
-        (PBT(mutate=("rate",)), {"num_trials": 4, "space": {"lr": None}}, "mutate names 'rate'.* it has lr"),
+        (PBT(mutate=("rate",)), {"num_trials": 4, "space": {"lr": LR}}, "mutate names 'rate'.* it has lr"),
+        (PBT(mutate="lr"), {"num_trials": 4, "space": {"lr": LR}}, "pass a tuple of names"),  # type: ignore[arg-type]
         (PBT(interval=10), {"num_trials": 4}, "use 1 to max_epochs=9"),
         (ASHA(min_epochs=10), {"num_trials": 4}, "between 1 and max_epochs=9"),
         (Hyperband(eta=1), {}, "2 or more"),

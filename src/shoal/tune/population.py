@@ -14,20 +14,23 @@ from typing import Any, ClassVar
 from shoal.errors import TuneError
 from shoal.tune import brackets as tables
 from shoal.tune.brackets import Bracket
+from shoal.tune.distributions import Choice, Float, Int
 from shoal.tune.schedulers import TRAINING, Action, Exploit, Goal, Promote, Start, best_first
 from shoal.tune.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PBT:
-    """Population-based training."""
+    """Population-based training: every `interval` epochs the worst trials become copies of the best, and train on with
+    settings of the optimizer that are changed a little."""
 
     interval: int | None = None
     """Epochs between two decisions; None: a tenth of `max_epochs`."""
     share: float = 0.25
     """The part of the population that is replaced at each decision, and the part that it is copied from."""
     mutate: tuple[str, ...] | None = None
-    """Parameters that are changed; they must be settings of the optimizer. None: all numbers of the space."""
+    """Parameters that are changed; they must be settings of the optimizer: the job's `hparams` or `clip_norm`. None:
+    all of these that the space has a range for."""
     factors: tuple[float, ...] = (0.8, 1.2)
     """What a number is multiplied by, one of these by chance."""
     resample: float = 0.25
@@ -44,6 +47,8 @@ class PBT:
             raise TuneError(f"share is {self.share!r}; use more than 0 and at most 0.5")
         if goal.space is None:
             raise TuneError("'pbt' changes settings within their space, and there is none; pass space=")
+        if isinstance(self.mutate, str):
+            raise TuneError(f"mutate is {self.mutate!r}; pass a tuple of names: mutate=({self.mutate!r},)")
         unknown = sorted(set(self.mutate or ()) - set(goal.space))
         if unknown:
             known = ", ".join(goal.space)
@@ -79,23 +84,27 @@ class PBT:
     def _explore(self, goal: Goal, source: Trial, population: Sequence[Trial], draw: random.Random) -> dict[str, Any]:
         """The source's parameters, some of them changed."""
         params = dict(source.settings)
-        numbers = [name for name, value in params.items() if isinstance(value, float)]
-        for name in numbers if self.mutate is None else self.mutate:
-            if draw.random() < self.resample or not _number(params[name]):
+        for name in self.mutated(goal):
+            distribution = goal.space[name]
+            if draw.random() < self.resample or isinstance(distribution, Choice):
                 params[name] = draw.choice(population).settings[name]
             else:
-                changed = params[name] * draw.choice(self.factors)
-                params[name] = _within(goal.space, name, round(changed) if isinstance(params[name], int) else changed)
+                params[name] = _changed(distribution, params[name], draw.choice(self.factors))
         return params
 
+    def mutated(self, goal: Goal) -> list[str]:
+        """The names of what is changed."""
+        if self.mutate is not None:
+            return list(self.mutate)
+        ranges = [name for name, held in goal.space.items() if not isinstance(held, Choice)]
+        return [name for name in ranges if goal.changeable is None or name in goal.changeable]
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
-
-def _within(space: Any, name: str, value: Any) -> Any:
-    """A value inside its distribution's bounds, where it has any."""
-    distribution = space.get(name) if space is not None else None
-    low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
-    value = value if low is None else max(low, value)
-    return value if high is None else min(high, value)
+def _changed(distribution: Float | Int, value: Any, factor: float) -> Any:
+    """A value times a factor, inside its range and on its steps."""
+    changed = min(distribution.high, max(distribution.low, value * factor))
+    step = distribution.step if isinstance(distribution, Float) else distribution.step or 1
+    if step is None:
+        return changed
+    changed = distribution.low + step * round((changed - distribution.low) / step)
+    return round(changed) if isinstance(distribution, Int) else changed

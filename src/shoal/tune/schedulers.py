@@ -34,6 +34,8 @@ class Goal:
     seed: int = 0
     space: Any = None
     """For schedulers that change parameters on the way."""
+    changeable: tuple[str, ...] | None = None
+    """The parameters that may be changed while a trial trains; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

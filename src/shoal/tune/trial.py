@@ -16,7 +16,7 @@ class Trial:
     number: int
     """Its place in the study, from 0."""
     params: dict[str, Any]
-    """What was drawn for it, by the names of the search space."""
+    """What was drawn for it, by the names of the search space; `settings` are what it has now."""
     state: State = "waiting"
     """`paused`: it has reached its rung and waits for the others. `pruned`: it was stopped at a rung."""
     values: dict[int, float] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,17 @@ from torch.nn.parameter import is_lazy
 
 LARGE = 1 << 14
 """Bytes from which a copy is worth being avoided."""
-_ALONE = 2
-"""The uses of a storage that one tensor has: the tensor, and whoever asks."""
+
+
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors use a tensor's memory, and how many hold the Python object of it, of which there is one."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_EXAMPLE = torch.empty(1)
+_ALONE = _uses(_EXAMPLE)
+"""Of a tensor whose memory nobody else uses."""
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = False) -> None:
@@ -57,9 +67,11 @@ def give_memory(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor has a part in a tensor's memory, here or with a user."""
-    storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) <= _ALONE
+    """Whether nobody else has a part in a tensor's memory: no other tensor, no array, no process, no user."""
+    if any(count > alone for count, alone in zip(_uses(tensor), _ALONE, strict=True)):
+        return False
+    storage = tensor.untyped_storage()  # memory that is not torch's own, such as an array's, cannot be resized
+    return storage.nbytes() == tensor.nbytes and storage.resizable() and not storage.is_shared()
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:

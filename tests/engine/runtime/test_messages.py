@@ -6,6 +6,7 @@ import os
 from multiprocessing.connection import Pipe
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,3 +98,18 @@ def test_a_model_takes_memory_that_nobody_else_uses() -> None:
     assert model[0].weight is weight and weight.data_ptr() == state["0.weight"].data_ptr()
     assert (seen == expected["2.weight"].numpy()).all()  # somebody looks at it: what he sees is the model's
     torch.testing.assert_close(state["2.weight"], expected["2.weight"])
+
+
+def test_memory_of_others_is_written_to() -> None:
+    """An array, another process or whoever keeps the storage sees what the model learned."""
+    array = np.zeros((100, 100), dtype=np.float32)
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    model[0].weight = nn.Parameter(torch.from_numpy(array))
+    kept = model[1].weight.untyped_storage()
+    model[2].share_memory()
+    state = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    load_weights(model, {name: value.clone() for name, value in state.items()}, give=True)
+    assert (array == state["0.weight"].numpy()).all()
+    assert torch.equal(torch.tensor(kept.tolist(), dtype=torch.uint8), state["1.weight"].view(-1).view(torch.uint8))
+    assert model[2].weight.is_shared()
+    torch.testing.assert_close(dict(model.state_dict()), state)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tune.studies.problems import KINDS, tune
+import torch
+from tests.tune.studies.problems import KINDS, make_job, tune
 
+import shoal
 from shoal.errors import OutError
 
 PROGRAM = Path(__file__).with_name("problems.py")
@@ -87,6 +89,50 @@ def test_killed_and_resumed(kind: str, kills: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["hyperband", "in-turn", "asha", "pbt", "none"])
 def test_killed_at_30_random_moments(kind: str, seed: int, tmp_path: Path) -> None:
     killed_again_and_again(kind, tmp_path, kills=6, seed=seed)
+
+
+DIES = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+from shoal.tune.studies import search
+from tests.tune.studies.problems import make_job, tune
+search.TrialSearch._end = lambda self, run, trials: os._exit(9)  # after the decision was written, before it is done
+tune("hyperband", out=sys.argv[1], checkpoint_every=1000, make_job=lambda p: make_job(p, **eval(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("changes", [{}, {"val_every": 4, "keep": "best"}])
+def test_killed_right_after_a_decision_was_written(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing of the trials was saved by then: they train again up to where they were, and are what they were."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DIES, str(tmp_path / "out"), repr(changes)]
+    assert subprocess.run(command, env=env, cwd=Path(__file__).parents[3], check=False).returncode == 9
+
+    def job(params: dict[str, Any]) -> shoal.Job:
+        return make_job(params, **changes)
+
+    clean = tune("hyperband", make_job=job)
+    resumed = tune("hyperband", make_job=job, out=tmp_path / "out")
+    assert resumed.epochs == clean.epochs and resumed.best.number == clean.best.number
+    for ours, theirs in zip(resumed.trials, clean.trials, strict=True):
+        assert (ours.state, ours.values) == (theirs.state, theirs.values)
+        weights = zip(resumed.result(ours).model.parameters(), clean.result(theirs).model.parameters(), strict=True)
+        assert all(torch.equal(x, y) for x, y in weights)
+        assert len(resumed.result(ours).history) == len(clean.result(theirs).history)
+
+
+def test_infinity_is_a_choice(tmp_path: Path) -> None:
+    space = {"lr": ("log", 1e-3, 1.0), "momentum": [0.0, 0.9], "clip": [1.0, float("inf")]}
+
+    def job(params: dict[str, Any]) -> shoal.Job:
+        assert isinstance(params["clip"], float)
+        return make_job(params, clip_norm=params["clip"])
+
+    settings: dict[str, Any] = {"make_job": job, "space": space, "num_trials": 6, "out": tmp_path / "out"}
+    first = tune("none", **settings)
+    assert {trial.params["clip"] for trial in first.trials} == {1.0, float("inf")}
+    assert [trial.params for trial in tune("none", **settings).trials] == [trial.params for trial in first.trials]
 
 
 def test_a_finished_study_is_read_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.tune.simulation import simulate
 from tests.tune.studies.problems import DATA, SPACE, make_job, tune
+from torch import nn
 
 import shoal
 from shoal.errors import JobError, TuneError
@@ -145,8 +146,26 @@ def test_pbt_refuses_what_it_cannot_change() -> None:
     def fixed(params: dict[str, Any]) -> shoal.Job:
         return make_job({"lr": 0.1, "momentum": 0.0})
 
-    with pytest.raises(TuneError, match="name settings of the optimizer"):
+    with pytest.raises(TuneError, match=r"settings of the optimizer .* and the space has none"):
         tune("pbt", make_job=fixed)
+    with pytest.raises(TuneError, match="mutate names 'width', which is no setting of the optimizer alone"):
+        tune("pbt", scheduler=PBT(interval=2, mutate=("width",)), space={**SPACE, "width": ("int", 4, 16)})
+
+
+def test_pbt_says_of_a_trial_what_its_network_has() -> None:
+    """A rate of dropout is the network's, which is copied with the source's weights and not changed."""
+
+    def dropping(params: dict[str, Any]) -> shoal.Job:
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Linear(10, 8), nn.Dropout(params["rate"]), nn.Linear(8, 4))
+
+        return dataclasses.replace(make_job(params, epochs=12), model=model)
+
+    study = tune("pbt", make_job=dropping, space={**SPACE, "rate": ("uniform", 0.1, 0.5)})
+    assert any("mutations" in trial.attrs for trial in study.trials)
+    for trial in study.trials:
+        assert trial.settings["rate"] == study.result(trial).model[1].p
+        assert study.result(trial).job.hparams == {name: trial.settings[name] for name in ("lr", "momentum")}
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -207,6 +226,8 @@ def test_nan_scores_come_last() -> None:
         ({"scheduler": "asha", "num_trials": 0}, "num_trials is 0; use a whole number"),
         ({"scheduler": "hyperbandit"}, "scheduler is 'hyperbandit'; use one of 'hyperband'"),
         ({"scheduler": PBT}, "or shoal.tune.ASHA()"),
+        ({"scheduler": shoal.tune.Hyperband(), "eta": 2}, "eta is 2, and the scheduler is an object"),
+        ({"scheduler": "none", "eta": 2, "num_trials": 3}, "eta is 2, and scheduler 'none' does not use it"),
         ({"sampler": "grid", "scheduler": "none", "num_trials": 7, "space": {"lr": [1.0], "momentum": [0.1, 0.2]}},
          "the sampler has 2 configurations"),
     ],

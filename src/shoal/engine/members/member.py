@@ -90,6 +90,8 @@ class Member:
     """Python state that no state_dict() has."""
     pause_at: int | None = None
     """The epoch after which it gives its place back until the run's supervisor lets it continue."""
+    paused_at: frozenset[int] = frozenset()
+    """Epochs after which it has paused before; one that is trained again, after a kill, is validated there again."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
@@ -140,7 +142,7 @@ class Member:
     @property
     def at_stop(self) -> bool:
         """Whether it ends or pauses after this epoch, so that it is validated whatever `val_every` says."""
-        return self.finished() or self.epoch == self.pause_at
+        return self.finished() or self.epoch == self.pause_at or self.epoch in self.paused_at
 
     @property
     def pausing(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,14 +34,15 @@ from shoal.tune.studies.search import TrialSearch
 from shoal.tune.studies.study import Study
 from shoal.utils.tables import say
 
-SCHEDULERS: dict[str, Callable[[int], Scheduler]] = {
-    "hyperband": lambda eta: Hyperband(eta=eta),
-    "successive-halving": lambda eta: SuccessiveHalving(eta=eta),
-    "asha": lambda eta: ASHA(eta=eta),
-    "pbt": lambda eta: PBT(),
-    "none": lambda eta: NoScheduler(),
+SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
+    "hyperband": Hyperband,
+    "successive-halving": SuccessiveHalving,
+    "asha": ASHA,
+    "pbt": PBT,
+    "none": NoScheduler,
 }
-"""Schedulers by their names, made with `eta`."""
+WITHOUT_ETA = ("pbt", "none")
+"""Those of them that keep no share of the trials."""
 
 
 def tune(
@@ -50,7 +52,7 @@ def tune(
     metric: str = "val_loss",
     mode: Mode | None = None,
     max_epochs: int,
-    eta: int = 3,
+    eta: int | None = None,
     scheduler: str | Scheduler = "hyperband",
     sampler: Any = "random",
     num_trials: int | None = None,
@@ -78,7 +80,7 @@ def tune(
         metric: What is compared: "loss", "val_loss", a name in the jobs' `metrics` or in a step's logs.
         mode: Which way is better, "min" or "max"; None: as the metric's name says.
         max_epochs: The longest that a trial trains.
-        eta: A rung keeps one in eta.
+        eta: A rung keeps one in eta; 3 by default. A scheduler that is given as an object has its own.
         scheduler: Which trials continue: "hyperband", "successive-halving", "asha", "pbt", "none", or an object such as
             shoal.tune.ASHA(parallel=64).
         sampler: Where settings come from: "random", "grid", a name or an object of Optuna's samplers.
@@ -108,6 +110,9 @@ def tune(
         space=known,
     )
     chosen.check(goal)
+    jobs = Jobs(make_job, known, source, metric, max_epochs)
+    if isinstance(chosen, PBT):
+        goal = _with_changeable(goal, chosen, jobs)
     if out is not None and known is not None:
         known.check_storable()
     asked = {
@@ -120,7 +125,7 @@ def tune(
     try:
         mirror = _mirror(storage, study_name, towards, metric, known, None if out is None else written["run"])
         search = TrialSearch(
-            Jobs(make_job, known, source, metric, max_epochs), goal, chosen, source, metric, journal,
+            jobs, goal, chosen, source, metric, journal,
             [] if mirror is None else [mirror], trials,
         )  # fmt: skip
         brackets = chosen.brackets(goal)
@@ -173,18 +178,43 @@ def arguments() -> list[str]:
     return [name for name in inspect.signature(tune).parameters if name not in ("make_job", "space")]
 
 
-def make_scheduler(scheduler: Any, eta: int) -> Scheduler:
-    """The scheduler of this name, or the one that was given."""
+def make_scheduler(scheduler: Any, eta: int | None) -> Scheduler:
+    """The scheduler of this name, or the one that was given; `eta`: None where nothing is said of it."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise TuneError(f"scheduler is {scheduler!r}; use one of {', '.join(map(repr, SCHEDULERS))}")
-        return SCHEDULERS[scheduler](eta)
+        if eta is not None and scheduler in WITHOUT_ETA:
+            raise TuneError(f"eta is {eta!r}, and scheduler {scheduler!r} does not use it; leave it out")
+        return SCHEDULERS[scheduler]() if eta is None else SCHEDULERS[scheduler](eta=eta)
     if not callable(getattr(scheduler, "decide", None)) or isinstance(scheduler, type):
         raise TuneError(
             f"scheduler is {scheduler!r}; use one of {', '.join(map(repr, SCHEDULERS))}, or shoal.tune.ASHA()"
         )
+    if eta is not None:
+        kind = type(scheduler).__name__
+        raise TuneError(
+            f"eta is {eta!r}, and the scheduler is an object, which has its own; say shoal.tune.{kind}(eta=...)"
+        )
     made: Scheduler = scheduler
     return made
+
+
+def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
+    """The goal, with the settings that population-based training may change. TuneError where there is none."""
+    changeable = jobs.changeable(goal.seed)
+    goal = replace(goal, changeable=changeable)
+    fixed = [name for name in scheduler.mutate or () if name not in changeable]
+    if fixed:
+        raise TuneError(
+            f"mutate names {fixed[0]!r}, which is no setting of the optimizer alone (the job's hparams, clip_norm): a "
+            f"network under way cannot be given another; it can be {', '.join(changeable) or 'nothing'} here"
+        )
+    if not scheduler.mutated(goal):
+        raise TuneError(
+            "'pbt' changes settings of the optimizer (the job's hparams, clip_norm) within their ranges, and the space "
+            "has none; give one a range, such as 'lr': ('log', 1e-4, 1e-1), or use another scheduler"
+        )
+    return goal
 
 
 def _mode(metric: Any, mode: Any, check: Callable[[], None]) -> Mode:

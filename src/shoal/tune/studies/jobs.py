@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from shoal.errors import TuneError, describe
@@ -12,6 +13,9 @@ from shoal.tune.distributions import from_optuna
 from shoal.tune.samplers import DrawnSuggestions, RandomSampler, Sampler
 from shoal.tune.space import Space
 from shoal.tune.trial import Trial
+
+TRIES = 5
+"""Pairs of configurations in which a setting is compared with another value of it."""
 
 
 class Jobs:
@@ -40,6 +44,26 @@ class Jobs:
             return self._checked(trial, dict(trial.settings))
         return self._suggest(trial, DrawnSuggestions(trial.number, fixed=trial.settings))
 
+    def changeable(self, seed: int) -> tuple[str, ...]:
+        """The settings that are the optimizer's alone, so that a network under way can be given another value."""
+        assert self._space is not None
+        names = []
+        for name in self._space:
+            for number in range(TRIES):
+                params, others = self._space.sample(seed, number), self._space.sample(seed, number + 1)
+                if params[name] == others[name]:
+                    continue
+                with suppress(Exception):  # a configuration that make_job refuses
+                    first, second = (self._make(given) for given in (params, {**params, name: others[name]}))
+                    if _optimizer_settings(first) != _optimizer_settings(second) and _rest(first) == _rest(second):
+                        names.append(name)
+                    break
+        return tuple(names)
+
+    def _make(self, given: Any) -> Any:
+        with default_epochs(self._max_epochs):
+            return self._make_job(given)
+
     def _suggest(self, trial: Trial, suggestions: Any) -> Job:
         try:
             return self._checked(trial, suggestions)
@@ -56,8 +80,7 @@ class Jobs:
                 trial.attrs["space"] = space_of(suggestions)
 
     def _checked(self, trial: Trial, given: Any) -> Job:
-        with default_epochs(self._max_epochs):
-            job: Any = self._make_job(given)
+        job: Any = self._make(given)
         if not isinstance(job, Job):
             raise TuneError(f"{trial.name}: make_job returned a {type(job).__name__}; return a shoal.Job")
         if job.epochs != self._max_epochs:
@@ -86,6 +109,17 @@ def check_metric(make_job: Any, space: Space | None, metric: str, max_epochs: An
         raise
     except Exception:  # the study reports what make_job raises
         return
+
+
+def _optimizer_settings(job: Job) -> Any:
+    return dict(job.hparams), job.clip_norm
+
+
+def _rest(job: Job) -> dict[str, Any]:
+    """A job's other settings that can be compared: numbers and words."""
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    plain = {name: value for name, value in fields.items() if isinstance(value, int | float | str | type | None)}
+    return {name: value for name, value in plain.items() if name != "clip_norm"}
 
 
 def space_of(suggestions: Any) -> dict[str, Any]:

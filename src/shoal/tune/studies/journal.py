@@ -52,7 +52,7 @@ class Journal:
             self._lock.acquire()
             known = self._settings(settings)
             trials = self._read()
-            self._file = (self.folder / "trials.jsonl").open("ab")
+            self._file = (self.folder / "trials.jsonl").open("ab", buffering=0)
         except OSError as error:
             self._lock.release()
             raise OutError(
@@ -118,8 +118,9 @@ class Journal:
         if not changes:
             return
         try:
-            self._file.write(json.dumps(changes).encode() + b"\n")
-            self._file.flush()
+            line = json.dumps(changes).encode() + b"\n"
+            while line:
+                line = line[self._file.write(line) :]
             if durable:
                 os.fsync(self._file.fileno())
         except OSError as error:
@@ -131,14 +132,16 @@ class Journal:
     def close(self) -> None:
         """Let another process use the folder."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._lock.release()
+            try:
+                self._file.close()
+            finally:
+                self._file = None
+                self._lock.release()
 
 
 def _content(trial: Trial) -> dict[str, Any]:
-    """A trial as JSON has it; numbers that JSON has no sign for are strings."""
-    plain = {name: json.loads(json.dumps(finite(getattr(trial, name)))) for name in PLAIN}
+    """A trial as the journal has it; infinities and NaN as Python's JSON writes and reads them."""
+    plain = {name: json.loads(json.dumps(getattr(trial, name), default=finite)) for name in PLAIN}
     return {**plain, "values": {str(epoch): finite(value) for epoch, value in trial.values.items()}}
 
 

@@ -154,22 +154,22 @@ class TrialSearch:
             self._resume(run)
         changed = self._follow()
         self._journal.write(changed)
+        ended = [m for n, m in self._members.items() if m.status == "running" and self.trials[n].ended and m.pausing]
+        run.end({member.index for member in ended}, "stopped")
         if first or any(trial.state not in TRAINING for trial in changed):
             while actions := self.scheduler.decide(self.goal, self.trials):
                 self._carry_out(run, actions)
 
     def _resume(self, run: Run) -> None:
-        """After members were restored: those whose trials have ended end, the others get their next pause."""
-        pruned = set()
+        """After members were restored: each gets its next pause, also one whose trial has ended: what it had become may
+        not have been saved, and then it trains the last of it again."""
         for trial in self.trials:
             member = self._members.get(trial.number)
-            if member is None or member.status != "running":
+            if member is None or member.status != "running" or trial.state == "complete":
                 continue
-            if trial.state in ("pruned", "failed"):
-                pruned.add(member.index)
-            elif trial.state != "complete":  # one that has not saved its end trains the last of it again
-                member.pause_at = self._until(trial)
-        run.end(pruned, "stopped")
+            rungs = [dataclasses.replace(trial, rung=rung) for rung in range(trial.rung)]
+            member.paused_at = frozenset(self.scheduler.until(self.goal, at) for at in rungs)
+            member.pause_at = self._until(trial)
 
     def _follow(self) -> list[Trial]:
         """Take in new values and new states; the trials that have any."""
@@ -195,7 +195,7 @@ class TrialSearch:
         """Note a row of a member's history; whether it holds something new."""
         epoch = int(row["epoch"])
         if self.metric not in row:
-            if member.job.val is None or "val_loss" in row:
+            if not trial.values and (member.job.val is None or "val_loss" in row):
                 names = ", ".join(name for name in row if name not in ("epoch", "step", "lr", "seconds"))
                 raise TuneError(f"metric is {self.metric!r}, which {trial.name} does not have; it has {names}")
             return False
@@ -266,7 +266,6 @@ class TrialSearch:
         for action in exploits:
             trial, source = self.trials[action.number], self._members[action.source]
             job = self.jobs.make(dataclasses.replace(trial, attrs={**trial.attrs, "params": action.params}))
-            _check_mutation(self.trials[action.source], action.params, source.job, job)
             changes = {"hparams": job.hparams, "clip_norm": job.clip_norm}
             before = self._members[action.number]
             member = clone_of(run, source, trial.name, changes, instead=before)
@@ -291,14 +290,3 @@ def _note_mutation(trial: Trial, source: Trial, params: dict[str, Any]) -> None:
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     history = [*trial.attrs.get("mutations", []), {"epoch": trial.epochs, "from": source.number, "changed": changed}]
     trial.attrs = {**trial.attrs, "params": params, "mutations": history}
-
-
-def _check_mutation(source: Trial, params: dict[str, Any], before: Job, job: Job) -> None:
-    """TuneError where changed settings are not the optimizer's, so that nothing would change."""
-    names = [name for name, value in params.items() if source.settings.get(name) != value]
-    same = dict(before.hparams) == dict(job.hparams) and before.clip_norm == job.clip_norm
-    if names and same:
-        raise TuneError(
-            f"population-based training changes {', '.join(names)}, and the job's hparams and clip_norm stay the same; "
-            "name settings of the optimizer: PBT(mutate=('lr',))"
-        )
