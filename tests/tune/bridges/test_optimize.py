@@ -198,6 +198,8 @@ def test_mistakes_in_the_call() -> None:
         optimize(make_study(), objective, 0)
     with pytest.raises(ValueError, match="study is None; pass an Optuna study"):
         optimize(None, objective, 1)
+    with pytest.raises(ValueError, match="out is one folder for one group of trials, and there are 2 groups"):
+        optimize(make_study(), objective, 5, at_once=4, out="nowhere")
 
     def own_settings(trial: Any) -> Any:
         return train_trial(trial, job(0.1), "val_loss", device="cpu")

@@ -108,6 +108,11 @@ def optimize(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; use a whole number, 1 or more")
     _check_settings(settings)
+    if settings.get("out") is not None and n_trials > at_once:
+        raise ValueError(
+            f"out is one folder for one group of trials, and there are {-(-n_trials // at_once)} groups; leave it out "
+            "(an Optuna storage has the values), or set at_once=n_trials"
+        )
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
     for first in range(0, n_trials, at_once):
         group = [_Objective(study.ask(), objective) for _ in range(min(at_once, n_trials - first))]
