@@ -9,8 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import shoal
 from shoal.cli.app import main
+from shoal.cli.tune import load_search
 
 FILE = """
 import torch, shoal
@@ -37,6 +41,22 @@ def test_the_table_comes_before_and_the_best_after(file: Path, capsys: pytest.Ca
     assert "9 to 1" in said.err and "17 trials: 5 complete, 12 pruned" in said.out
 
 
+def test_it_says_where_the_report_and_the_weights_are(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(FILE.replace("return", "if params['lr'] < 0.002: raise OSError\n    return"))
+    out = tmp_path / "out"
+    assert main(["tune", str(file), "--no-progress", "--seed", "5", "--out", str(out)]) == 0
+    *_, report, weights = capsys.readouterr().out.splitlines()
+    assert report == f"report: {out / 'report.html'}" and (out / "report.html").exists()
+    path = Path(weights.removeprefix("best weights: "))
+    make_job, space, settings = load_search(str(file))
+    study = shoal.tune(make_job, space, **settings, seed=5, out=out)
+    assert study.weights_file(study.best) == path and any("no_job" in t.attrs for t in study.trials)
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor, study.best_model.state_dict()[name])
+
+
 def test_the_command_line_wins(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tune", str(file), "--max-epochs", "4", "--scheduler", "asha", "--trials", "5", "--eta", "2", "--json"]
     assert main(command) == 0
@@ -58,6 +78,12 @@ def test_the_command_line_wins(file: Path, capsys: pytest.CaptureFixture[str]) -
         ),
         (FILE.replace('("log", 1e-3, 1.0)', "[]"), [], "lr: "),
         (FILE.replace("settings = {", "settings = 3 #"), [], "settings that are a int"),
+        (
+            "import shoal\nint('x')",
+            [],
+            "search.py' raised ValueError: invalid literal for int() with base 10: 'x' (add --debug",
+        ),
+        ("shoal.Job(", [], "search.py' raised SyntaxError: "),
         (FILE, ["--scheduler", "bandit"], "scheduler is 'bandit'"),
     ],
 )

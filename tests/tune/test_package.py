@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import subprocess
 import sys
 
@@ -25,3 +26,10 @@ def test_names_load_when_they_are_used() -> None:
         "import sys, shoal.tune; assert 'torch' not in sys.modules; shoal.tune.Trial; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_help_shows_the_call_and_its_arguments() -> None:
+    import shoal
+
+    text = pydoc.plain(pydoc.render_doc(shoal.tune))
+    assert "shoal.tune(make_job, space=None, *, metric='val_loss'" in text and "max_epochs: The longest" in text

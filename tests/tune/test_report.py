@@ -6,6 +6,7 @@ import math
 import random
 import re
 import xml.etree.ElementTree as ElementTree
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -105,10 +106,46 @@ def test_the_best_comes_first() -> None:
 def test_a_study_writes_its_report(tmp_path: Path) -> None:
     study = Study(
         metric="accuracy", mode="max", max_epochs=27, scheduler="hyperband", trials=make_trials(),
-        brackets=hyperband(27, 3), results=Results([]), seconds=3.5,
+        brackets=hyperband(27, 3), results=Results([]), seconds=3.5, folder=Path("runs/digits"), space=SPACE.to_json(),
     )  # fmt: skip
     page = study.report(tmp_path / "new" / "report.html").read_text()
     assert "hyperband, 3.5 s" in page and f"trial {study.best.number} after" in page
+    assert "<title>Search runs/digits</title>" in page and re.search(r"written \d{4}-\d\d-\d\d \d\d:\d\d", page)
+    assert f"<code>{escape(repr(study.best_params))}</code>" in page, "to copy, with all digits"
+    settings = study.trials[4].settings
+    assert f"<td>it raised</td><td>lr={settings['lr']:.4g}, width={settings['width']}" in page
+    assert "<th>state</th><th>bracket</th>" in page
+
+
+def test_the_table_says_what_it_leaves_out() -> None:
+    trials = [Trial(n, {"lr": 0.5}, "complete", {1: 1.0 * n}) for n in range(12)]
+    trials += [Trial(n, {"lr": 1.0 * n}, "failed", error="no lr") for n in range(12, 17)]
+    study = Study(
+        metric="loss", mode="min", max_epochs=1, scheduler="none", trials=trials, brackets=[], results=Results([])
+    )
+    lines = study.table().splitlines()
+    assert lines[-6:] == [
+        "and 2 more: study.trials",
+        "17 trials: 12 complete, 5 failed",
+        "trial 12: no lr (lr=12)",
+        "trial 13: no lr (lr=13)",
+        "trial 14: no lr (lr=14)",
+        "and 2 more failed: trial.error of study.trials",
+    ]
+    assert "more" not in study.table(most=12).split("\n17 trials")[0]
+
+
+def test_axes_follow_the_space_and_one_value_does_not_flatten_the_others() -> None:
+    trials = [Trial(n, {"drop": 0.001 + 0.1 * n}, "complete", {1: 2.0 + 0.01 * n}) for n in range(8)]
+    trials[3].values = {1: 1e6}
+    trials[5].values = {1: 0.5}
+    study = Study(
+        metric="loss", mode="min", max_epochs=1, scheduler="none", trials=trials, brackets=[], results=Results([]),
+        space=parse({"drop": ("uniform", 0.0, 1.0)}).to_json(),
+    )  # fmt: skip
+    drawings = re.findall(r"<svg.*?</svg>", study_report(trials, [], "loss", "min", log=study._logarithmic()), re.S)
+    assert drawings[0].count('class="beyond"') == 1, "the best is never beyond the edge"
+    assert ">0.6</text>" in drawings[2] and ">0.01</text>" not in drawings[2]
 
 
 def test_studies_without_values() -> None:

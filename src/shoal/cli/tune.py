@@ -63,11 +63,17 @@ def tune(
     settings |= {name: value for name, value in given.items() if value is not None}
     settings.setdefault("progress", not as_json)
     study = _tune(make_job, space, settings, as_json)
+    has_best = study.to_dict()["best"] is not None
+    weights = study.weights_file(study.best) if has_best else None
     if as_json:
         typer.echo(json.dumps({"kind": "study", **study.to_dict()}))
     else:
         typer.echo(study.table())
-    if study.to_dict()["best"] is None:
+        if study.folder is not None:
+            typer.echo(f"report: {study.folder / 'report.html'}")
+        if weights is not None:
+            typer.echo(f"best weights: {weights}")
+    if not has_best:
         raise typer.Exit(1)
 
 
@@ -75,9 +81,15 @@ def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
     """A file's make_job, space and settings; ValueError where it is no search."""
     if not file.endswith(".py"):
         raise ValueError(f"{file!r} is no Python file; name one with make_job and space: search.py")
-    from shoal.jobfile.importing import import_code
+    from shoal.errors import describe
+    from shoal.jobfile.importing import NoSuchCode, import_code
 
-    module = import_code(file, Path.cwd())
+    try:
+        module = import_code(file, Path.cwd())
+    except NoSuchCode:
+        raise
+    except Exception as error:
+        raise ValueError(f"{file!r} raised {describe(error)} (add --debug to see where)") from error
     make_job, settings = getattr(module, "make_job", MISSING), getattr(module, "settings", {})
     if make_job is MISSING:
         raise ValueError(f"{file!r} has no make_job; define make_job(params), which returns a shoal.Job")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -41,9 +41,13 @@ class Scale:
         return math.log(value) if self.log else value
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round numbers along the axis."""
+        """Round numbers along the axis; its ends, where there are fewer than two between them."""
         if self.high <= self.low:
             return [self.low]
+        ticks = self._round_numbers(most)
+        return ticks if len(ticks) > 1 else [self.low, self.high]
+
+    def _round_numbers(self, most: int) -> list[float]:
         if self.log:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             if last - first >= 2:
@@ -73,15 +77,16 @@ class Series:
     """What is shown of each mark."""
 
 
-def spread(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """The range to draw: of all values, or without the few that lie so far out that nothing else would be seen."""
+def spread(values: Sequence[float], keep: Sequence[float] = ()) -> tuple[float, float]:
+    """The range to draw: without values so far out that nothing else would be seen, but always with those in `keep`."""
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
         return 0.0, 1.0
-    cut = int(len(finite) * (1 - share))
-    low, high = finite[cut], finite[-1 - cut]
-    room = 0.5 * (high - low)
-    return max(finite[0], low - room), min(finite[-1], high + room)
+    lower, upper = finite[len(finite) // 4], finite[(3 * len(finite) - 1) // 4]
+    room = 3 * (upper - lower)
+    inside = [value for value in finite if lower - room <= value <= upper + room] if room else finite
+    inside += [value for value in keep if math.isfinite(value)]
+    return min(inside), max(inside)
 
 
 def is_log(values: Sequence[float]) -> bool:
@@ -89,13 +94,19 @@ def is_log(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 50
 
 
-def chart(series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False) -> str:
-    """Points and lines over two axes."""
+def chart(
+    series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False, keep: Sequence[float] = ()
+) -> str:
+    """Points and lines over two axes. The y axis shows where the marks are, and always the values in `keep`.
+
+    A mark beyond its end is drawn there as a triangle.
+    """
     points = [(x, y) for each in series for x, y in each.points if math.isfinite(x) and math.isfinite(y)]
     if not points:
         return '<p class="note">There is nothing to draw.</p>'
     x = Scale(min(p[0] for p in points), max(p[0] for p in points), LEFT + 8, WIDTH - RIGHT - 8, log_x)
-    y = Scale(*spread([p[1] for p in points]), HEIGHT - BOTTOM - 8, TOP + 8)
+    marks = [value for each in series if not each.line for _, value in each.points if math.isfinite(value)]
+    y = Scale(*spread(marks or [p[1] for p in points], keep), HEIGHT - BOTTOM - 8, TOP + 8)
     parts = [_axes(x, y, x_label, y_label)]
     for each in series:
         seen = [(x(a), y(b)) for a, b in each.points if math.isfinite(a) and math.isfinite(b)]
@@ -104,21 +115,37 @@ def chart(series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool =
             style = f'stroke="{each.color}" opacity="{each.opacity:g}"'
             parts.append(f'<polyline points="{places}" {style}>{_title(each.label)}</polyline>')
         else:
-            labels = each.labels or [each.label] * len(seen)
-            fill = "none" if each.hollow else each.color
+            labels = each.labels or [each.label] * len(each.points)
             parts += [
-                f'<circle cx="{a:g}" cy="{b:g}" r="3" fill="{fill}" stroke="{each.color}" opacity="{each.opacity:g}">'
-                f"{_title(label)}</circle>"
-                for (a, b), label in zip(seen, labels, strict=False)
+                _mark(each, x(a), y(b), label, beyond=(b > y.high) - (b < y.low))
+                for (a, b), label in zip(each.points, labels, strict=False)
+                if math.isfinite(a) and math.isfinite(b)
             ]
     return _svg(WIDTH, HEIGHT, f"{y_label} over {x_label}", parts)
 
 
-def parallel(names: Sequence[str], rows: Sequence[tuple[Sequence[Any], str, str]]) -> str:
+def _mark(series: Series, a: float, b: float, label: str, *, beyond: int) -> str:
+    """A circle, or a triangle where the value is beyond an end of the axis: 1 above it, -1 below it."""
+    fill = "none" if series.hollow else series.color
+    style = f'fill="{fill}" stroke="{series.color}" opacity="{series.opacity:g}"'
+    if not beyond:
+        return f'<circle cx="{a:g}" cy="{b:g}" r="3" {style}>{_title(label)}</circle>'
+    return f'<path class="beyond" d="M{a - 4:g} {b:g}h8l-4 {-7 * beyond}z" {style}>{_title(label)}</path>'
+
+
+def parallel(
+    names: Sequence[str],
+    rows: Sequence[tuple[Sequence[Any], str, str]],
+    *,
+    log: Mapping[str, bool] | None = None,
+    keep: Mapping[str, float] | None = None,
+) -> str:
     """Parallel coordinates: an axis for each name, a line for each row of values with its colour and its label.
 
-    Axes of numbers are linear or logarithmic, as their values ask for; other values stand in the order of their text.
+    Axes of numbers are logarithmic or linear as `log` says, and then have all values; the others as their values ask
+    for, and always with their value in `keep`. Other values are in the order of their text.
     """
+    log, keep = log or {}, keep or {}
     if not rows:
         return '<p class="note">There is nothing to draw.</p>'
     step = (WIDE - 2 * 60) / max(1, len(names) - 1)
@@ -126,7 +153,7 @@ def parallel(names: Sequence[str], rows: Sequence[tuple[Sequence[Any], str, str]
     for index, name in enumerate(names):
         at = round(60 + index * step, 1)
         column = [values[index] for values, _, _ in rows]
-        heights, ticks = _column(column)
+        heights, ticks = _column(column, log.get(name), [keep[name]] if name in keep else [])
         places.append(heights)
         parts.append(f'<line class="axis" x1="{at:g}" x2="{at:g}" y1="{TOP + 18}" y2="{HEIGHT - 22}"/>')
         parts.append(f'<text x="{at:g}" y="{TOP + 4}" text-anchor="middle" font-weight="600">{escape(name)}</text>')
@@ -140,13 +167,15 @@ def parallel(names: Sequence[str], rows: Sequence[tuple[Sequence[Any], str, str]
     return _svg(WIDE, HEIGHT, f"parallel coordinates of {', '.join(names)}", [*lines, *parts])
 
 
-def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[str, float]]]:
+def _column(
+    values: Sequence[Any], log: bool | None, keep: Sequence[float]
+) -> tuple[list[float], list[tuple[str, float]]]:
     """Where each value is drawn on its axis, and what is written along it."""
     bottom, top = HEIGHT - 26.0, TOP + 22.0
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     if len(numbers) == len(values):
-        low, high = spread(numbers)
-        scale = Scale(low, high, bottom, top, is_log(numbers))
+        low, high = spread(numbers, keep) if log is None else (min(numbers), max(numbers))
+        scale = Scale(low, high, bottom, top, is_log(numbers) if log is None else log and low > 0)
         few = sorted(set(numbers))
         ticks = few if len(few) <= 5 else scale.ticks(4)
         return [scale(number) for number in numbers], [(f"{tick:.4g}", scale(tick)) for tick in ticks]

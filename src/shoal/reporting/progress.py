@@ -56,6 +56,7 @@ class _Counting(Progress):
 
     def __init__(self, members: list[Member], view: View | None = None) -> None:
         self.tally, self.view = Tally(members), view or View()
+        self._grows = view is not None  # a search adds members, so that nobody knows which one is the last
         self._due = self.tally.clock() + self.every
 
     def __call__(self, event: Event) -> None:
@@ -63,7 +64,7 @@ class _Counting(Progress):
         tally(event)
         now = tally.clock()
         last = event.kind == "leave" and len(tally.ended) == len(tally.members)  # after it no event may come
-        if now >= self._due or last:
+        if now >= self._due or (last and not self._grows):
             self._show(now)
 
     def _show(self, now: float) -> None:
@@ -78,9 +79,15 @@ class Lines(_Counting):
     """Plain lines on stderr, some seconds apart."""
 
     every = LINE_EVERY
+    _printed = ""
+
+    def __exit__(self, *error: object) -> None:
+        if self._grows and error[:1] in ((), (None,)) and self.view.line(self.tally) != self._printed:
+            self.show()
 
     def show(self) -> None:
-        print(f"shoal: {self.view.line(self.tally)}", file=sys.stderr, flush=True)
+        self._printed = self.view.line(self.tally)
+        print(f"shoal: {self._printed}", file=sys.stderr, flush=True)
 
 
 class Live(_Counting):

@@ -46,7 +46,13 @@ def __getattr__(name: str) -> Any:
 
 
 class _Tune(ModuleType):
-    """This package, which is called like a function."""
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """What `help(shoal.tune)` shows: the package, the call and its arguments."""
+        function = import_module("shoal.tune.studies.api").tune
+        arguments = inspect.signature(function).parameters.values()
+        call = inspect.Signature([argument.replace(annotation=inspect.Parameter.empty) for argument in arguments])
+        return f"{self.__dict__['__doc__']}\nshoal.tune{call}\n\n{inspect.getdoc(function)}\n"
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
         return import_module("shoal.tune.studies.api").tune(*args, **settings)

@@ -46,6 +46,7 @@ def study_report(
     *,
     title: str = "Study",
     notes: Sequence[str] = (),
+    log: Mapping[str, bool] | None = None,
 ) -> str:
     """The study as one HTML page: best configuration, charts, brackets and all trials.
 
@@ -56,6 +57,7 @@ def study_report(
         mode: "min" or "max".
         title: The heading.
         notes: Lines under the heading, such as how long it took.
+        log: For settings that are numbers in a range: whether that range is logarithmic.
     """
     order = ranked(trials, mode)
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="note">{_counts(trials)}</p>']
@@ -64,17 +66,20 @@ def study_report(
     parts.append('<h2>Charts</h2><div class="charts">')
     parts.append(_figure(_history(trials, metric, mode), "Optimisation history", _HISTORY))
     parts.append(_figure(_curves(order, metric), "Learning curves by rung", _CURVES))
-    parts.append(_figure(_coordinates(order, metric), "Parallel coordinates", _COORDINATES, wide=True))
+    parts.append(_figure(_coordinates(order, metric, log), "Parallel coordinates", _COORDINATES, wide=True))
     parts.append("</div>")
     if brackets:
         parts.append("<h2>Brackets</h2>" + _brackets(brackets, trials))
     parts.append("<h2>Trials</h2>" + _trials(order, metric))
+    missing = [trial for trial in trials if trial.state == "failed" or math.isnan(trial.value)]
+    if missing:
+        parts.append("<h2>Failed, or without a value</h2>" + _failed(missing))
     return _PAGE.format(title=escape(title), style=STYLE, body="\n".join(part for part in parts if part))
 
 
 _HISTORY = (
     "Each trial's last value: filled where it ran to its end, hollow where it was stopped early. The line is the best "
-    "so far."
+    "so far. A triangle at the edge is a value beyond it."
 )
 _CURVES = (
     "One line a trial; the stronger its colour, the more rungs it passed. Values far outside are drawn at the edge."
@@ -105,7 +110,12 @@ def _best(order: Sequence[Trial], metric: str) -> str:
     rows = [(name, _text(value)) for name, value in best.settings.items()]
     head = f'<p><span class="big">{_text(best.value)}</span> {escape(metric)}, '
     head += f"trial {best.number} after {best.epochs} epochs</p>"
-    return "<h2>Best configuration</h2>" + head + _table(("setting", "value"), rows)
+    return "<h2>Best configuration</h2>" + head + _table(("setting", "value"), rows) + _code(best.settings)
+
+
+def _code(settings: Mapping[str, Any]) -> str:
+    """Settings to copy, with all digits."""
+    return f'<div class="scroll"><pre><code>{escape(repr(dict(settings)))}</code></pre></div>'
 
 
 def _history(trials: Sequence[Trial], metric: str, mode: str) -> str:
@@ -129,7 +139,7 @@ def _history(trials: Sequence[Trial], metric: str, mode: str) -> str:
                 labels=[_label(trial, metric) for trial in chosen],
             )
         )
-    return chart([*series, Series(steps, "best so far")], "trial", metric)
+    return chart([*series, Series(steps, "best so far")], "trial", metric, keep=[best])
 
 
 def _curves(order: Sequence[Trial], metric: str) -> str:
@@ -144,10 +154,10 @@ def _curves(order: Sequence[Trial], metric: str) -> str:
         )
         for trial in sorted(order[:MOST_LINES], key=lambda trial: trial.rung)
     ]
-    return chart(series, "epoch", metric, log_x=longest > 20)
+    return chart(series, "epoch", metric, log_x=longest > 20, keep=[trial.value for trial in order[:1]])
 
 
-def _coordinates(order: Sequence[Trial], metric: str) -> str:
+def _coordinates(order: Sequence[Trial], metric: str, log: Mapping[str, bool] | None) -> str:
     names = list(dict.fromkeys(name for trial in order for name in trial.settings))
     rows = []
     shown = order[:MOST_LINES]
@@ -156,7 +166,8 @@ def _coordinates(order: Sequence[Trial], metric: str) -> str:
         color = f"color-mix(in srgb, var(--accent) {round(100 * share**2)}%, var(--line))"
         values = [trial.settings.get(name, "-") for name in names] + [trial.value]
         rows.append((values, color, _label(trial, metric)))
-    return parallel([*names, metric], rows[::-1])  # the best on top
+    keep = {metric: order[0].value} if order else {}
+    return parallel([*names, metric], rows[::-1], log=log, keep=keep)  # the best on top
 
 
 def _brackets(brackets: Sequence[Bracket], trials: Sequence[Trial]) -> str:
@@ -175,13 +186,33 @@ def _trials(order: Sequence[Trial], metric: str) -> str:
         (
             str(trial.number),
             trial.state,
+            str(trial.bracket),
             str(trial.epochs),
             _text(trial.value),
             *(_text(trial.settings.get(name, "-")) for name in names),
         )
         for trial in order
     ]
-    head = ("trial", "state", "epochs", metric, *names)
+    head = ("trial", "state", "bracket", "epochs", metric, *names)
+    return _folded(head, rows)
+
+
+def _failed(trials: Sequence[Trial]) -> str:
+    rows = [
+        (
+            str(trial.number),
+            trial.state,
+            str(trial.epochs),
+            trial.error or "no value of the metric",
+            ", ".join(f"{name}={_text(value)}" for name, value in trial.settings.items()),
+        )
+        for trial in trials
+    ]
+    return _folded(("trial", "state", "epochs", "why", "settings"), rows)
+
+
+def _folded(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, with what comes after its first rows folded away."""
     rest = ""
     if len(rows) > SHOWN:
         rest = f"<details><summary>{len(rows) - SHOWN} more</summary>{_table(head, rows[SHOWN:])}</details>"

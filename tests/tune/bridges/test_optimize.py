@@ -181,11 +181,25 @@ def test_callbacks_see_trials_that_ended() -> None:
     assert seen == [State.COMPLETE] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("timeout", "n_trials says"), ("n_jobs", "at_once says"), ("show_progress_bar", "progress=True"),
+     ("devise", "its settings are those of shoal.train: device, ")],
+)  # fmt: skip
+def test_unknown_arguments(name: str, words: str) -> None:
+    study = make_study()
+    with pytest.raises(TypeError, match=f"^optimize: there is no argument '{name}'; .*{words}"):
+        optimize(study, objective, 2, **{name: 3})
+    assert not study.trials
+
+
 def test_mistakes_in_the_call() -> None:
     with pytest.raises(ValueError, match="n_trials is 0; use a whole number, 1 or more"):
         optimize(make_study(), objective, 0)
     with pytest.raises(ValueError, match="study is None; pass an Optuna study"):
         optimize(None, objective, 1)
+    with pytest.raises(ValueError, match="out is one folder for one group of trials, and there are 2 groups"):
+        optimize(make_study(), objective, 5, at_once=4, out="nowhere")
 
     def own_settings(trial: Any) -> Any:
         return train_trial(trial, job(0.1), "val_loss", device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -54,3 +55,11 @@ def test_the_brackets_are_printed_before_anything_runs(capsys: pytest.CaptureFix
 
     tune(max_epochs=3, progress=True, events=follow)
     assert "hyperband, 5 trials" in order[0] and "3 to 1" in order[0]
+
+
+def test_the_last_line_is_the_study_as_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # the second call only reads the folder
+        study = tune(max_epochs=3, progress=True, out=tmp_path / "out")
+        *_, before, last = capsys.readouterr().err.splitlines()
+        assert f"5 trials, 0 training, 5 ended, best accuracy {study.best_value:.4g} of {study.best.name}" in last
+        assert not before.startswith("shoal: 5 trials"), "a short study has one line"

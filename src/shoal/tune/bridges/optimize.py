@@ -15,6 +15,7 @@ scheduled.
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,15 @@ from shoal.training import train
 
 AT_ONCE = 32
 """Trials that train together where the caller does not say."""
+SETTINGS = [name for name in inspect.signature(train).parameters if name not in ("jobs", "callbacks")]
+"""What `optimize` passes on to `shoal.train`."""
+INSTEAD = {
+    "timeout": "n_trials says when it ends",
+    "n_jobs": "at_once says how many trials train together",
+    "show_progress_bar": "use progress=True",
+    "gc_after_trial": "leave it out",
+}
+"""Arguments of `study.optimize` that `optimize` does not have, and what to do."""
 
 
 class TrainingFailed(ShoalError, RuntimeError):
@@ -97,6 +107,12 @@ def optimize(
     for name, value in (("n_trials", n_trials), ("at_once", at_once)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; use a whole number, 1 or more")
+    _check_settings(settings)
+    if settings.get("out") is not None and n_trials > at_once:
+        raise ValueError(
+            f"out is one folder for one group of trials, and there are {-(-n_trials // at_once)} groups; leave it out "
+            "(an Optuna storage has the values), or set at_once=n_trials"
+        )
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
     for first in range(0, n_trials, at_once):
         group = [_Objective(study.ask(), objective) for _ in range(min(at_once, n_trials - first))]
@@ -111,6 +127,14 @@ def optimize(
         for error in errors:
             if error is not None and not isinstance(error, caught):
                 raise error
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """TypeError for what `shoal.train` does not take, such as other arguments of `study.optimize`."""
+    for name in settings:
+        if name not in SETTINGS:
+            hint = INSTEAD.get(name, f"its settings are those of shoal.train: {', '.join(SETTINGS)}")
+            raise TypeError(f"optimize: there is no argument {name!r}; {hint}")
 
 
 def _advance_all(group: Sequence[_Objective], settings: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from shoal.tune.population import PBT
 from shoal.tune.samplers import make_sampler
 from shoal.tune.schedulers import ASHA, Goal, Hyperband, Mode, NoScheduler, Scheduler, SuccessiveHalving
 from shoal.tune.space import Space, parse
-from shoal.tune.studies.jobs import Jobs
+from shoal.tune.studies.jobs import Jobs, check_metric
 from shoal.tune.studies.journal import Journal
 from shoal.tune.studies.progress import StudyView
 from shoal.tune.studies.search import TrialSearch
@@ -100,7 +100,7 @@ def tune(
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     known = None if space is None else parse(space)
     chosen = make_scheduler(scheduler, eta)
-    towards = _mode(metric, mode)
+    towards = _mode(metric, mode, lambda: check_metric(make_job, known, metric, max_epochs, seed))
     source = make_sampler(sampler, known, mode=towards, seed=seed)
     goal = Goal(
         max_epochs=max_epochs,
@@ -146,6 +146,8 @@ def tune(
     study = Study(
         metric=metric, mode=towards, max_epochs=max_epochs, scheduler=chosen.name, trials=search.trials,
         brackets=brackets, results=results, seconds=time.perf_counter() - start,
+        name="" if storage is None else study_name, folder=journal.folder,
+        space=None if known is None else known.to_json(),
     )  # fmt: skip
     if out is not None:
         study.report(Path(out) / "report.html")
@@ -215,13 +217,18 @@ def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
     return goal
 
 
-def _mode(metric: Any, mode: Any) -> Mode:
+def _mode(metric: Any, mode: Any, check: Callable[[], None]) -> Mode:
+    """Which way is better; `check` raises where the metric is none of a job's, as where its name is misspelt."""
     if not isinstance(metric, str) or not metric:
         raise TuneError(f"metric is {metric!r}; name one: 'val_loss', or one of the jobs' metrics")
     if mode is None:
         mode = direction(metric)
         if mode is None:
-            raise TuneError(f"the name {metric!r} does not say which way is better; set mode='min' or mode='max'")
+            check()
+            raise TuneError(
+                f"the name {metric!r} does not say which way is better; set mode='min' or mode='max', or check "
+                "its spelling"
+            )
     if mode not in ("min", "max"):
         raise TuneError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
     chosen: Mode = mode

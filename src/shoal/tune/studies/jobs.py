@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from shoal.errors import TuneError
+from shoal.errors import TuneError, describe
 from shoal.jobs.job import Job, default_epochs
 from shoal.tune.distributions import from_optuna
-from shoal.tune.samplers import DrawnSuggestions, Sampler
+from shoal.tune.samplers import DrawnSuggestions, RandomSampler, Sampler
 from shoal.tune.space import Space
 from shoal.tune.trial import Trial
 
@@ -67,6 +67,13 @@ class Jobs:
     def _suggest(self, trial: Trial, suggestions: Any) -> Job:
         try:
             return self._checked(trial, suggestions)
+        except (TypeError, AttributeError) as error:
+            if type(suggestions).__name__ not in str(error):
+                raise
+            raise TuneError(
+                "no space was given, so make_job is called with a trial (trial.suggest_float ...); pass space= to get "
+                f"a dict. make_job raised {describe(error)}"
+            ) from error
         finally:
             if not trial.params:
                 trial.params = dict(suggestions.params)
@@ -82,10 +89,26 @@ class Jobs:
                 f"{trial.name}: its job has {length}, and the study trains up to max_epochs={self._max_epochs}; "
                 "leave epochs and steps out of the job"
             )
-        known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
-        if job.step is None and self._metric not in known:
+        known = known_metrics(job)
+        if known is not None and self._metric not in known:
             raise TuneError(f"metric is {self._metric!r}, which {trial.name} does not have; it has {', '.join(known)}")
         return dataclasses.replace(job, name=trial.name)
+
+
+def known_metrics(job: Job) -> list[str] | None:
+    """What a job can be compared by; None where its step's logs decide that."""
+    return None if job.step is not None else ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
+
+
+def check_metric(make_job: Any, space: Space | None, metric: str, max_epochs: Any, seed: int) -> None:
+    """TuneError where the job of a first trial has no such metric; nothing where that can't be known yet."""
+    try:
+        jobs = Jobs(make_job, space, RandomSampler(space, seed), metric, max_epochs)
+        jobs.draw(Trial(0, {}))()
+    except TuneError:
+        raise
+    except Exception:  # the study reports what make_job raises
+        return
 
 
 def _optimizer_settings(job: Job) -> Any:

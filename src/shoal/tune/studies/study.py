@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from shoal.tune.brackets import Bracket
 from shoal.tune.schedulers import Mode
 from shoal.tune.trial import Trial
 from shoal.utils.tables import render
+
+SHOWN_ERRORS = 3
+"""Failed trials that a table lists."""
+RANGES = ("uniform", "log", "int", "log-int")
+"""Short forms of numbers in a range."""
 
 
 def best_trial(trials: Sequence[Trial], mode: Mode) -> Trial | None:
@@ -42,6 +48,12 @@ class Study:
     """Of the trials that a job could be made for, in their order."""
     seconds: float = 0.0
     """From the call to the end; of a resumed study, since it was resumed."""
+    name: str = ""
+    """In its storage."""
+    folder: Path | None = None
+    """Where it was written to."""
+    space: Mapping[str, Any] | None = None
+    """What settings were drawn from, in the short form; None where make_job suggests them."""
 
     @property
     def best(self) -> Trial:
@@ -83,6 +95,13 @@ class Study:
             if result.name == trial.name:
                 return result
         raise TuneError(f"{trial.name} has no result: {trial.error}")
+
+    def weights_file(self, trial: Trial) -> Path | None:
+        """The file with a trial's weights, its model's `state_dict()`; None where there is none, as without `out`."""
+        places = [place for place, result in enumerate(self.results) if result.name == trial.name]
+        if self.folder is None or not places:
+            return None
+        return next((self.folder / "run" / "weights").glob(f"{places[0]:04d}.*"), None)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
@@ -127,14 +146,29 @@ class Study:
         """Write the best settings, charts, brackets and all trials to one HTML file, which opens without a network."""
         from shoal.tune.report import study_report
 
-        notes = [f"{self.scheduler}, {self.seconds:.1f} s, {self.epochs} epochs of {len(self.results)} networks"]
-        page = study_report(self.trials, self.brackets, self.metric, self.mode, title="Search", notes=notes)
+        notes = [
+            f"{self.scheduler}, {self.seconds:.1f} s, {self.epochs} epochs of {len(self.results)} networks, "
+            f"written {time.strftime('%Y-%m-%d %H:%M')}"
+        ]
+        name = self.name or ("" if self.folder is None else str(self.folder))
+        page = study_report(
+            self.trials, self.brackets, self.metric, self.mode, title=f"Search {name}".strip(), notes=notes,
+            log=self._logarithmic(),
+        )  # fmt: skip
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(page, encoding="utf-8")
         return Path(path)
 
+    def _logarithmic(self) -> dict[str, bool]:
+        """For each setting that is a number in a range: whether the range is logarithmic."""
+        spaces = [trial.attrs.get("space", {}) for trial in self.trials] if self.space is None else [self.space]
+        words = {
+            name: next(iter(form), "") for space in spaces for name, form in space.items() if isinstance(form, dict)
+        }
+        return {name: word.startswith("log") for name, word in words.items() if word in RANGES}
+
     def table(self, most: int = 10) -> str:
-        """The best trials as text, the best one first, and how many ended how."""
+        """The best trials as text, the best one first, how many ended how, and why some failed."""
         sign = -1 if self.mode == "max" else 1
         known = [trial for trial in self.trials if not math.isnan(trial.value)]
         known.sort(key=lambda t: (t.state == "failed", sign * t.value, -t.epochs, t.number))
@@ -147,8 +181,15 @@ class Study:
         ]
         counts = Counter(trial.state for trial in self.trials)
         said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        errors = [f"{t.name}: {t.error}" for t in self.trials if t.error][:3]
-        return "\n".join([render(head, rows, left=(0, 1)), f"{len(self.trials)} trials: {said}", *errors])
+        lines = [render(head, rows, left=(0, 1))]
+        if len(known) > most:
+            lines.append(f"and {len(known) - most} more: study.trials")
+        lines.append(f"{len(self.trials)} trials: {said}")
+        failed = [trial for trial in self.trials if trial.error]
+        lines += [f"{t.name}: {t.error} ({_listed(t.settings)})" for t in failed[:SHOWN_ERRORS]]
+        if len(failed) > SHOWN_ERRORS:
+            lines.append(f"and {len(failed) - SHOWN_ERRORS} more failed: trial.error of study.trials")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         best = best_trial(self.trials, self.mode)
@@ -170,6 +211,10 @@ def trial_to_dict(trial: Trial) -> dict[str, Any]:
         "error": trial.error,
         **({"mutations": finite(trial.attrs["mutations"])} if "mutations" in trial.attrs else {}),
     }
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in settings.items()) or "no settings"
 
 
 def _short(value: Any) -> str:
