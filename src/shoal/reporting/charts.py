@@ -89,6 +89,16 @@ def spread(values: Sequence[float], keep: Sequence[float] = ()) -> tuple[float, 
     return min(inside), max(inside)
 
 
+def spread_of_lines(values: Sequence[float], keep: Sequence[float] = (), share: float = 0.95) -> tuple[float, float]:
+    """The same for curves, whose first values are far from the last: without the few that lie furthest out."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    cut = int(len(finite) * (1 - share))
+    low, high = finite[cut], finite[-1 - cut]
+    room = 0.5 * (high - low)
+    ends = [max(finite[0], low - room), min(finite[-1], high + room), *(v for v in keep if math.isfinite(v))]
+    return min(ends), max(ends)
+
+
 def is_log(values: Sequence[float]) -> bool:
     """Whether positive values lie so far apart that a logarithmic axis shows them better."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 50
@@ -106,7 +116,8 @@ def chart(
         return '<p class="note">There is nothing to draw.</p>'
     x = Scale(min(p[0] for p in points), max(p[0] for p in points), LEFT + 8, WIDTH - RIGHT - 8, log_x)
     marks = [value for each in series if not each.line for _, value in each.points if math.isfinite(value)]
-    y = Scale(*spread(marks or [p[1] for p in points], keep), HEIGHT - BOTTOM - 8, TOP + 8)
+    ends = spread(marks, keep) if marks else spread_of_lines([p[1] for p in points], keep)
+    y = Scale(*ends, HEIGHT - BOTTOM - 8, TOP + 8)
     parts = [_axes(x, y, x_label, y_label)]
     for each in series:
         seen = [(x(a), y(b)) for a, b in each.points if math.isfinite(a) and math.isfinite(b)]
