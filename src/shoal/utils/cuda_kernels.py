@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
@@ -85,6 +85,11 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
                 kernels |= {name: getattr(module, name) for name in _NAMES.findall(part)}
             _LOADED[key] = kernels
         return [_LOADED[key][name] for name in names]
+
+
+def constants(values: Mapping[str, object]) -> str:
+    """The beginning of a source in which these names stand for these values."""
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
 def _parts(source: str, count: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Convolutions and pooling.
 
 On a CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
-depend on the pack. On a GPU the members become groups of one convolution.
+depend on the pack. On a GPU, in half precision, patches of the images are the rows of one batched product; otherwise
+the members become groups of one convolution.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import pooling
+from shoal.engine.kernels.patches import Window, add_patches, patches, suits
+from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules import op_context
-from shoal.engine.rules._linear import widened
+from shoal.engine.rules._linear import cast, widened
 from shoal.engine.rules._registry import once_per_member, rule
 from shoal.engine.rules.op_context import OpContext, Run, fold, unfold
 
@@ -35,9 +40,15 @@ def convolution(ctx: OpContext) -> Run:
     has_b = ctx.args[2] is not None and ctx.stacked(2)
     group_at = 6
     groups = ctx.args[group_at]
+    window = _window(ctx)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         x = widened(x, has_x, members)
+        if window is not None:
+            bias = None if bias is None else widened(bias, has_b, members)
+            out = _convolved(x, weight, bias, window)
+            if out is not None:
+                return out
         wide = x.transpose(0, 1).flatten(1, 2)  # [B, M*C, ...]
         bias = None if bias is None else widened(bias, has_b, members).flatten()
         arguments = (*rest[: group_at - 3], groups * members, *rest[group_at - 2 :])
@@ -46,6 +57,90 @@ def convolution(ctx: OpContext) -> Run:
         return apart
 
     return run
+
+
+def _window(ctx: OpContext) -> Window | None:
+    """How the filter moves, where the convolution can be a product of patches; else None."""
+    if ctx.varies or ctx.out.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if ctx.op not in (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding):
+        return None
+    size = tuple(ctx.meta(1).shape[2:])
+    _, _, _, stride, padding, dilation, groups = ctx.args
+    if groups != 1:
+        return None
+    stride, dilation = (_each(value, len(size)) for value in (stride, dilation))
+    if isinstance(padding, str):
+        spans = [gap * (side - 1) for side, gap in zip(size, dilation, strict=True)]
+        if padding == "same" and any(span % 2 for span in spans):  # more on one side than on the other
+            return None
+        padding = [span // 2 if padding == "same" else 0 for span in spans]
+    values = [size, stride, _each(padding, len(size)), dilation]
+    if len(size) == 1:  # an image of one row
+        values = [(fill, *value) for fill, value in zip((1, 1, 0, 1), values, strict=True)]
+    return Window.of([number for pair in values for number in pair])
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    """A number of every dimension, or one that stands for all of them."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
+    """[M, B, C, ...] by [M, O, C, ...], as a product; None where there is no kernel for these."""
+    lines = x.dim() == 4
+    if lines:
+        x, weight = x.unsqueeze(3), weight.unsqueeze(3)
+    if not suits(x, window):
+        return None
+    out: Tensor = Convolution.apply(*cast(x, weight, bias), window)  # type: ignore[no-untyped-call]
+    return out.squeeze(3) if lines else out
+
+
+class Convolution(torch.autograd.Function):
+    """Every member's convolution. The patches are taken again in the backward pass: they are many times the images."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.window = window
+        out = torch.bmm(_rows(x, window), _matrix(weight, bias, window).mT)  # [M, B * places, O]
+        places = window.places((x.shape[3], x.shape[4]))
+        return out.view(*x.shape[:2], *places, out.shape[2]).permute(0, 1, 4, 2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        grad = grads[0].movedim(2, -1).flatten(1, 3)
+        x_grad = weight_grad = bias_grad = None
+        if of_x:
+            rows = torch.bmm(grad, _matrix(weight, bias, ctx.window))
+            x_grad = add_patches(rows, ctx.window.numbers, list(x.shape))
+        if of_weight or of_bias:
+            both = torch.bmm(grad.mT, _rows(x, ctx.window))
+            count = weight[0, 0].numel()
+            by_tap = both[..., :count].reshape(*weight.shape[:2], *weight.shape[3:], weight.shape[2])
+            weight_grad = by_tap.movedim(-1, 2).contiguous()
+            bias_grad = both[..., count] if of_bias else None
+        return x_grad, weight_grad, bias_grad, None
+
+
+def _rows(x: Tensor, window: Window) -> Tensor:
+    """The patches; of images that all members share, once."""
+    shared = x.stride(0) == 0 and x.shape[0] > 1
+    rows: Tensor = patches(x[:1] if shared else x, window.numbers, True)
+    return rows.expand(x.shape[0], -1, -1) if shared else rows
+
+
+def _matrix(weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """[M, O, columns]: weights in the order of a patch, the bias behind them."""
+    flat = weight.movedim(2, -1).flatten(2)
+    spare = window.columns(weight.shape[2]) - flat.shape[2]
+    if bias is None:
+        return F.pad(flat, (0, spare))
+    return torch.cat([flat, F.pad(bias.unsqueeze(-1), (0, spare - 1))], dim=2)
 
 
 def _rowwise(*names: str) -> list[Any]:
@@ -82,12 +177,25 @@ def rowwise(ctx: OpContext) -> Run:
     if ctx.varies or ctx.ndim(0) not in (sample, sample + 1):
         return once_per_member(ctx)
     op, members, batched = ctx.call, ctx.members, ctx.ndim(0) == sample + 1
+    side_by_side = _side_by_side(ctx) if batched else None
 
     def unfolded(value: Any) -> Any:
         return unfold(value, members) if batched and isinstance(value, Tensor) else value
 
     def run(x: Tensor, *rest: Any) -> Any:
+        if side_by_side is not None and not is_traced() and pooling.suits(images := fold(x), side_by_side):
+            return unfold(pooling.MaxPool.apply(images, side_by_side), members)  # type: ignore[no-untyped-call]
         out = op(fold(x) if batched else x, *rest)
         return tuple(unfolded(value) for value in out) if isinstance(out, tuple) else unfolded(out)
 
     return run
+
+
+def _side_by_side(ctx: OpContext) -> tuple[int, int] | None:
+    """The windows of a max pooling, where they neither overlap nor leave anything out between them; else None."""
+    if ctx.op is not aten.max_pool2d.default:
+        return None
+    _, size, stride, padding, dilation, ceil = ctx.args
+    height, width = _each(size, 2)
+    plain = _each(padding, 2) == (0, 0) and _each(dilation, 2) == (1, 1) and not ceil
+    return (height, width) if plain and (not stride or _each(stride, 2) == (height, width)) else None

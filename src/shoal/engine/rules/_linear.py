@@ -45,7 +45,7 @@ def linear(ctx: OpContext) -> Run:
     return run
 
 
-def _cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+def cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     """A Function does not see the casts that autocast gives a product."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
@@ -58,13 +58,13 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
     """`torch.bmm` of stacked matrices; on a CPU with bits that do not depend on the pack."""
     if x.device.type != "cpu":
         return torch.bmm(x, y)
-    out: Tensor = Product.apply(*_cast(x, y))  # type: ignore[no-untyped-call]
+    out: Tensor = Product.apply(*cast(x, y))  # type: ignore[no-untyped-call]
     return out
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
-    out: Tensor = Linear.apply(*_cast(x, weight, bias))  # type: ignore[no-untyped-call]
+    out: Tensor = Linear.apply(*cast(x, weight, bias))  # type: ignore[no-untyped-call]
     return out
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import channel_sums
+from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules import op_context
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._registry import numbers_of, once_per_member, rule
@@ -91,16 +94,28 @@ def batch_norm(ctx: OpContext) -> Run:
     axes = [1, *range(3, ndim + 1)]
     dtype = ctx.out.dtype
 
+    def track(mean: Tensor | None, var: Tensor | None, m: Tensor, v: Tensor, count: int) -> None:
+        """Move the running averages."""
+        if mean is not None and var is not None:
+            with torch.no_grad():
+                mean.lerp_(m.detach().reshape(mean.shape).to(mean.dtype), momentum.to(mean.dtype))
+                unbiased = v.detach().reshape(var.shape) * (count / (count - 1))
+                var.lerp_(unbiased.to(var.dtype), momentum.to(var.dtype))
+
     def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
+        own = training or mean is None
+        count = x[0, :, 0].numel()
+        if own and not is_traced() and channel_sums.suits(x):
+            weight = None if weight is None else widened(weight, flags[1], members)
+            bias = None if bias is None else widened(bias, flags[2], members)
+            out, m, v = BatchNorm.apply(x, weight, bias, eps.view(-1, 1))  # type: ignore[no-untyped-call]
+            track(mean, var, m, v, count)
+            normalised: Tensor = out
+            return normalised
         wide = _wide(x)
-        if training or mean is None:
-            count = wide[0, :, 0].numel()
+        if own:
             v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)
-            if mean is not None:
-                with torch.no_grad():
-                    mean.lerp_(m.detach().reshape(mean.shape).to(mean.dtype), momentum.to(mean.dtype))
-                    unbiased = v.detach().reshape(var.shape) * (count / (count - 1))
-                    var.lerp_(unbiased.to(var.dtype), momentum.to(var.dtype))
+            track(mean, var, m, v, count)
         else:
             m, v = _channel(mean, flags[3], ndim), _channel(var, flags[4], ndim)
         out = (wide - m) * torch.rsqrt(v + eps.to(v.dtype))
@@ -108,9 +123,65 @@ def batch_norm(ctx: OpContext) -> Run:
             out = out * _channel(weight, flags[1], ndim)
         if bias is not None:
             out = out + _channel(bias, flags[2], ndim)
-        return out.to(dtype)
+        in_own_dtype: Tensor = out.to(dtype)
+        return in_own_dtype
 
     return run
+
+
+class BatchNorm(torch.autograd.Function):
+    """Batch norm of [M, B, C, ...] by the batch's own statistics, with channels last in memory: two passes over it for
+    them and one for the result; one pass and one for the gradients. Gives the result, and mean and variance [M, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor) -> tuple[Tensor, ...]:
+        rows = channel_sums.rows_of(x)
+        count = rows.shape[1]
+        mean = channel_sums.channel_sums(rows, None, None)[0] / count
+        off, squares = channel_sums.channel_sums(rows, None, mean).unbind(0)
+        var = squares / count - (off / count).square()
+        scale = torch.rsqrt(var + eps.to(var.dtype))
+        ctx.save_for_backward(x, weight, bias, eps, mean, scale)
+        ctx.mark_non_differentiable(mean, var)
+        out = (_wide(x) - _channel(mean, True, x.dim() - 1)) * _channel(scale, True, x.dim() - 1)
+        if weight is not None:
+            out = out * _channel(weight, True, x.dim() - 1)
+        if bias is not None:
+            out = out + _channel(bias, True, x.dim() - 1)
+        return out.to(x.dtype), mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, eps, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is differentiated again
+            return _gradients_by_autograd(x, weight, bias, eps, grads[0], ctx.needs_input_grad)
+        grad = grads[0].to(x.dtype).movedim(2, -1).contiguous().movedim(-1, 2)
+        rows, rows_of_grad = channel_sums.rows_of(x), channel_sums.rows_of(grad)
+        total, along = channel_sums.channel_sums(rows, rows_of_grad, mean).unbind(0)
+        count, ndim = rows.shape[1], x.dim() - 1
+        factor = scale if weight is None else scale * weight
+        slope = along * scale.square() / count
+        centered = _wide(x) - _channel(mean, True, ndim)
+        inner = _wide(grad) - _channel(total / count, True, ndim) - centered * _channel(slope, True, ndim)
+        return (
+            (inner * _channel(factor, True, ndim)).to(x.dtype),
+            None if weight is None else (along * scale).to(weight.dtype),
+            None if bias is None else total.to(bias.dtype),
+            None,
+        )
+
+
+def _gradients_by_autograd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor, grad: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    ndim = x.dim() - 1
+    v, m = torch.var_mean(_wide(x), [1, *range(3, ndim + 1)], correction=0, keepdim=True)
+    out = (_wide(x) - m) * torch.rsqrt(v + _channel(eps.to(v.dtype), True, ndim))
+    out = out if weight is None else out * _channel(weight, True, ndim)
+    out = out if bias is None else out + _channel(bias, True, ndim)
+    inputs = [t for t, need in zip((x, weight, bias), needed, strict=False) if need and t is not None]
+    grads = iter(torch.autograd.grad(out, inputs, grad.to(out.dtype), create_graph=True))
+    return (*(next(grads) if need else None for need in needed[:3]), None)
 
 
 def once_per_member_in_place(ctx: OpContext) -> Run:

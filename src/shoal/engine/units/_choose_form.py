@@ -38,6 +38,8 @@ ENOUGH_SECONDS = 0.1
 """Replays are timed three times, or until so much time is over."""
 SMALL = 50_000
 """Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
+FEW_OPERATIONS = 1e10
+"""Of the convolutions of a member's forward pass: with no more than this, a stack is tried before streams as well."""
 FULL_SECONDS = 1e-3
 """Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
 
@@ -233,7 +235,7 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
     recipes = trials.recipes
     graph = next(iter(recipes[0].steps.values()))
     count = len(recipes)
-    first_alone = _convolves(graph) and _weights(recipes[0]) > SMALL
+    first_alone = _convolves(graph) and _weights(recipes[0]) > SMALL and _operations(graph) > FEW_OPERATIONS
     order = [1] if count == 1 or not stackable else [1, count] if first_alone else [count, 1]
     steps = max(num_steps(recipe.member) - recipe.member.step for recipe in recipes)
     plain = trials.time(Form(order[0], False))
@@ -293,6 +295,16 @@ def _weights(recipe: Recipe) -> int:
 
 def _convolves(graph: Trace) -> bool:
     return any("conv" in str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def _operations(graph: Trace) -> float:
+    """Of all convolutions in a forward pass."""
+    total = 0.0
+    for node in graph.nodes:
+        if node.op == "call_function" and "conv" in str(node.target):
+            _, weight, *_ = node.all_input_nodes
+            total += 2.0 * node.meta["val"].numel() * weight.meta["val"][0].numel()
+    return total
 
 
 def _broken(error: Exception) -> bool:

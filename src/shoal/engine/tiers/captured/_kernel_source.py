@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from shoal.engine.kernels.elements import HALF_PRECISION
+
 aten = torch.ops.aten
 
-PRELUDE = """
+PRELUDE = (
+    HALF_PRECISION
+    + """
 #define INF __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
-typedef unsigned short half_bits;
 struct alignas(4) vec_bool { bool v[4]; };
 struct alignas(8) vec_half_bits { half_bits v[4]; };
 struct alignas(16) vec_float { float v[4]; };
@@ -25,14 +28,7 @@ struct alignas(16) vec_int { int v[4]; };
 struct alignas(16) vec_double { double v[4]; };
 struct alignas(16) vec_llong { long long v[4]; };
 typedef long long llong;
-__device__ inline float from_bf16(half_bits x) { return __uint_as_float((unsigned)x << 16); }
-__device__ inline half_bits to_bf16(float x) {
-  unsigned u = __float_as_uint(x);
-  return x != x ? 0x7fff : (half_bits)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
 __device__ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
-__device__ inline float from_f16(half_bits x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ inline half_bits to_f16(float x) { half_bits y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 __device__ inline float round_f16(float x) { return from_f16(to_f16(x)); }
 template <typename T> __device__ inline T sigmoid_(T x) { return T(1) / (T(1) + exp(-x)); }
 template <typename T> __device__ inline T max_(T a, T b) { return (a != a || a > b) ? a : b; }
@@ -54,6 +50,7 @@ template <typename T> __device__ inline T gelu_tanh_backward(T g, T x) {
   return g * (T(0.5) * (T(1) + y) + T(0.5) * x * (T(1) - y * y) * inner);
 }
 """
+)
 
 STORED = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "half_bits", torch.float16: "half_bits",
