@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,9 @@ MOST_AT_ONCE = 8
 """Parts of a source that are compiled at the same time."""
 _LOCK = threading.Lock()
 _LOADED: dict[tuple[str, int], dict[str, Kernel]] = {}
+_COMPILED: dict[tuple[str, ...], Future[bytes | None]] = {}
+"""Parts of sources that are compiled or will be, with the options."""
+_pool: ThreadPoolExecutor | None = None
 _BEGIN = 'extern "C" __global__ void '
 _NAMES = re.compile(re.escape(_BEGIN) + r"(\w+)")
 
@@ -70,21 +73,49 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
     Raises:
         RuntimeError: the source does not compile, or there is no NVRTC.
     """
-    with _LOCK:
-        key = source, torch.cuda.current_device()
-        if key not in _LOADED:
+    key = source, torch.cuda.current_device()
+    if key not in _LOADED:
+        compiled = _begin(source)
+        with _LOCK:
             torch.cuda.current_stream()  # a context has to be there before a module is loaded
-            major, minor = torch.cuda.get_device_capability()
-            options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
-            parts = _parts(source, min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
-            with ThreadPoolExecutor(len(parts)) as pool:
-                binaries = list(pool.map(lambda part: _binary(part, options), parts))
             kernels: dict[str, Kernel] = {}
-            for part, binary in zip(parts, binaries, strict=True):
-                module = _module(part, options, binary)
+            for part, binary in compiled.items():
+                module = _module(part, _options(), binary.result())
                 kernels |= {name: getattr(module, name) for name in _NAMES.findall(part)}
             _LOADED[key] = kernels
-        return [_LOADED[key][name] for name in names]
+    return [_LOADED[key][name] for name in names]
+
+
+def compile_ahead(source: str) -> None:
+    """Begin to compile what `load` will be asked for, in other threads; what is wrong with it is said there."""
+    if torch.cuda.is_initialized() and available():  # type: ignore[no-untyped-call]
+        _begin(source)
+
+
+def _begin(source: str) -> dict[str, Future[bytes | None]]:
+    """The parts of a source, each of them being compiled or done."""
+    global _pool
+    options = _options()
+    with _LOCK:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(MOST_AT_ONCE)
+        parts = _parts(source, min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+        for part in parts:
+            if (part, *options) not in _COMPILED:
+                _COMPILED[part, *options] = _pool.submit(_binary, part, options)
+        return {part: _COMPILED[part, *options] for part in parts}
+
+
+def _options() -> list[str]:
+    major, minor = torch.cuda.get_device_capability()
+    return [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+
+
+def _forget_threads() -> None:
+    """A forked process has none of its parent's threads."""
+    global _pool, _LOCK
+    _pool, _LOCK = None, threading.Lock()
+    _COMPILED.clear()
 
 
 def constants(values: Mapping[str, object]) -> str:
@@ -175,3 +206,6 @@ def has_memory(tensor: Tensor) -> bool:
 def aligned(tensor: Tensor) -> Tensor:
     """The same values, without gaps between them, where 16 bytes can be read at a time."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
+
+
+os.register_at_fork(after_in_child=_forget_threads)

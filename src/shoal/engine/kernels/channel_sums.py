@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.kernels.elements import DTYPES, LARGEST, WORD, constants_of, width_of
-from shoal.utils.cuda_kernels import aligned, constants, load
+from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constants, load
 
 THREADS, MOST_CHUNKS = 256, 128
 ROWS_OF_A_THREAD = 8
@@ -65,7 +65,17 @@ _ALL_KERNELS = "".join(
 def suits(x: Tensor) -> bool:
     """Whether there is a kernel for this tensor [M, B, C, ...]: channels last in memory."""
     last = x.is_cuda and x.movedim(2, -1).is_contiguous()
-    return last and x.dtype in DTYPES and x.numel() > 0 and prod(x.shape[1:]) < LARGEST
+    return last and x.dtype in DTYPES and x.numel() > 0 and prod(x.shape[1:]) < LARGEST and available()
+
+
+def prepare(dtype: torch.dtype, channels: int) -> None:
+    """Begin to compile the kernels for so many channels."""
+    if dtype in DTYPES:
+        compile_ahead(_source(dtype, width_of(dtype, channels)))
+
+
+def _source(dtype: torch.dtype, width: int) -> str:
+    return constants(constants_of(dtype, width) | {"THREADS": THREADS}) + WORD + _SHARED + _ALL_KERNELS
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -88,11 +98,10 @@ def channel_sums(x: Tensor, y: Tensor | None, center: Tensor | None) -> Tensor:
     rows_in_chunk = -(-rows // chunks)
     chunks = -(-rows // rows_in_chunk)
     out = torch.empty(chunks, 2, members, channels, dtype=dtype, device=x.device)
-    source = constants(constants_of(x.dtype, width) | {"THREADS": THREADS}) + WORD + _SHARED + _ALL_KERNELS
     x = aligned(x)
     other = x if y is None else aligned(y)
     with torch.cuda.device(x.device):
-        (kernel,) = load(source, [_KERNELS[y is not None, center is not None]])
+        (kernel,) = load(_source(x.dtype, width), [_KERNELS[y is not None, center is not None]])
         arguments = [x, other, out if center is None else center, out, rows, words, rows_in_chunk, lanes]
         kernel(grid=(-(-words // lanes), chunks, members), block=(THREADS, 1, 1), args=arguments)
     return out.squeeze(0) if chunks == 1 else out.sum(0)

@@ -7,6 +7,7 @@ other's gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.kernels.elements import DTYPES, LARGEST, WORD, constants_of, width_of
-from shoal.utils.cuda_kernels import aligned, constants, load
+from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constants, load
 
 THREADS, MOST_BLOCKS, MOST_IMAGES = 256, 1024, 65535
 _ALIGNMENT = 8
 """Columns are a multiple of this."""
 _SOURCE = """
+struct alignas(sizeof(ELEMENT) * NARROW) narrow_word { ELEMENT v[NARROW]; };
 template <bool whole_words>
 __device__ inline void take(const ELEMENT* x, word* out, int with_one, int B, int of_member, int of_row, int of_channel,
                             int of_h, int of_w, int images) {
@@ -55,7 +57,6 @@ extern "C" __global__ void patches_of_elements(const ELEMENT* x, word* out, int 
                                                int of_row, int of_channel, int of_h, int of_w, int images) {
   take<false>(x, out, with_one, B, of_member, of_row, of_channel, of_h, of_w, images);
 }
-struct alignas(sizeof(ELEMENT) * NARROW) narrow_word { ELEMENT v[NARROW]; };
 extern "C" __global__ void add_patches(const narrow_word* rows, narrow_word* out, int images) {
   const unsigned words = C / NARROW, columns = COLUMNS / NARROW, count = H * W * words;
   for (int image = blockIdx.y; image < images; image += gridDim.y) {
@@ -123,7 +124,13 @@ def suits(x: Tensor, window: Window) -> bool:
     """Whether kernels exist for these images [M, B, C, H, W], and can count their elements in 32 bits."""
     places = window.places((x.shape[3], x.shape[4]))
     largest = max(*x.stride(), prod(x.shape[2:]), prod(places) * window.columns(x.shape[2]), prod(x.shape[:2]))
-    return x.dtype in DTYPES and min(places) > 0 and largest < LARGEST
+    return x.dtype in DTYPES and min(places) > 0 and largest < LARGEST and (not x.is_cuda or available())
+
+
+def prepare(dtype: torch.dtype, shape: Sequence[int], window: Window) -> None:
+    """Begin to compile the kernels for images [C, H, W]."""
+    if dtype in DTYPES:
+        compile_ahead(_source(dtype, shape, window))
 
 
 @torch.library.custom_op("shoal::patches", mutates_args=())
@@ -163,17 +170,21 @@ def _rows_like(x: Tensor, window: Window) -> Tensor:
 
 
 def _launch(name: str, window: Window, shape: list[int], tensors: list[Tensor], numbers: list[int], words: int) -> None:
-    """A kernel over all images, of so many words each. Sizes are constants of the source: dividing by them is cheap."""
-    members, batch, channels, *image = shape
-    dtype = tensors[0].dtype
-    names = ("C", "H", "W", "OH", "OW", "KH", "KW", "STEP_H", "STEP_W", "PAD_H", "PAD_W", "GAP_H", "GAP_W", "COLUMNS")
-    sizes = [channels, *image, *window.places((image[0], image[1])), *window.numbers, window.columns(channels)]
-    values = constants_of(dtype, _widest(dtype)) | {"NARROW": width_of(dtype, channels)}
-    source = constants(values | dict(zip(names, sizes, strict=True))) + WORD + _SOURCE
+    """A kernel over all images, of so many words each."""
+    images = shape[0] * shape[1]
     with torch.cuda.device(tensors[0].device):
-        (kernel,) = load(source, [name])
-        grid = min(-(-words // THREADS), MOST_BLOCKS), min(members * batch, MOST_IMAGES), 1
+        (kernel,) = load(_source(tensors[0].dtype, shape[2:], window), [name])
+        grid = min(-(-words // THREADS), MOST_BLOCKS), min(images, MOST_IMAGES), 1
         kernel(grid=grid, block=(THREADS, 1, 1), args=[*tensors, *numbers])
+
+
+def _source(dtype: torch.dtype, shape: Sequence[int], window: Window) -> str:
+    """For images [C, H, W]. Sizes are constants: dividing by them is cheap."""
+    channels, height, width = shape
+    names = ("C", "H", "W", "OH", "OW", "KH", "KW", "STEP_H", "STEP_W", "PAD_H", "PAD_W", "GAP_H", "GAP_W", "COLUMNS")
+    sizes = [channels, height, width, *window.places((height, width)), *window.numbers, window.columns(channels)]
+    values = constants_of(dtype, _widest(dtype)) | {"NARROW": width_of(dtype, channels)}
+    return constants(values | dict(zip(names, sizes, strict=True))) + WORD + _SOURCE
 
 
 def _widest(dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@ index of 8 bytes is stored for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.kernels.elements import DTYPES, LARGEST, WORD, constants_of, width_of
-from shoal.utils.cuda_kernels import aligned, constants, load
+from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constants, load
 
 THREADS, MOST_BLOCKS = 256, 65536
 _SOURCE = """
@@ -63,7 +64,21 @@ def suits(x: Tensor, size: tuple[int, int]) -> bool:
     return (
         x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and prod(size) <= 16 and prod(x.shape[1:]) < LARGEST
         and x.shape[2] >= size[0] and x.shape[3] >= size[1] and x.is_contiguous(memory_format=torch.channels_last)
+        and available()
     )  # fmt: skip
+
+
+def prepare(dtype: torch.dtype, shape: Sequence[int], size: tuple[int, int]) -> None:
+    """Begin to compile the kernels for images [C, H, W]."""
+    if dtype in DTYPES:
+        compile_ahead(_source(dtype, shape, size))
+
+
+def _source(dtype: torch.dtype, shape: Sequence[int], size: Sequence[int]) -> str:
+    channels, height, width = shape
+    sizes = {"C": channels, "H": height, "W": width, "OH": height // size[0], "OW": width // size[1],
+             "KH": size[0], "KW": size[1]}  # fmt: skip
+    return constants(constants_of(dtype, width_of(dtype, channels)) | sizes) + WORD + _SOURCE
 
 
 class MaxPool(torch.autograd.Function):
@@ -116,12 +131,8 @@ def _(x: Tensor, grad: Tensor, size: list[int]) -> Tensor:
 
 def _launch(name: str, x: Tensor, grad: Tensor, out: Tensor, size: list[int]) -> None:
     images, channels, height, width = x.shape
-    words = width_of(x.dtype, channels)
-    sizes = {"C": channels, "H": height, "W": width, "OH": height // size[0], "OW": width // size[1],
-             "KH": size[0], "KW": size[1]}  # fmt: skip
-    source = constants(constants_of(x.dtype, words) | sizes) + WORD + _SOURCE
-    count = images * (height // size[0]) * (width // size[1]) * channels // words
+    count = images * (height // size[0]) * (width // size[1]) * channels // width_of(x.dtype, channels)
     with torch.cuda.device(x.device):
-        (kernel,) = load(source, [name])
+        (kernel,) = load(_source(x.dtype, x.shape[1:], size), [name])
         tensors = [aligned(x), aligned(grad), out]
         kernel(grid=(min(-(-count // THREADS), MOST_BLOCKS), 1, 1), block=(THREADS, 1, 1), args=[*tensors, images])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.kernels import pooling
-from shoal.engine.kernels.patches import Window, add_patches, patches, suits
+from shoal.engine.kernels.patches import Window, add_patches, patches, prepare, suits
 from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules import op_context
 from shoal.engine.rules._linear import cast, widened
@@ -41,6 +41,9 @@ def convolution(ctx: OpContext) -> Run:
     group_at = 6
     groups = ctx.args[group_at]
     window = _window(ctx)
+    if window is not None and ctx.device.type == "cuda":
+        channels, *image = ctx.meta(0).shape[1:]
+        prepare(ctx.out.dtype, (channels, *(image if len(image) == 2 else (1, *image))), window)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         x = widened(x, has_x, members)
@@ -178,6 +181,8 @@ def rowwise(ctx: OpContext) -> Run:
         return once_per_member(ctx)
     op, members, batched = ctx.call, ctx.members, ctx.ndim(0) == sample + 1
     side_by_side = _side_by_side(ctx) if batched else None
+    if side_by_side is not None and ctx.device.type == "cuda":
+        pooling.prepare(ctx.out.dtype, ctx.meta(0).shape[1:], side_by_side)
 
     def unfolded(value: Any) -> Any:
         return unfold(value, members) if batched and isinstance(value, Tensor) else value

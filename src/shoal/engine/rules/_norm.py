@@ -94,6 +94,8 @@ def batch_norm(ctx: OpContext) -> Run:
     axes = [1, *range(3, ndim + 1)]
     dtype = ctx.out.dtype
 
+    channel_sums.prepare(dtype, ctx.meta(0).shape[1])
+
     def track(mean: Tensor | None, var: Tensor | None, m: Tensor, v: Tensor, count: int) -> None:
         """Move the running averages."""
         if mean is not None and var is not None:
