@@ -1,8 +1,8 @@
 """Convolutions and pooling.
 
 On a CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
-depend on the pack. On a GPU, in half precision, patches of the images are the rows of one batched product; otherwise
-the members become groups of one convolution.
+depend on the pack. On a GPU patches of the images are the rows of one batched product; where that cannot be, the members
+become groups of one convolution.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.kernels import pooling
+from shoal.engine.kernels.elements import DTYPES
 from shoal.engine.kernels.patches import Window, add_patches, patches, prepare, suits
 from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules import op_context
@@ -64,7 +65,7 @@ def convolution(ctx: OpContext) -> Run:
 
 def _window(ctx: OpContext) -> Window | None:
     """How the filter moves, where the convolution can be a product of patches; else None."""
-    if ctx.varies or ctx.out.dtype not in (torch.bfloat16, torch.float16):
+    if ctx.varies or ctx.out.dtype not in DTYPES:
         return None
     if ctx.op not in (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding):
         return None
