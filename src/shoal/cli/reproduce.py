@@ -111,10 +111,14 @@ def pack(
 
 @reproduce.command()
 def hyperband(
+    network: Annotated[str, typer.Option(help="mlp, or cnn: small ones with batch norm and dropout.")] = "mlp",
     space: Annotated[str, typer.Option(help="plain: settings of the optimizer; shapes: widths, depths too.")] = "plain",
     max_epochs: Annotated[int, typer.Option(min=1, help="R of the paper.")] = 81,
     eta: Annotated[int, typer.Option(min=2, help="A rung keeps one in eta.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Also Ray Tune's ASHA and HyperBand, on a local Ray.")] = False,
     device: Device = "cpu",
     limit: Limit = 1800.0,
@@ -124,12 +128,19 @@ def hyperband(
     quick: Quick = False,
 ) -> None:
     """Pack-aware Hyperband: a search packed, against the same search one trial at a time, and Optuna's Hyperband."""
+    from shoal.evidence.bench.datasets import load
     from shoal.evidence.reproduce import hyperband as paper
     from shoal.training import pick_device
 
     if space not in paper.SPACES:
         raise ValueError(f"space is {space!r}; use {' or '.join(paper.SPACES)}")
-    scene = paper.Scene(space=space, max_epochs=9 if quick else max_epochs, eta=eta, device=str(pick_device(device)))
+    if network not in paper.NETWORKS:
+        raise ValueError(f"network is {network!r}; use {' or '.join(paper.NETWORKS)}")
+    load(data)  # what is wrong with it is said before anything is measured
+    scene = paper.Scene(
+        network=network, space=space, max_epochs=9 if quick else max_epochs, eta=eta,
+        device=str(pick_device(device)), data=None if data is None else str(data),
+    )  # fmt: skip
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:
         ways = paper.installed_ways(ray=ray)

@@ -49,6 +49,30 @@ def test_the_plain_loop_is_the_job() -> None:
 
 
 @pytest.mark.slow
+def test_the_cnn_has_batch_norm_and_dropout_and_is_stacked() -> None:
+    scene = paper.Scene(network="cnn", max_epochs=2, eta=2)
+    model = paper.make_job_for(scene)({"lr": 0.01, "weight_decay": 1e-3}).model()
+    kinds = {type(part) for part in model}
+    assert {torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.Dropout} <= kinds
+    outcome = paper.shoal_way(scene, paper.make_job_for(scene))
+    assert outcome["epochs"] == sum(bracket.epochs for bracket in brackets(2, 2)) and outcome["best"] > 0.5
+    assert outcome["note"] == "tiers: stacked"
+
+
+def test_without_optuna_its_way_is_left_out_and_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(paper, "find_spec", lambda name: None)
+    monkeypatch.setattr(paper, "_measure", lambda way, scene, end: {"seconds": 1.0, "best": 0.9})
+    result = paper.hyperband(SCENE, rounds=1, limit=1.0)
+    assert [line["way"] for line in result["lines"]] == ["one", "shoal"]
+    console = Console(width=200)
+    with console.capture() as shown:
+        paper.table(result, console)
+    assert "not installed: Optuna's Hyperband: pip install 'shoal[tune]'" in shown.get()
+
+
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["reproduce", "hyperband", "--quick", "--out", str(out)]) == 0
@@ -61,3 +85,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "hyperband", "--space", "wide"]) == 1
     assert "space is 'wide'; use plain or shapes" in capsys.readouterr().err
+    assert main(["reproduce", "hyperband", "--network", "rnn"]) == 1
+    assert "network is 'rnn'; use mlp or cnn" in capsys.readouterr().err
+    assert main(["reproduce", "hyperband", "--data", "/nowhere"]) == 1
+    assert "mnist.npz is not there" in capsys.readouterr().err
