@@ -1,7 +1,7 @@
 """Convolutions and pooling.
 
 On a CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
-depend on the pack. On a GPU patches of the images are the rows of one batched product; where that cannot be, the members
+depend on the pack. On a GPU patches of the images are the rows of one batched product; where that cannot be, members
 become groups of one convolution.
 """
 
