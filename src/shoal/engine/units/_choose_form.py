@@ -39,7 +39,7 @@ ENOUGH_SECONDS = 0.1
 SMALL = 50_000
 """Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
 FEW_OPERATIONS = 1e10
-"""Of the convolutions of a member's forward pass: with no more than this, a stack is tried before streams as well."""
+"""Of a convolutional network's forward pass: with no more than this, a stack is tried before streams as well."""
 FULL_SECONDS = 1e-3
 """Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
 
@@ -298,10 +298,10 @@ def _convolves(graph: Trace) -> bool:
 
 
 def _operations(graph: Trace) -> float:
-    """Of all convolutions in a forward pass."""
+    """Of all convolutions and linear layers in a forward pass."""
     total = 0.0
     for node in graph.nodes:
-        if node.op == "call_function" and "conv" in str(node.target):
+        if node.op == "call_function" and any(name in str(node.target) for name in ("conv", "linear")):
             _, weight, *_ = node.all_input_nodes
             total += 2.0 * node.meta["val"].numel() * weight.meta["val"][0].numel()
     return total
