@@ -140,7 +140,9 @@ def explain(
     given = None if memory is None else parse_bytes(memory)
     members = prepare(jobs, pick_device(device))
     budget = memory_budget(members[0].device, given)
-    planning = PlanningContext(members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True)
+    planning = PlanningContext(
+        members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True, may_share_weights=True
+    )
     plan = planning.propose(members)
     if measure and planning.gpu:
         planning.rehearse(plan, members)

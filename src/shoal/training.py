@@ -266,6 +266,7 @@ class _Work:
                 tiers=self.tiers,
                 may_loop=self.controls is None,
                 may_share=not self.calls and settings.threads is None and self.search is None,
+                may_share_weights=not self.calls and self.controls is None,
                 most_threads=self.most_threads,
                 forms_changed=self._save_tiers,
             )

@@ -111,7 +111,8 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
     """What a stack of so many rows holds: state, and the most during a step."""
     graph = recipe.steps[max(recipe.steps)]
     member, device = recipe.member, recipe.member.device
-    program = Program([graph] * rows, device=device, stacked_batch=[True] * graph.batch_spec.num_leaves)
+    leaves = graph.batch_spec.num_leaves
+    program = Program([graph] * rows, device=device, stacked_batch=[True] * leaves, shared=recipe.shared)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
         warnings.simplefilter("ignore")
         stack = Stack([recipe], size=rows)

@@ -132,7 +132,8 @@ def _on_cpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Cu
     """A member's own model stays beside the stack, and its optimizer state is copied out when it leaves."""
     model, out = model_bytes(recipe.member), optimizer_bytes(recipe)
     if tier == "stacked":
-        state = Curve.line(0.0, held.state / rows + model)
+        once = shared_bytes(recipe)
+        state = Curve.line(once, (held.state - once) / rows + model)
         working = [(n, max(_with_holes(held, n / rows), float(n * out))) for n in _ROWS]
     else:
         state = Curve.line(0.0, float(held.state))
@@ -148,15 +149,25 @@ def _with_holes(held: Held, times: float) -> float:
 def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Curve]:
     """While a captured step warms up, its state is there twice. Side by side on streams each branch has its own; the
     matrix library has one workspace for the forward pass and one for the backward pass on each."""
-    state = Curve.line(0.0, held.state / rows)
+    once = shared_bytes(recipe) if tier == "stacked" else 0.0
+    state = Curve.line(once, (held.state - once) / rows)
     space = workspace_bytes(recipe.member.device)
     if tier == "stacked":
-        working = [(n, n * (held.working + held.state) / rows + 2 * space) for n in _ROWS]
+        working = [(n, n * (held.working + held.state - once) / rows + 2 * space) for n in _ROWS]
     elif tier == "streams":
         working = [(n, min(n, STREAMS) * (held.working + 2 * space) + held.state) for n in _ROWS]
     else:
         working = [(n, float(held.working + space)) for n in (1, 2)]
     return state, Curve(tuple((n, float(value)) for n, value in working))
+
+
+def shared_bytes(recipe: Recipe) -> float:
+    """What a stack keeps once for all its members."""
+    trace, model = next(iter(recipe.steps.values())), recipe.member.model
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return float(
+        sum(nbytes(named[name]) for i, name in enumerate((*trace.params, *trace.buffers)) if i in recipe.shared)
+    )
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal.engine.members.member import Member
 from shoal.engine.proof.prove import prove_training
+from shoal.engine.recipes.frozen import share
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable
@@ -29,13 +30,19 @@ class Group:
 
 def group(members: list[Member], trace_cache: TraceCache) -> list[Group]:
     """Members by what they compute, in the order of the first of each group."""
-    groups: list[Group] = []
-    by_key: dict[Hashable, Group] = {}
+    recipes: list[Recipe | str] = []
     for member in members:
         try:
-            recipe = trace_cache.recipe(member)
+            recipes.append(trace_cache.recipe(member))
         except Untraceable as refusal:
-            groups.append(Group([member], reason=str(refusal)))
+            recipes.append(str(refusal))
+    if trace_cache.share:
+        _share_frozen([recipe for recipe in recipes if isinstance(recipe, Recipe)], trace_cache)
+    groups: list[Group] = []
+    by_key: dict[Hashable, Group] = {}
+    for member, recipe in zip(members, recipes, strict=True):
+        if isinstance(recipe, str):
+            groups.append(Group([member], reason=recipe))
             continue
         if recipe.key not in by_key:
             by_key[recipe.key] = Group([])
@@ -46,6 +53,14 @@ def group(members: list[Member], trace_cache: TraceCache) -> list[Group]:
         if same_key.stackable:
             same_key.reason = _refusal(same_key, trace_cache)
     return [proven for same_key in groups for proven in _split_unproven(same_key, trace_cache)]
+
+
+def _share_frozen(recipes: list[Recipe], trace_cache: TraceCache) -> None:
+    alike: dict[Hashable, list[Recipe]] = {}
+    for recipe in recipes:
+        alike.setdefault(recipe.key, []).append(recipe)
+    for same_key in alike.values():
+        share(same_key, trace_cache.frozen)
 
 
 def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:
@@ -78,6 +93,7 @@ def _refusal(candidates: Group, trace_cache: TraceCache) -> str:
                 device=candidates.members[0].device,
                 stacked_batch=[True] * leaves,
                 deterministic=trace_cache.deterministic,
+                shared=recipes[0].shared,
             )
         except NotStackable as refusal:
             return str(refusal)

@@ -87,7 +87,10 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wi
             _step_trace(case.steps[size], member, batch, trace_cache, wide)
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
-        by_program = in_float64(wide, _run_program, members, traces, batches, apart, solo, trace_cache.deterministic)
+        shared = frozenset() if solo else rows[0].subject.shared
+        by_program = in_float64(
+            wide, _run_program, members, traces, batches, apart, solo, trace_cache.deterministic, shared
+        )
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = in_float64(wide, _run_step, member, fresh_copy(batches[place]))
@@ -126,13 +129,15 @@ def _run_program(
     apart: bool,
     solo: bool,
     deterministic: bool,
+    shared: frozenset[int],
 ) -> list[Observed]:
     """What the program gives for each member, from where the members are; nothing of theirs changes."""
     trace, device = traces[0], members[0].device
     leaves = [pytree.tree_leaves(batch) for batch in batches]
     program = Program(
-        traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic
-    )
+        traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic,
+        shared=shared,
+    )  # fmt: skip
     used = [a and b for a, b in zip(trace.trainable, used_params(trace), strict=True)]
     state = proof_cases.stacked_state([member.model for member in members], trace)
     state = [tensor[0] for tensor in state] if solo else state

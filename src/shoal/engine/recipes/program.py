@@ -7,7 +7,7 @@ With `members=0` the same graph runs as it was traced, for one member alone, wit
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,11 @@ class Program:
         stacked_batch: Sequence[bool],
         solo: bool = False,
         deterministic: bool = False,
+        shared: Collection[int] = (),
     ) -> None:
         """`deterministic`: on a CPU with one thread, no bit of a member depends on the other traces, on their number or
-        on whether they share a batch."""
+        on whether they share a batch. `shared`: of parameters, then buffers, those that all members have in common;
+        the program is given them with a member axis all the same, and reads the first of them."""
         _check_alike(traces)
         self.trace = traces[0]
         self.members = 0 if solo else len(traces)
@@ -70,9 +72,11 @@ class Program:
             raise NotStackable("members of their own numbers cannot share one solo step")
         self._inputs = [node for node in self.trace.nodes if node.op == "placeholder"]
         self._stacked_batch = list(stacked_batch)
+        self._shared = frozenset(shared)
         self.written = written_params(self.trace)
         """Parameters that the step itself writes to, by their place."""
         self._carries = self._propagate(stacked_batch)
+        self._shared_inputs = [i for i in self._shared if self.members and self._inputs[i] not in self._carries]
         self._instructions = self._build()
 
     def __call__(self, state: Sequence[Tensor], batch: Sequence[Tensor], noise: Noise) -> tuple[Any, dict[str, Tensor]]:
@@ -102,7 +106,8 @@ class Program:
         owned = len(self.trace.params) + len(self.trace.buffers)
         forced = self._never_shared() if self.deterministic else set()
         while True:
-            carries = {node for i, node in enumerate(self._inputs) if i < owned or stacked_batch[i - owned]} | forced
+            stacked = [*(i not in self._shared for i in range(owned)), *stacked_batch]
+            carries = {node for node, carried in zip(self._inputs, stacked, strict=True) if carried} | forced
             for index, node in enumerate(self.trace.nodes):
                 if self._varies(index, node) or any(n in carries for n in node.all_input_nodes):
                     carries.add(node)
@@ -132,6 +137,8 @@ class Program:
 
     def _enter(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         values = [*state, *batch]
+        for index in self._shared_inputs:
+            values[index] = values[index][0]
         for index in self._copied_inputs:
             values[index] = values[index].unsqueeze(0).repeat(self.members, *[1] * values[index].dim())
         return values

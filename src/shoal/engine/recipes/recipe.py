@@ -26,6 +26,7 @@ from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
+from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
 from shoal.engine.tracing.params_with_grad import used_params
@@ -80,6 +81,8 @@ class Recipe:
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
     """Of the computation, which all members of a stack share; optimizers may differ."""
+    shared: frozenset[int] = frozenset()
+    """Of parameters, then buffers: those that a stack keeps once for all its members; see `frozen`."""
 
     def __post_init__(self) -> None:
         job, member = self.member.job, self.member
@@ -89,6 +92,11 @@ class Recipe:
             frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
             job.step is None, member.data.source.streamed, member.device,
         )  # fmt: skip
+
+    def share(self, places: Sequence[int], number: int) -> None:
+        """Have these weights in common with all recipes of this number."""
+        self.shared = frozenset(places)
+        self.key = (self.key, "shared", tuple(places), number)
 
     def same_steps(self, other: Recipe | None) -> bool:
         """Whether the steps are the same, number for number."""
@@ -160,9 +168,12 @@ class _Record:
 class TraceCache:
     """Makes recipes, tracing each distinct step once."""
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        """`deterministic`: programs whose bits for a member depend on that member alone."""
+    def __init__(self, *, deterministic: bool = False, share: bool = False) -> None:
+        """`deterministic`: programs whose bits for a member depend on that member alone. `share`: members with the same
+        frozen weights may have them in common, where nobody changes one member's while it trains."""
         self.deterministic = deterministic
+        self.share = share and not deterministic
+        self.frozen = FrozenWeights()
         self._traces: dict[tuple[_Code, Hashable], _Record] = {}
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -196,20 +207,26 @@ class TraceCache:
         refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
 
-    def program(self, traces: Sequence[Trace], stacked_batch: Sequence[bool], device: torch.device) -> Program:
-        """The stacked program of these traces of mine, made once for each composition of a stack.
+    def program(
+        self,
+        traces: Sequence[Trace],
+        stacked_batch: Sequence[bool],
+        device: torch.device,
+        shared: frozenset[int] = frozenset(),
+    ) -> Program:
+        """The stacked program of these traces of mine, made once for each composition of a stack; see `Program`.
 
         Raises:
             NotStackable: when an operator has no exact member axis.
         """
         from shoal.engine.recipes.program import Program
 
-        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device)
+        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device, shared)
         if key not in self._programs:
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = Program(
-                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic, shared=shared
             )
         return self._programs[key]
 

@@ -35,6 +35,8 @@ _CONV = {
 @rule(*_CONV)
 def convolution(ctx: OpContext) -> Run:
     spatial = _CONV[ctx.op]
+    if _one_filter_for_all(ctx, spatial):
+        return _as_more_rows(ctx)
     if op_context.one_by_one(ctx) or ctx.ndim(0) != spatial + 2 or not ctx.stacked(1):
         return once_per_member(ctx)
     members, has_x, op = ctx.members, ctx.stacked(0), ctx.call
@@ -61,6 +63,17 @@ def convolution(ctx: OpContext) -> Run:
         return apart
 
     return run
+
+
+def _one_filter_for_all(ctx: OpContext, spatial: int) -> bool:
+    """Whether the images alone are the members' own; on a CPU each member's bits would depend on the others'."""
+    own = any(ctx.args[place] is not None and ctx.stacked(place) for place in (1, 2))
+    return ctx.device.type != "cpu" and not ctx.varies and not own and ctx.ndim(0) == spatial + 2
+
+
+def _as_more_rows(ctx: OpContext) -> Run:
+    op, members = ctx.call, ctx.members
+    return lambda x, *rest: unfold(op(fold(x), *rest), members)
 
 
 def _window(ctx: OpContext) -> Window | None:

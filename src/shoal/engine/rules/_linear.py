@@ -34,8 +34,11 @@ def linear(ctx: OpContext) -> Run:
     members, (has_x, has_w) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     has_b = ctx.args[2] is not None and ctx.stacked(2)
     lead = tuple(ctx.out.shape[:-1])
+    common = _in_common(ctx, 1, 2)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if common:
+            return F.linear(x, weight, bias)
         x = widened(x, has_x, members)
         rows = x if len(lead) == 1 else as_rows(x)
         bias = None if bias is None else widened(bias, has_b, members)
@@ -43,6 +46,12 @@ def linear(ctx: OpContext) -> Run:
         return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
 
     return run
+
+
+def _in_common(ctx: OpContext, *places: int) -> bool:
+    """Whether these are shared, and what a member has of its own may be more rows for them: not on a CPU, where its
+    bits would depend on the other members."""
+    return ctx.device.type != "cpu" and not any(ctx.args[place] is not None and ctx.stacked(place) for place in places)
 
 
 def cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
@@ -78,8 +87,11 @@ def addmm(ctx: OpContext) -> Run:
     if ctx.varies or any(value != 1 for value in ctx.args[3:]):
         return general(ctx)
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
+    common = _in_common(ctx, 0, 2) and ctx.ndim(0) == 1
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
+        if common:
+            return torch.addmm(bias, x.flatten(0, 1), y).view(*x.shape[:2], -1)
         ndim = bias.dim() - flags[0]
         bias = pad_dims(widened(bias, flags[0], members), ndim, 2)
         if x.device.type == "cpu":
@@ -96,8 +108,11 @@ def matmul(ctx: OpContext) -> Run:
         return once_per_member(ctx)
     members, (has_a, has_b) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     out_shape = tuple(ctx.out.shape)
+    common = _in_common(ctx, 1) and a > 1 and b == 2
 
     def run(x: Tensor, y: Tensor) -> Tensor:
+        if common:
+            return torch.matmul(x, y)
         x, y = widened(x, has_a, members), widened(y, has_b, members)
         x = x.unsqueeze(1) if a == 1 else x
         y = y.unsqueeze(-1) if b == 1 else y
@@ -138,8 +153,10 @@ def embedding(ctx: OpContext) -> Run:
     _, _, padding, by_frequency, sparse = ctx.args
     if sparse:
         raise NotStackable("an Embedding with sparse gradients")
-    if by_frequency or not weight_stacked:
+    if by_frequency:
         return once_per_member(ctx)
+    if not weight_stacked:  # one table for all members' rows
+        return lambda weight, indices, *_: F.embedding(indices, weight, padding if padding >= 0 else None)
     members, rows = ctx.members, ctx.meta(0).shape[0]
     ndim = ctx.ndim(1)
     offset = (torch.arange(members, device=ctx.device) * rows).view(-1, *[1] * ndim)

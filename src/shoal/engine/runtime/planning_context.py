@@ -62,6 +62,7 @@ class PlanningContext:
         thorough: bool = False,
         may_loop: bool = False,
         may_share: bool = False,
+        may_share_weights: bool = False,
         most_threads: int = 0,
         forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class PlanningContext:
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
             may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
             may_share: Whether members may train in other processes, for which they must be traced.
+            may_share_weights: Whether members with the same frozen weights have them in common.
             most_threads: See `Executor`.
             forms_changed: Called with tiers by `note_tiers`, and on a GPU with `forms` when they have changed.
         """
@@ -86,7 +88,7 @@ class PlanningContext:
         self._may_loop, self._may_share = may_loop and timed and not self.gpu, may_share
         self.budget: float = math.inf if budget is None else budget
         self._forms_changed = forms_changed
-        self.trace_cache = TraceCache(deterministic=deterministic)
+        self.trace_cache = TraceCache(deterministic=deterministic, share=may_share_weights)
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()

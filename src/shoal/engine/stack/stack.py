@@ -45,7 +45,14 @@ class Stack:
         self.param_names, self.buffer_names = graph.params, graph.buffers
         columns: list[list[Tensor]] = [[named[r][name] for r in self.rows] for name in self.param_names]
         columns += [[buffered[r][name] for r in self.rows] for name in self.buffer_names]
-        state = transfer.stacked(columns, self.device) if passing else [self._stacked(column) for column in columns]
+        self.shared = first.shared if size > 1 else frozenset()
+        """Of the state: what is there once for all rows, and has a member axis without memory of its own."""
+        own = [column for place, column in enumerate(columns) if place not in self.shared]
+        stacked = iter(transfer.stacked(own, self.device) if passing else [self._stacked(column) for column in own])
+        state = [
+            _once(column[0].detach().to(self.device), size) if place in self.shared else next(stacked)
+            for place, column in enumerate(columns)
+        ]
         self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
         trained = [named[0][name].requires_grad for name in self.param_names]
         used = used_params(graph)
@@ -83,9 +90,18 @@ class Stack:
         return [*self.params, *self.buffers]
 
     @property
+    def own_state(self) -> list[Tensor]:
+        """Parameters and buffers of which each member has its own."""
+        return [tensor for place, tensor in enumerate(self.state) if place not in self.shared]
+
+    @property
+    def own_buffers(self) -> list[Tensor]:
+        return self.own_state[len(self.params) - sum(place < len(self.params) for place in self.shared) :]
+
+    @property
     def row_bytes(self) -> int:
         """What a member has in the stack."""
-        return sum(tensor.nbytes for tensor in (*self.state, *self.optimizer.tensors())) // len(self.rows)
+        return sum(tensor.nbytes for tensor in (*self.own_state, *self.optimizer.tensors())) // len(self.rows)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -119,6 +135,8 @@ class Stack:
         """Set the buffers to what a step left; members outside `ok` get back what they had before it."""
         for index, name in enumerate(self.buffer_names):
             value, buffer = after[name], self.buffers[index]
+            if len(self.params) + index in self.shared:  # no step writes it
+                continue
             if ok is not None:
                 value = torch.where(ok.view(-1, *[1] * (value.dim() - 1)), value, before[index])
             if value is not buffer:
@@ -140,7 +158,7 @@ class Stack:
 
     def _row(self, slot: int) -> list[Tensor]:
         """All that a member has in the stack."""
-        return [*(tensor.detach()[slot] for tensor in self.state), *self.optimizer.rows(slot)]
+        return [*(tensor.detach()[slot] for tensor in self.own_state), *self.optimizer.rows(slot)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
         there = [self._row(slot) for slot in slots]
@@ -152,6 +170,7 @@ class Stack:
             member, near = self.recipes[slot].member, [next(here) for _ in far]
             params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
             places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
+            places = [tensor for place, tensor in enumerate(places) if place not in self.shared]
             for place, row, on_device in zip(places, near, far, strict=False):
                 if row.device == on_device.device or not give_memory(place, row):
                     place.copy_(row if place.device == row.device else on_device)
@@ -176,10 +195,12 @@ class Stack:
 
         new = copy.copy(self)
         new.recipes, new.rows = [recipes[place] for place in order], _padded(range(len(order)), size)
-        new.params = [
-            both(a, b).requires_grad_(a.requires_grad) for a, b in zip(self.params, other.params, strict=True)
+        state = [
+            _once(a[0], size) if place in self.shared else both(a, b)
+            for place, (a, b) in enumerate(zip(self.state, other.state, strict=True))
         ]
-        new.buffers = [both(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)]
+        new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
+        new.buffers = state[len(self.params) :]
         new.active = both(self.active, other.active)
         new.scaler = None
         if (a := self.scaler) is not None and (b := other.scaler) is not None:
@@ -200,7 +221,10 @@ class Stack:
         """Let another stack's members have these rows, in their order, in place."""
         for row, recipe in zip(rows, other.recipes, strict=True):
             self.recipes[row] = recipe
-        pairs = [*zip(self.state, other.state, strict=True), (self.active, other.active)]
+        pairs = [
+            (a, b) for place, (a, b) in enumerate(zip(self.state, other.state, strict=True)) if place not in self.shared
+        ]
+        pairs.append((self.active, other.active))
         if self.scaler is not None and other.scaler is not None:
             pairs.append((self.scaler.scale_M, other.scaler.scale_M))
             pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
@@ -220,7 +244,7 @@ class Stack:
         def put(ours: Tensor, value: Tensor) -> None:
             ours.detach()[rows] = value.detach()[theirs]
 
-        for ours, value in zip([*self.params, *self.buffers], [*part.params, *part.buffers], strict=True):
+        for ours, value in zip(self.own_state, part.own_state, strict=True):
             put(ours, value)
         put(self.active, part.active)
         if self.scaler is not None and part.scaler is not None:
@@ -235,8 +259,13 @@ class Stack:
         new = copy.copy(self)
         new.recipes = [self.recipes[slot] for slot in slots]
         new.rows = _padded(range(len(slots)), size)
-        new.params = [p.detach()[rows].requires_grad_(p.requires_grad) for p in self.params]
-        new.buffers = [b[rows] for b in self.buffers]
+        new.shared = self.shared if size > 1 else frozenset()
+        state = [
+            _once(tensor.detach()[0], size) if place in self.shared else tensor.detach()[rows]
+            for place, tensor in enumerate(self.state)
+        ]
+        new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
+        new.buffers = state[len(self.params) :]
         new.active = self.active[rows]
         new.scaler = self.scaler
         if new.scaler is not None:
@@ -270,6 +299,11 @@ def _apart(grads: Grads) -> Grads:
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements of a tensor share memory, as those of an expanded one do."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _once(tensor: Tensor, size: int) -> Tensor:
+    """A tensor with a member axis, in memory once."""
+    return tensor.detach().unsqueeze(0).expand(size, *tensor.shape)
 
 
 def _padded(rows: Sequence[int], size: int) -> list[int]:

@@ -207,6 +207,7 @@ def lone_seconds(member: Member, rounds: int = 2) -> float:
 def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     member = scratch_copy(recipe.member)
     copied = Recipe(member, recipe.steps, plan_optimizer(member))
+    copied.shared = recipe.shared
     return _Runner(StackedUnit.around(Stack([copied], size=rows), trace_cache), thread_time)
 
 

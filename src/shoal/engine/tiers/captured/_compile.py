@@ -107,7 +107,10 @@ def _large_apart() -> Iterator[None]:
 
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
     """Run once on copies, so that nothing is built, loaded or tuned during capture."""
-    copies = [t.detach().clone() for t in stack_tensors(step.stack)]
+    copies = [
+        tensor.detach() if place in step.stack.shared else tensor.detach().clone()  # no step writes what is shared
+        for place, tensor in enumerate(stack_tensors(step.stack))
+    ]
     if not ready.compiled:
         step.fuse(bind_stack(step.stack, copies), inputs_like(inputs))
     ready.run([*copies, *inputs_like(inputs).tensors()])

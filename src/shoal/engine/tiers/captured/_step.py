@@ -178,7 +178,7 @@ class Step:
         if stack.scaler is not None:  # a copy: at the scale it begins with, gradients overflow, and nothing is compared
             stack.scaler.scale_M.fill_(256.0)
         try:
-            _nudge(stack.params)
+            _nudge(stack.leaves)
             with Recording(given) as recording:
                 losses, after, grads = self._gradients(stack, batch, inputs)
             expected = [losses, *after.values(), *grads]
@@ -207,7 +207,7 @@ class Step:
         with torch.no_grad():
             for buffer, value in zip(stack.buffers, buffers, strict=True):
                 buffer.copy_(value)
-            for param in stack.params:
+            for param in stack.leaves:
                 if param.is_floating_point():
                     param.mul_(1 + size / 10 * torch.empty_like(param).normal_(generator=_generator(param)))
         losses, after, grads = self._gradients(stack, batch, inputs)

@@ -233,7 +233,9 @@ class Chunk:
             recipes = self.stack.recipes
             traces = [recipes[row].steps[rows] for row in self.stack.rows]
             flags = [not self.shared] * traces[0].batch_spec.num_leaves
-            program = Program(traces, device=self.stack.device, stacked_batch=flags, solo=self.solo)
+            program = Program(
+                traces, device=self.stack.device, stacked_batch=flags, solo=self.solo, shared=self.stack.shared
+            )
             self._steps[rows] = Step(self.stack, program, rows=rows, batch_size=self.stack.members[0].job.batch_size)
         return self._steps[rows]
 
@@ -243,7 +245,8 @@ class Chunk:
     def written(self) -> list[Tensor]:
         """What a step writes."""
         inputs = self.inputs
-        return [*stack_tensors(self.stack), inputs.place, inputs.tick, inputs.count, inputs.losses]
+        own = [tensor for place, tensor in enumerate(stack_tensors(self.stack)) if place not in self.stack.shared]
+        return [*own, inputs.place, inputs.tick, inputs.count, inputs.losses]
 
     def prepare(self, rows: int, full: bool = True) -> float:
         """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are
@@ -256,7 +259,7 @@ class Chunk:
             (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
             for part in self.stack.optimizer.ruled()
         )
-        extras = (self.stack.max_norm is None, *(table is None for table in self.inputs.tables))
+        extras = (self.stack.max_norm is None, self.stack.shared, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
         new, known = key not in self.cache, self.cache.get(key)
         if isinstance(known, Fused):

@@ -177,7 +177,7 @@ class StackedUnit(Unit):
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
         """The step on batches of so many rows."""
         traces = [self.stack.recipes[r].steps[rows] for r in self.stack.rows]
-        return self.trace_cache.program(traces, stacked_batch, self.stack.device)
+        return self.trace_cache.program(traces, stacked_batch, self.stack.device, self.stack.shared)
 
     def _batch(self, feed: Feed, index: int) -> None:
         member, done = self.members[0], len(self._losses)
@@ -254,8 +254,10 @@ class StackedUnit(Unit):
         """Give members whose optimizer raised their buffers from before the batch."""
         self._undone = failed
         rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
-        for now, before in zip(self.stack.buffers, buffers, strict=True) if rows else ():
-            now[rows] = before[rows]
+        first = len(self.stack.params)
+        for place, (now, before) in enumerate(zip(self.stack.buffers, buffers, strict=True) if rows else ()):
+            if first + place not in self.stack.shared:
+                now[rows] = before[rows]
 
     def draw(self, program: Program, slots: Sequence[int], generators: Sequence[torch.Generator]) -> list[Tensor]:
         """The random draws of these members' next batch: from the generators, or on a GPU counted."""
@@ -353,7 +355,7 @@ class StackedUnit(Unit):
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
     def undo_validation(self) -> Callable[[], None]:
-        return partial(fill, [(buffer, buffer.clone()) for buffer in self.stack.buffers])
+        return partial(fill, [(buffer, buffer.clone()) for buffer in self.stack.own_buffers])
 
     def adopt_state(self, slots: list[int]) -> None:
         names = [*self.stack.param_names, *self.stack.buffer_names]
@@ -362,8 +364,9 @@ class StackedUnit(Unit):
                 if slot in slots:
                     model = self.members[slot].model
                     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-                    for name, stacked in zip(names, self.stack.state, strict=True):
-                        stacked[row].copy_(tensors[name])
+                    for place, (name, stacked) in enumerate(zip(names, self.stack.state, strict=True)):
+                        if place not in self.stack.shared:
+                            stacked[row].copy_(tensors[name])
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""

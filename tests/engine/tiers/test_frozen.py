@@ -1,0 +1,194 @@
+"""Weights that are not trained and that members have alike: kept once, computed with once, and every member as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.engine.equality import assert_as_alone, numbers, whole
+from tests.engine.tiers.captured.test_captured_on_cpu import as_on_a_gpu, train  # noqa: F401
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine.proof.group import Group, group
+from shoal.engine.recipes.recipe import TraceCache
+from shoal.engine.stack.stack import Stack
+from shoal.preparation.checks import prepare
+
+IMAGES, TOKENS, TARGETS = numbers(3, 20, 2, 6, 6), whole(6, 11, 20, 5), whole(8, 3, 20)
+
+
+class Backbone(nn.Module):
+    """Everything but the head is frozen; its batch norm has fixed statistics."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.features = nn.Sequential(
+                nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.GELU()
+            ).double()
+            self.features[1].running_mean.normal_()
+        self.features.requires_grad_(False).eval()
+        self.head = nn.Linear(8, 3).double()
+
+    def train(self, mode: bool = True) -> Backbone:
+        super().train(mode)
+        self.features.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x))
+        return out
+
+
+class Adapted(nn.Module):
+    """A frozen embedding and layers, with a low-rank addition and dropout that each member has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.table, self.norm = nn.Embedding(11, 6).double(), nn.LayerNorm(6).double()
+            self.base = nn.Linear(6, 6).double()
+        for part in (self.table, self.norm, self.base):
+            part.requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False).double(), nn.Linear(2, 6, bias=False).double()
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(6, 3).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.table(tokens))
+        x = x + F.gelu(self.base(x) + self.up(self.down(self.dropout(x))))
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+def jobs(
+    model: Callable[[int], nn.Module], x: Tensor, count: int = 4, *, data_seed: int | None = None, **more: object
+) -> list[shoal.Job]:
+    return [
+        shoal.Job(
+            model=lambda seed=seed: model(seed), data=(x, TARGETS), val=(x, TARGETS), loss=F.cross_entropy,
+            hparams={"lr": 0.01 * (1 + seed)}, batch_size=8, epochs=2, seed=seed, data_seed=data_seed, name=str(seed),
+            **more,
+        )
+        for seed in range(count)
+    ]  # fmt: skip
+
+
+def groups(listed: Sequence[shoal.Job]) -> list[Group]:
+    return group(prepare(list(listed), torch.device("cpu")), TraceCache(share=True))
+
+
+@pytest.mark.parametrize("data_seed", [None, 5])
+@pytest.mark.parametrize(("model", "x"), [(lambda _: Backbone(), IMAGES), (lambda _: Adapted(), TOKENS)])
+def test_members_over_one_base_are_as_alone(
+    model: Callable[[int], nn.Module], x: Tensor, data_seed: int | None
+) -> None:
+    listed = jobs(model, x, data_seed=data_seed, keep="best", metrics={"accuracy": _accuracy})
+    (alike,) = groups(listed)
+    assert alike.recipes[0].shared
+    results = assert_as_alone(listed)
+    models = [result.model for result in results]
+    for name, value in models[0].state_dict().items():  # each has its own again
+        others = [model.state_dict()[name] for model in models[1:]]
+        assert all(value.data_ptr() != other.data_ptr() for other in others)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("data_seed", [None, 5])
+@pytest.mark.parametrize(("model", "x"), [(lambda _: Backbone(), IMAGES), (lambda _: Adapted(), TOKENS)])
+def test_captured_members_over_one_base_are_as_alone(
+    model: Callable[[int], nn.Module], x: Tensor, data_seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engine.tiers.captured import test_captured_on_cpu as captured
+
+    monkeypatch.setattr(captured, "TraceCache", lambda: TraceCache(share=True))
+    listed = jobs(model, x, data_seed=data_seed)
+    for result, job in zip(train(listed, 4), listed, strict=True):
+        alone = shoal.solo(job, device="cpu").model.state_dict()
+        for name, value in result.model.state_dict().items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12)
+
+
+def _accuracy(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.argmax(1) == targets).double().mean())
+
+
+def test_shared_weights_are_in_memory_once_and_run_once() -> None:
+    (alike,) = groups(jobs(lambda _: Backbone(), IMAGES, data_seed=5))
+    stack = Stack(alike.recipes, size=len(alike.recipes))
+    trace = next(iter(alike.recipes[0].steps.values()))
+    names = [*trace.params, *trace.buffers]
+    shared = {names[place] for place in stack.shared}
+    assert shared == {name for name in names if name.startswith("features") and "tracked" not in name}
+    for place in stack.shared:
+        assert stack.state[place].stride(0) == 0
+    program = TraceCache(share=True).program(
+        [recipe.steps[8] for recipe in alike.recipes], [False, False], torch.device("cpu"), stack.shared
+    )
+    carried = [str(node.target) for node in trace.nodes if node in program._carries and node.op == "call_function"]
+    assert not any("conv2d" in name or "batch_norm" in name or "gelu" in name for name in carried)
+    assert any("linear" in name for name in carried)
+
+
+def test_members_with_other_frozen_weights_are_other_stacks() -> None:
+    listed = jobs(lambda seed: Backbone(seed // 2), IMAGES)
+    assert [[member.name for member in alike.members] for alike in groups(listed)] == [["0", "1"], ["2", "3"]]
+    assert_as_alone(listed)
+
+
+def test_members_of_their_own_random_layers_stay_one_stack() -> None:
+    listed = jobs(lambda seed: Backbone(seed), IMAGES)
+    (alike,) = groups(listed)
+    assert len(alike.members) == 4
+    assert not alike.recipes[0].shared
+    assert_as_alone(listed)
+
+
+def test_zeros_of_another_sign_are_other_weights() -> None:
+    def model(seed: int) -> nn.Module:
+        made = Backbone()
+        with torch.no_grad():
+            made.features[0].bias.fill_(0.0 if seed < 2 else -0.0)
+        return made
+
+    assert len(groups(jobs(model, IMAGES))) == 2
+
+
+def test_statistics_that_a_step_moves_are_each_members_own() -> None:
+    class Moving(Backbone):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train()
+
+        def train(self, mode: bool = True) -> Backbone:
+            nn.Module.train(self, mode)
+            return self
+
+    listed = jobs(lambda _: Moving(), IMAGES)
+    (alike,) = groups(listed)
+    trace = next(iter(alike.recipes[0].steps.values()))
+    names = [*trace.params, *trace.buffers]
+    assert not any("running" in names[place] for place in alike.recipes[0].shared)
+    assert_as_alone(listed)
+
+
+def test_members_leave_and_stay_as_alone() -> None:
+    listed = jobs(lambda _: Backbone(), IMAGES, data_seed=5)
+    ends = [1, 3, 2, 4]
+    assert_as_alone([shoal.Job(**{**_fields(job), "epochs": end}) for job, end in zip(listed, ends, strict=True)])
+
+
+def _fields(job: shoal.Job) -> dict[str, object]:
+    names = ("model", "data", "val", "loss", "hparams", "batch_size", "seed", "data_seed", "name")
+    return {name: getattr(job, name) for name in names}
+
+
+def test_deterministic_members_have_their_own() -> None:
+    (alike,) = group(
+        prepare(jobs(lambda _: Backbone(), IMAGES), torch.device("cpu")), TraceCache(share=True, deterministic=True)
+    )
+    assert not alike.recipes[0].shared
