@@ -1,4 +1,4 @@
-"""Weights that are not trained and that members have alike: kept once, computed with once, and every member as alone."""
+"""Weights that are not trained and that members have alike: kept once, run once, and every member as alone."""
 
 from __future__ import annotations
 

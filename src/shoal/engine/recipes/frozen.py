@@ -65,7 +65,8 @@ def frozen_places(recipe: Recipe) -> tuple[int, ...]:
     named = dict(recipe.member.model.named_parameters())
     trained = {place for place, name in enumerate(first.params) if named[name].requires_grad}
     written = set().union(*(_written(trace) for trace in recipe.steps.values()))
-    read = {place for place, node in enumerate(first.nodes[: len(first.params) + len(first.buffers)]) if node.users}
+    owned = enumerate(first.nodes[: len(first.params) + len(first.buffers)])
+    read = {place for place, node in owned if any(user.op != "output" for user in node.users)}
     return tuple(sorted(read - trained - written))
 
 

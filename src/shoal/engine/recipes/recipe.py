@@ -15,18 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, run_step, trying
-from shoal.engine.optim.hparams import split_hparams, structure
-from shoal.engine.optim.rule import Flags
-from shoal.engine.optim.schedules import ScheduleRunner
-from shoal.engine.python_state.preserve import PythonState
+from shoal.engine.members.member import Member, run_step
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
 from shoal.engine.recipes.frozen import FrozenWeights
+from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
 from shoal.engine.tracing.params_with_grad import used_params
@@ -42,33 +37,6 @@ if TYPE_CHECKING:
 
 MOST_PROGRAMS = 256
 """Compositions of stacks whose programs stay in the cache."""
-
-
-@dataclass(slots=True, eq=False)
-class OptimizerPlan:
-    """A member's optimizer, taken apart: which parameters are in which group, and the numbers of each group."""
-
-    kind: type[Optimizer]
-    groups: list[list[int]]
-    """Positions of the parameters, in the trace's order."""
-    settings: list[dict[str, Any]]
-    flags: list[Flags] | None
-    """Structural settings per group; None: no rule, the real class runs a member at a time."""
-    runner: ScheduleRunner | None = None
-
-    def skeleton(self) -> list[dict[str, Any]]:
-        """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
-        first = 0
-        groups = []
-        for group, settings in zip(self.groups, self.settings, strict=True):
-            groups.append({**settings, "params": list(range(first, first + len(group)))})
-            first += len(group)
-        return groups
-
-    @property
-    def key(self) -> Hashable:
-        common = None if self.flags is None else tuple(structure(self.kind, flags) for flags in self.flags)
-        return (self.kind, tuple(map(tuple, self.groups)), common)
 
 
 @dataclass(slots=True, eq=False)
@@ -325,18 +293,6 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
     return copy.deepcopy(model).to(leaves[0].device)
 
 
-def _its_own(optimizer: Optimizer) -> bool:
-    """Does this optimizer do something of its own: hooks, another step than its class's, state it came with?"""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
-    started = any(float(state.get("step", 1)) for state in optimizer.state.values())
-    return any(hooks) or "step" in vars(optimizer) or started
-
-
 def batch_sizes(member: Member) -> list[int]:
     """The sizes of the batches a member will see: the full one, and the short last one where it comes to that."""
     job, n = member.job, member.num_rows
@@ -364,53 +320,3 @@ def _shapes(batch: Any) -> str:
     return ", ".join(
         str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
     )
-
-
-def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
-    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
-
-    `runner`: one to try it on, since a schedule may count its calls by itself.
-    """
-    if not state.changes() and runner.can_table():
-        runner.step()
-    return bool(state.changes() or state.unrestorable)
-
-
-def plan_optimizer(member: Member) -> OptimizerPlan:
-    """Take the member's own optimizer apart.
-
-    Raises:
-        Untraceable: when only the real loop can drive it.
-    """
-    with trying(member.job) as state:
-        return _plan_optimizer(member, state)
-
-
-def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
-    job, model = member.job, member.model
-    with draws(member, keep=False):
-        optimizer = make_optimizer(job, model)
-        make_schedule(job, optimizer)
-    if needs_closure(optimizer):
-        raise Untraceable(f"{type(optimizer).__name__} evaluates the loss itself")
-    position = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
-    groups = []
-    for group in optimizer.param_groups:
-        if any(id(p) not in position for p in group["params"]):
-            raise Untraceable("its optimizer has parameters that are not the model's")
-        groups.append([position[id(p)] for p in group["params"]])
-    kind = type(optimizer)
-    with draws(member, keep=False):
-        fresh = make_optimizer(job, model)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    splits = [None if _its_own(fresh) else split_hparams(kind, group) for group in settings]
-    if any(split is None for split in splits):
-        return OptimizerPlan(kind, groups, settings, None)
-    runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    tried = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign or (state is not None and tried is not None and _keeps_state(tried, state)):
-        return OptimizerPlan(kind, groups, settings, None)
-    if member.optimizer_state:
-        runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
-    moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
-    return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)

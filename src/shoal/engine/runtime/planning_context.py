@@ -71,14 +71,13 @@ class PlanningContext:
         Args:
             members: All members, before any of them runs.
             timed: Whether measured times may decide tiers.
-            deterministic: See `TraceCache`.
+            deterministic, may_share_weights: See `TraceCache`.
             compile: Whether steps on a GPU may be compiled.
             budget: Bytes that may be used; None: any number.
             tiers: Those that members had in the run that is resumed; they get them again.
             thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
             may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
             may_share: Whether members may train in other processes, for which they must be traced.
-            may_share_weights: Whether members with the same frozen weights have them in common.
             most_threads: See `Executor`.
             forms_changed: Called with tiers by `note_tiers`, and on a GPU with `forms` when they have changed.
         """
@@ -342,9 +341,8 @@ class PlanningContext:
             part.predicted = predict(asked) | part.predicted
             part.predicted |= gain(part.predicted)
         self.executor.forget()
-        known = [
-            (p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in (x.predicted for x in proposed.parts)
-        ]
+        figures = [part.predicted for part in proposed.parts]
+        known = [(p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in figures]
         proposed.memory_bytes = self._taken + total_bytes(known, together=self.gpu)
 
     def _as_built(self, member: Member, part: Part) -> Request:

@@ -3,7 +3,8 @@
 Members can share a pass only if they are alike (the same kinds of modules, shapes, batches), which is seen at once. Of
 members that are alike, a step of one is timed. A small network's step is mostly what torch takes to call its operators,
 whatever they compute, and a stack calls them once for all of its members; what remains is computing, which a stack has
-to do for each of them as well. Both are counted in calls: what a small call of torch takes on this machine now.
+to do for each of them as well. Both are counted in calls: what a small call of torch takes on this machine now. What is
+computed from frozen weights that members have alike, and the same rows, a stack computes once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.members.member import Member, autocast, draws, run_step
@@ -81,9 +83,19 @@ def _reason(alike: Sequence[Member]) -> str:
         return str(refusal)
     except Exception:  # whatever it is will show in training, where it ends its own member
         return ""
-    if pilot is None or pilot.gain([num_steps(m) - m.step for m in alike], alike[0].val is not None) > 0:
+    steps = [num_steps(member) - member.step for member in alike]
+    if pilot is None or pilot.gain(steps, alike[0].val is not None, _same_beginning(alike)) > 0:
         return ""
     return "a stack would take longer to set up than it could save"
+
+
+def _same_beginning(alike: Sequence[Member]) -> bool:
+    """Whether members read the same rows, and have the same frozen weights."""
+    orders = {(m.job.order_seed if m.job.shuffle else None, id(m.data.source)) for m in alike}
+    frozen = [[p for p in m.model.parameters() if not p.requires_grad and not is_lazy(p)] for m in alike]
+    if len(orders) > 1 or not frozen[0]:
+        return False
+    return all(torch.equal(a, b) for row in frozen[1:] for a, b in zip(frozen[0], row, strict=True))
 
 
 def _kind(member: Member) -> Hashable:
@@ -106,11 +118,17 @@ class Pilot:
     """Seconds of a small call of torch."""
     reads: bool
     """Whether it reads numbers out of tensors."""
+    frozen: float = 0.0
+    """Seconds of it that give what needs no gradient."""
 
-    def gain(self, steps: Sequence[int], validated: bool = False) -> float:
-        """Seconds that a stack of members with so many steps should save, its set-up counted."""
-        computing = max(0.0, self.seconds - NODE * self.nodes * self.call)
-        saved = (self.alone - computing) * sum(steps) - STACKED * self.nodes * self.call * max(steps)
+    def gain(self, steps: Sequence[int], validated: bool = False, once: bool = False) -> float:
+        """Seconds that a stack of members with so many steps should save, its set-up counted.
+
+        `once`: what needs no gradient is computed once for all of them.
+        """
+        common = self.frozen if once else 0.0
+        computing = max(0.0, self.seconds - common - NODE * self.nodes * self.call)
+        saved = (self.alone - computing) * sum(steps) - (STACKED * self.nodes * self.call + common) * max(steps)
         cost = self.set_up * (VALIDATION if validated else 1) + TRIAL * self.alone * (max(steps) >= FEW_STEPS)
         return (UNSURE if self.reads else SURE) * saved - cost
 
@@ -146,11 +164,12 @@ def _pilot(member: Member) -> Pilot | None:
         with patched([]), _Reads() as reads:  # type: ignore[no-untyped-call]  # the first takes longer anyway
             loss = step()
         loss.backward()  # type: ignore[no-untyped-call]
-        start = thread_time()
-        loss = step()
+        start, frozen = thread_time(), _Frozen()
+        with frozen:
+            loss = step()
         nodes = _num_nodes(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        return Pilot(thread_time() - start, nodes, _call_seconds(), reads.any)
+        return Pilot(thread_time() - start, nodes, _call_seconds(), reads.any, frozen.seconds)
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -161,6 +180,21 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.any = self.any or func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+class _Frozen(TorchFunctionMode):
+    """Times the calls that give what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = thread_time()
+        out = func(*args, **(kwargs or {}))  # what it calls in turn is not seen here
+        if isinstance(out, Tensor) and not out.requires_grad:
+            self.seconds += thread_time() - start
+        return out
 
 
 def _num_nodes(loss: Tensor) -> int:

@@ -24,7 +24,8 @@ from shoal.engine.members.member import Member, scratch_copy, trying
 from shoal.engine.planning import perf_cache
 from shoal.engine.planning.perf_cache import digest
 from shoal.engine.planning.planner import Curve
-from shoal.engine.recipes.recipe import Recipe, TraceCache, plan_optimizer
+from shoal.engine.recipes.optimizer_plan import plan_optimizer
+from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
