@@ -187,6 +187,23 @@ def _fields(job: shoal.Job) -> dict[str, object]:
     return {name: getattr(job, name) for name in names}
 
 
+class Shrink(torch.optim.SGD):
+    """Makes every parameter smaller, whether it has a gradient or not."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for settings in self.param_groups:
+            for param in settings["params"]:
+                param.mul_(0.99)
+        return super().step(closure)
+
+
+def test_an_optimizer_of_the_users_own_may_write_to_frozen_weights() -> None:
+    listed = jobs(lambda _: Backbone(), IMAGES, optimizer=Shrink)
+    assert not any(recipe.shared for alike in groups(listed) for recipe in alike.recipes)
+    assert_as_alone(listed, tier=None)
+
+
 def test_deterministic_members_have_their_own() -> None:
     (alike,) = group(
         prepare(jobs(lambda _: Backbone(), IMAGES), torch.device("cpu")), TraceCache(share=True, deterministic=True)

@@ -61,6 +61,8 @@ def share(recipes: Sequence[Recipe], frozen: FrozenWeights) -> None:
 
 def frozen_places(recipe: Recipe) -> tuple[int, ...]:
     """Of parameters, then buffers: those that are not trained, that a step reads and none writes."""
+    if recipe.optimizer.flags is None:  # the user's own class runs on the members' rows, and may write to any of them
+        return ()
     first = next(iter(recipe.steps.values()))
     named = dict(recipe.member.model.named_parameters())
     trained = {place for place, name in enumerate(first.params) if named[name].requires_grad}
