@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.reporting.tensorboard import TensorBoard as TensorBoard
     from shoal.results import Result as Result
     from shoal.results import Results as Results
+    from shoal.storage.loading import load as load
     from shoal.training import train as train
     from shoal.tune.studies.api import tune as tune
     from shoal.user_loop.pack import Pack as Pack
@@ -68,6 +69,7 @@ _HOME = {
     "Ticket": "shoal.engine.planning.policy",
     "explain": "shoal.explanation",
     "folds": "shoal.preparation.folds",
+    "load": "shoal.storage.loading",
     "replay": "shoal.reference",
     "solo": "shoal.reference",
     "start": "shoal.live",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shoal.jobs.early_stopping import kept_row
+from shoal.errors import NoSuchJob, ShoalError
+from shoal.jobs.early_stopping import best_row, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int, tensor_of
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
 MOST_ERRORS = 10
 """Errors shown below a table."""
+NOT_VALUES = ("epoch", "step", "seconds")
+"""Columns of a history that say when, not what."""
+
+
+class StoredWeights(Protocol):
+    """Weights that are in a file."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def model(self) -> nn.Module: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -34,12 +45,13 @@ class Result:
 
     name: str
     job: Job
+    """The job; of a result that was read from a folder, its plain settings alone."""
     model: nn.Module
     """The user's own class, on the CPU, in the mode that training left it in."""
     history: list[dict[str, float]]
     """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
     status: str
-    """done, stopped (early), diverged, failed or cancelled."""
+    """done, stopped (early), diverged, failed or cancelled; in a folder that was read also unfinished or running."""
     tier: str
     """How it was run: stacked, streams or serial."""
     error: str | None = None
@@ -52,7 +64,22 @@ class Result:
     steps: int = 0
     """Optimizer steps done."""
     split: Any = None
-    """What a split did and cost: a `shoal.split.SplitReport`; None where the job was trained as one."""
+    """What a split did and cost: a `shoal.split.SplitReport` (in a folder that was read: its numbers as a dict); None
+    where the job was trained as one."""
+    stored: StoredWeights | None = None
+    """Where the weights are, of a result that was read from a folder."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The network of a result that was read from a folder is built when it is first asked for."""
+            if name != "model" or self.stored is None:
+                raise AttributeError(f"a result has no {name!r}")
+            try:
+                self.model = self.stored.model()
+            except AttributeError as error:  # Python would take it for a missing attribute, and hide why
+                raise ShoalError(str(error)) from error
+            return self.model
 
     def __repr__(self) -> str:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
@@ -69,8 +96,25 @@ class Result:
         row = kept_row(self.job, self.history)
         return None if row is None else row.get(metric)
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The row of the history whose weights `model` has: that of the best epoch with keep="best", else the last."""
+        return dict(kept_row(self.job, self.history) or {})
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch that was best by what the job's `stop` watches (without one: the smallest val_loss, or loss)."""
+        row = best_row(self.job, self.history)
+        return None if row is None else int(row["epoch"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, as from the model's own state_dict(). Of a result that was read from a folder: from its file,
+        without the network's code."""
+        return self.model.state_dict() if self.stored is None else self.stored.state_dict()
+
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
+        split = self.split if isinstance(self.split, Mapping | None) else self.split.to_dict()
         return {
             "name": self.name,
             "status": self.status,
@@ -78,10 +122,23 @@ class Result:
             "error": self.error,
             "steps": self.steps,
             "seconds": self.seconds,
+            "hparams": dict(self.job.hparams),
+            "best_epoch": self.best_epoch,
+            "values": self.values,
             "history": self.history,
             "environment": self.environment,
-            **({"split": self.split.to_dict()} if self.split is not None else {}),
+            **({} if split is None else {"split": split}),
         }
+
+    def to_record(self) -> dict[str, Any]:
+        """One flat row for a table: the name, how it ended, hyper-parameters, values of its weights."""
+        hparams = dict(self.job.hparams)
+        values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *hparams)}
+        return {
+            "name": self.name, "status": self.status, "tier": self.tier, "epochs": len(self.history),
+            "steps": self.steps, **hparams, **values, "best_epoch": self.best_epoch, "seconds": self.seconds,
+            "error": self.error,
+        }  # fmt: skip
 
 
 class Results(Sequence[Result]):
@@ -99,10 +156,13 @@ class Results(Sequence[Result]):
         return len(self._results)
 
     @overload
-    def __getitem__(self, index: int) -> Result: ...
+    def __getitem__(self, index: int | str) -> Result: ...
     @overload
     def __getitem__(self, index: slice) -> Results: ...
-    def __getitem__(self, index: int | slice) -> Result | Results:
+    def __getitem__(self, index: int | str | slice) -> Result | Results:
+        """A result by its place or by its job's name; several by a slice."""
+        if isinstance(index, str):
+            return named(self._results, index)
         return Results(self._results[index]) if isinstance(index, slice) else self._results[index]
 
     def __iter__(self) -> Iterator[Result]:
@@ -149,7 +209,7 @@ class Results(Sequence[Result]):
 
         With lines and colour where rich is installed and this is a terminal.
         """
-        names = [name for name in self.columns() if name not in ("epoch", "step", "seconds")]
+        names = [name for name in self.columns() if name not in NOT_VALUES]
         head = ["name", "status", "tier", "epochs", "steps", *names, "seconds"]
         rows = [
             [
@@ -208,9 +268,44 @@ class Results(Sequence[Result]):
         chunks = [forward(chunk) for chunk in zip(*(x.split(batch_size) for x in inputs), strict=True)]
         return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
 
+    def records(self, *, history: bool = False) -> list[dict[str, Any]]:
+        """Flat rows: one for each job, or with `history` one for each epoch of each job."""
+        if not history:
+            return [result.to_record() for result in self]
+        return [{"name": result.name, **row} for result in self for row in result.history]
+
+    def to_dataframe(self, *, history: bool = False) -> Any:
+        """`records` as a pandas.DataFrame."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from None
+        return pandas.DataFrame(self.records(history=history))
+
     def to_json(self) -> str:
         """All but the weights."""
         return json.dumps([finite(result.to_dict()) for result in self], indent=1)
+
+
+_Named = TypeVar("_Named", bound="HasName")
+
+
+class HasName(Protocol):
+    """A result, a member, whatever is called like its job."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def named(things: Iterable[_Named], name: str) -> _Named:
+    """The one of this name; NoSuchJob where there is none."""
+    names = []
+    for each in things:
+        if each.name == name:
+            return each
+        names.append(repr(each.name))
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(names[:10])}{more}")
 
 
 def finite(value: Any) -> Any:

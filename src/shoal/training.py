@@ -145,6 +145,8 @@ def carry_out(
         if folder is not None and folder.claim(members, grows=search is not None, changed=changed):
             for member in members:
                 folder.restore(member)
+            if any(member.status == "running" for member in members):
+                folder.reopen()
             saved = folder.plan()
             tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
             trained = as_trained(tiers, members)  # some may have left their stack on the way

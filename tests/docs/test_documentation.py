@@ -93,7 +93,7 @@ def test_every_command_is_documented(name: str) -> None:
     assert f"`shoal {name}" in text
 
 
-@pytest.mark.parametrize("name", ["demo", "explain", "train", "tune"])
+@pytest.mark.parametrize("name", ["demo", "explain", "train", "results", "tune"])
 def test_every_option_is_documented(name: str) -> None:
     (line,) = [t for t in (ROOT / "docs" / "cli.md").read_text().splitlines() if t.startswith(f"| `shoal {name}")]
     options = [

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "Train 64 small networks alone and packed, and compare.",
     "explain": "Say what would be stacked, what not and why, without training.",
     "train": "Train a list of jobs together.",
+    "results": "Show what came of a run folder, finished or not.",
     "tune": "Search for the best settings of a training, many trials in one run.",
     "split": "Train one network as many parts, here or over slow links.",
     "bench": "Measure Shoal against other ways to train many networks.",

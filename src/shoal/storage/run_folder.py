@@ -15,31 +15,25 @@ killed at any moment leaves a folder that the next one resumes from.
 from __future__ import annotations
 
 import importlib.util
-import io
-import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
-from torch import Tensor
-
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
-from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
-from shoal.results import Result, Results, finite
+from shoal.errors import NotStorable, OutError, ShoalWarning, describe
+from shoal.results import Results
 from shoal.storage import _store, atomic
 from shoal.storage._checkpoints import Checkpoints, Copy
-from shoal.storage._histories import Histories, from_text, to_text
+from shoal.storage._histories import Histories, from_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
 from shoal.storage._jobdiff import compare, remarks
+from shoal.storage._result_files import VERSION, read_file, write_results
 from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lock import Lock
 from shoal.storage.lost_state import in_words, lost_state
 
-VERSION = 5
-"""Of the folder's format. Folders of other formats are refused."""
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
 """By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
 FOLDERS = ("members", "history", "weights")
@@ -148,7 +142,7 @@ class RunFolder:
 
     def _claim(self, members: Sequence[Member], table: JobTable, changed: Collection[str]) -> bool:
         known = self.path / "jobs.json"
-        held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
+        held = read_file(known, "or, where the jobs are the same, remove this file: it is written anew")
         if held is not None:
             there = JobTable.read(held)
             self._check(members, there, table, changed)
@@ -209,26 +203,10 @@ class RunFolder:
                 _left[self.path.resolve(), member.name] = describe_functions(member)
         self._claimed = []
 
-    def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
-        if not path.exists():
-            return None
-        try:
-            content = atomic.read_sealed(path)
-        except DamagedError as error:
-            raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
-        if content.get("version") != VERSION:
-            wrote = content.get("made_by", {}).get("shoal", "")
-            raise OutError(
-                f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
-                f"{content.get('version')}; this one reads {VERSION}); use that version, or "
-                "another folder"
-            )
-        return content
-
     def plan(self) -> dict[str, Any] | None:
         """Return the plan that was saved; None where there is none. DamagedError where it is not what was written."""
         fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
-        content = self._read(self.path / "plan.json", fix)
+        content = read_file(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
 
     def save_plan(self, plan: Mapping[str, Any]) -> None:
@@ -333,6 +311,10 @@ class RunFolder:
             ) from error
         return True
 
+    def reopen(self) -> None:
+        """Training continues: what was written at the end of an earlier run does not hold any more."""
+        (self.path / "results.json").unlink(missing_ok=True)
+
     def finish(self, results: Results) -> None:
         """Write the results; OutError where that is impossible: the checkpoints are still there, and the same run
         again resumes from them."""
@@ -340,39 +322,12 @@ class RunFolder:
         try:
             for folder in FOLDERS:
                 (self.path / folder).mkdir(exist_ok=True)
-            files = [(self._histories.path(i), [to_text(r.history)]) for i, r in enumerate(results)]
-            files += [self._weights(index, result) for index, result in enumerate(results)]
-            for error in atomic.write_many(files):
-                if error is not None:
-                    raise error
-            self._results(results)
+            write_results(self.path, results)
         except OSError as error:
             raise OutError(
                 f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
                 "make room, and run the same again: it resumes from the checkpoints"
             ) from None
-
-    def _results(self, results: Results) -> None:
-        table = [
-            {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")}
-            for result in results
-        ]
-        stamp = results[0].environment
-        text = json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1)
-        atomic.write_text(self.path / "results.json", text)
-
-    def _weights(self, index: int, result: Result) -> tuple[Path, list[bytes]]:
-        from safetensors.torch import save
-
-        state = result.model.state_dict()
-        stem = self.path / "weights" / f"{index:04d}"
-        if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
-            # A clone each: tied weights are then written once for each of their names, and load with strict=True.
-            data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
-            return stem.with_suffix(".safetensors"), [data]
-        file = io.BytesIO()
-        torch.save(state, file)
-        return stem.with_suffix(".pt"), [file.getvalue()]
 
 
 def _draws_elsewhere(member: Member, table: JobTable) -> bool:
