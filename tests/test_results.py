@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -67,6 +68,41 @@ def test_predict(results: shoal.Results) -> None:
     unlike = shoal.train([job(name="a"), job(name="b", model=lambda: nn.Linear(4, 5))], device="cpu")
     with pytest.raises(ValueError, match="outputs differ"):
         unlike.predict(X)
+
+
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def test_networks_come_back_in_eval_mode(tmp_path: Path) -> None:
+    """Wherever they were trained; and training itself, with a look at them on the way, a pause, and then more of it,
+    is as if they had never been in it."""
+    looked: list[bool] = []
+    plain = [job(model=dropout_net, seed=s, name=f"{s}", batch_size=10) for s in range(3)]
+    unlike = job(model=lambda: nn.Sequential(dropout_net(), Branch3()), name="alone", batch_size=10)
+    quiet = shoal.train([*plain, unlike], device="cpu", deterministic=True)
+    watched = shoal.train(
+        [*plain, unlike], "cpu", out=tmp_path, deterministic=True, callbacks=[lambda v: looked.append(v.model.training)]
+    )
+    assert looked and not any(looked)
+    for one, other in zip(quiet, watched, strict=True):
+        assert not any(module.training for module in (*one.model.modules(), *other.model.modules()))
+        for a, b in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+    assert not shoal.solo(plain[0]).model.training
+    trained = quiet[0].model
+    further = [job(model=net, name="again", batch_size=10) for net in (trained, copy.deepcopy(trained).train())]
+    one, other = (shoal.train([each], "cpu", deterministic=True)[0].model for each in further)
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert not trained.training and quiet.to("cpu") is quiet
+
+
+class Branch3(nn.Module):
+    """Goes by the data, so it has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > 0 else -x
 
 
 class Branch(nn.Module):

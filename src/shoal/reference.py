@@ -90,7 +90,7 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
     return Result(
         name=job.name or "job-0",
         job=job,
-        model=state.model.to("cpu"),
+        model=state.model.to("cpu").eval(),
         history=state.history,
         status=state.status,
         tier="reference",

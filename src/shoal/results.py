@@ -47,7 +47,7 @@ class Result:
     job: Job
     """The job; of a result that was read from a folder, its plain settings alone."""
     model: nn.Module
-    """The user's own class, on the CPU, in the mode that training left it in."""
+    """The user's own class, in eval mode, on the CPU; `Results.to` moves it."""
     history: list[dict[str, float]]
     """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
     status: str
@@ -267,6 +267,12 @@ class Results(Sequence[Result]):
             return forward(inputs)
         chunks = [forward(chunk) for chunk in zip(*(x.split(batch_size) for x in inputs), strict=True)]
         return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+
+    def to(self, device: str | torch.device) -> Results:
+        """Move all networks to a device; the same results."""
+        for result in self:
+            result.model.to(device)
+        return self
 
     def records(self, *, history: bool = False) -> list[dict[str, Any]]:
         """Flat rows: one for each job, or with `history` one for each epoch of each job."""

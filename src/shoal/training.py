@@ -305,13 +305,13 @@ class _Work:
 
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
-    """Members as results, their models on the CPU; `stamp` is the environment they were trained in."""
+    """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
     return Results(
         [
             Result(
                 name=member.name,
                 job=member.job,
-                model=member.model.to("cpu"),
+                model=member.model.to("cpu").eval(),
                 history=member.history,
                 status=member.status,
                 tier=member.tier,

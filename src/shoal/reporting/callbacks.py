@@ -102,7 +102,8 @@ class MemberView:
 
     @property
     def model(self) -> nn.Module:
-        """A copy of the network as it is now: the job's own class, on the CPU. Made when it is first asked for."""
+        """A copy of the network as it is now: the job's own class, in eval mode, on the CPU. It is made
+        when it is first asked for."""
         if self._model is None:
             self._check("model")
             if self._write_back is not None:
@@ -126,14 +127,14 @@ class MemberView:
 
 
 def own_copy(member: Member) -> nn.Module:
-    """A copy of a member's network on the CPU; built anew where it cannot be copied as it is."""
+    """A copy of a member's network in eval mode on the CPU; built anew where it cannot be copied as it is."""
     try:
         model = copy.deepcopy(member.model)
     except Exception:
         with seeded(member.job.seed, member.device):
             model = build_model(member.job)
         model.load_state_dict(member.model.state_dict())
-    return model.to("cpu")
+    return model.to("cpu").eval()
 
 
 Callback = Callable[[MemberView], Any]
