@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shoal.errors import JobError as JobError
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import ShoalWarning as ShoalWarning
+    from shoal.evaluation import Ensemble as Ensemble
+    from shoal.evaluation import Evaluation as Evaluation
     from shoal.explanation import Explanation as Explanation
     from shoal.explanation import explain as explain
     from shoal.jobs.job import EarlyStop as EarlyStop
@@ -47,6 +49,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
     "EarlyStop": "shoal.jobs.job",
+    "Ensemble": "shoal.evaluation",
+    "Evaluation": "shoal.evaluation",
     "Event": "shoal.reporting.events",
     "Explanation": "shoal.explanation",
     "FairShare": "shoal.engine.planning.policy",

@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shoal.errors import NoSuchJob, ShoalError
 from shoal.jobs.early_stopping import best_row, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
-from shoal.utils.numpy_values import plain_int, tensor_of
+from shoal.utils.numpy_values import plain_int
 from shoal.utils.tables import render
 
 if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
+    from shoal.evaluation import Ensemble, Evaluation
 
 MOST_ERRORS = 10
 """Errors shown below a table."""
@@ -248,25 +247,73 @@ class Results(Sequence[Result]):
         figure.savefig(path)
         return Path(path)
 
-    def predict(self, *inputs: Any, batch_size: int | None = None) -> Any:
+    def predict(self, *inputs: Any, batch_size: int | None = None, device: str | torch.device | None = None) -> Any:
         """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
 
-        Inputs are tensors or arrays; `batch_size` rows at a time, by default all at once.
+        Args:
+            inputs: Tensors or arrays.
+            batch_size: Rows at a time; None: all at once.
+            device: Where to compute; None: where the members were trained, if this machine has it. Outputs are where
+                the inputs are.
 
         Raises:
             ValueError: when the members' outputs have different shapes.
         """
-        from shoal.engine.tiers.stacked.forward import Forward
+        from shoal.evaluation import predict
 
-        batch_size = plain_int(batch_size)
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; use a whole number, 1 or more")
-        inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
-        forward = Forward([result.model for result in self])
-        if batch_size is None:
-            return forward(inputs)
-        chunks = [forward(chunk) for chunk in zip(*(x.split(batch_size) for x in inputs), strict=True)]
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+        models = [result.model for result in self]
+        return predict(models, inputs, _rows_at_once(batch_size), self._device(device))
+
+    def ensemble(
+        self,
+        *inputs: Any,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Ensemble:
+        """What the members say together: their mean, the class that most of them vote for, how far they disagree.
+
+        Args:
+            inputs: As for `predict`, and so are `batch_size` and `device`.
+            activation: Applied to the outputs before they are combined, such as `lambda z: z.softmax(-1)` where
+                networks return logits and probabilities are to be averaged.
+        """
+        from shoal.evaluation import combine
+
+        return combine(self.predict(*inputs, batch_size=batch_size, device=device), activation)
+
+    def evaluate(
+        self,
+        data: Any,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Evaluation:
+        """Loss and metrics of all members on the same data, in eval mode, in one program where it can be.
+
+        Args:
+            data: A test set, in any form that a job's `val` may have.
+            metrics: Name -> (outputs, targets) -> number, over all of the data; None: each job's own.
+            loss: The loss; None: each job's own loss or step. Results that were read from a folder have none.
+            collate: How items of a Dataset become a batch.
+            batch_size: Rows at a time; None: the largest of the jobs' own, at least 1,024.
+            device: Where to compute; None: where the members were trained, if this machine has it.
+        """
+        from shoal.evaluation import LARGEST_BATCH, Evaluation, evaluate, evaluation_job
+
+        size = _rows_at_once(batch_size) or max([LARGEST_BATCH, *(result.job.batch_size for result in self)])
+        tests = [evaluation_job(result.name, result.model, result.job, data, metrics, loss, collate) for result in self]
+        names = [result.name for result in self]
+        return Evaluation(names, evaluate(names, tests, data, size, self._device(device)) if names else [])
+
+    def _device(self, device: str | torch.device | None) -> torch.device:
+        from shoal.evaluation import usable
+
+        trained = next((result.environment.get("device") for result in self), None)
+        return usable(trained) if device is None else torch.device(device)
 
     def to(self, device: str | torch.device) -> Results:
         """Move all networks to a device; the same results."""
@@ -327,6 +374,13 @@ def finite(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
         return finite(value.item())
     return str(value)
+
+
+def _rows_at_once(batch_size: Any) -> int | None:
+    size: int | None = plain_int(batch_size)
+    if size is not None and size < 1:
+        raise ValueError(f"batch_size is {size}; use a whole number, 1 or more")
+    return size
 
 
 def _text(value: float | None) -> str:
