@@ -170,7 +170,7 @@ def test_a_folder_of_other_jobs_is_refused_with_what_differs(tmp_path: Path) -> 
     shoal.train([job(name="a")], device="cpu", out=out)
     before = (out / "weights" / "0000.safetensors").read_bytes()
     for other, words in (
-        (job(name="b"), "job 'b' is not in it; it has job 'a'"),
+        (job(name="b"), "it has job 'a' and the list does not: give all of its jobs, and the new ones"),
         (job(name="a", hparams={"lr": 0.2}), "job 'a' has hparams {'lr': 0.1} there and {'lr': 0.2} here"),
         (job(name="a", data=(X + 1, Y)), "job 'a' has data "),
         (job(name="a", model=lambda: nn.Linear(4, 3, bias=False)), "job 'a' has shapes "),

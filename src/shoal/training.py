@@ -91,8 +91,8 @@ def train(
         jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
         device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
         out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
-            same folder resume where they were, whatever ended the run before; other jobs are an error that says what
-            differs.
+            same folder resume where they were, whatever ended the run before; more jobs, and more epochs or steps,
+            are trained on; other jobs are an error that says what differs.
         progress: Show a table in terminals and notebooks, plain lines elsewhere.
         memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
             beside the others wait until there is room.
@@ -141,8 +141,8 @@ def carry_out(
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)
         tiers: dict[int, str] = {}
-        changed = set() if search is None else search.changed
-        if folder is not None and folder.claim(members, grows=search is not None, changed=changed):
+        searching, changed = search is not None, set() if search is None else search.changed
+        if folder is not None and folder.claim(members, grows=searching, extends=not searching, changed=changed):
             for member in members:
                 folder.restore(member)
             if any(member.status == "running" for member in members):

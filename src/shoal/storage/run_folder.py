@@ -22,17 +22,19 @@ from typing import Any, Protocol, Self
 
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
+from shoal.engine.members.resuming import reopened
 from shoal.errors import NotStorable, OutError, ShoalWarning, describe
 from shoal.results import Results
 from shoal.storage import _store, atomic
 from shoal.storage._checkpoints import Checkpoints, Copy
 from shoal.storage._histories import Histories, from_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
-from shoal.storage._jobdiff import compare, remarks
+from shoal.storage._jobdiff import compare, extension, remarks
 from shoal.storage._result_files import VERSION, read_file, write_results
 from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lock import Lock
 from shoal.storage.lost_state import in_words, lost_state
+from shoal.utils.tables import say
 
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
 """By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
@@ -72,7 +74,7 @@ class RunFolder:
         self._lock = Lock(path)
         self._checkpoints = Checkpoints(path / "members")
         self._histories = Histories(path / "history")
-        self.grows = False
+        self.grows = self._extends = False
         """Whether jobs may come later than the first ones."""
         self._table = JobTable([])
         self._jobs: dict[int, str] = {}
@@ -102,17 +104,19 @@ class RunFolder:
         also: Mapping[str, Any] | None = None,
         *,
         grows: bool = False,
+        extends: bool = False,
         changed: Collection[str] = (),
     ) -> bool:
         """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
 
         `also`: what else makes them the same jobs, such as how they are split. `grows`: jobs may come later, see `add`;
-        the folder may know the first of these only. `changed`: names of jobs whose settings the run itself changed.
+        the folder may know the first of these only. `extends`: some may be new, or longer than before; a member's
+        index becomes its place in the folder. `changed`: names of jobs whose settings the run itself changed.
 
         OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
         cannot be written; where its jobs.json is damaged.
         """
-        self.grows = grows
+        self.grows, self._extends = grows, extends
         table = JobTable.of(members, also, names_only=self.passing)
         if not self._is_run():
             raise OutError(
@@ -145,9 +149,12 @@ class RunFolder:
         held = read_file(known, "or, where the jobs are the same, remove this file: it is written anew")
         if held is not None:
             there = JobTable.read(held)
-            self._check(members, there, table, changed)
+            longer = self._check(members, there, table, changed)
+            there.lengthen(longer)
             self._table = there  # whose keys the checkpoints have
-        self._add(members, table)
+            self._add(members, table, changed=bool(longer))
+        else:
+            self._add(members, table)
         atomic.remove_left_overs(self.path)
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
@@ -165,17 +172,24 @@ class RunFolder:
         except OSError as error:
             raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
 
-    def _add(self, members: Sequence[Member], table: JobTable) -> None:
-        if self._table.extend(table):
+    def _add(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
+        if self._table.extend(table) or changed:
             atomic.write_sealed(self.path / "jobs.json", {"version": VERSION, **self._table.to_json()})
         keys = dict(zip((job["name"] for job in self._table.jobs), self._table.keys(), strict=True))
+        if self._extends:
+            places = {name: place for place, name in enumerate(keys)}
+            for member in members:
+                member.index = places[member.name]
         self._jobs |= {member.index: keys[member.name] for member in members}
         self._claimed += members
 
-    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]) -> None:
-        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
+    def _check(
+        self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]
+    ) -> dict[str, dict[str, Any]]:
+        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared. Returns
+        the jobs that are longer than before."""
         self._know_again(held, here)
-        seen = compare(held, here, grows=self.grows, changed=changed)
+        seen = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
         unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
         other = [name for name in seen.other_weights if name not in unstable]
         lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other)]
@@ -187,6 +201,9 @@ class RunFolder:
             )
         for text in remarks(seen, unstable, held, here):
             warn(f"out={str(self.path)!r}: {text}")
+        if self._extends and (new := extension(seen, held)):
+            say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
+        return seen.longer
 
     def _know_again(self, held: JobTable, here: JobTable) -> None:
         """Jobs whose closures are as this process's last run in this folder left them are those that it began with."""
@@ -302,6 +319,10 @@ class RunFolder:
             return False
         if isinstance(state.get("history"), bytes):
             state["history"] = from_text(state["history"])
+        if isinstance(member, Member):
+            state = reopened(member, state)
+            if state is None:
+                return False
         try:
             member.load_state(state)
         except Exception as error:
@@ -322,12 +343,17 @@ class RunFolder:
         try:
             for folder in FOLDERS:
                 (self.path / folder).mkdir(exist_ok=True)
-            write_results(self.path, results)
+            write_results(self.path, self._in_order(results))
         except OSError as error:
             raise OutError(
                 f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
                 "make room, and run the same again: it resumes from the checkpoints"
             ) from None
+
+    def _in_order(self, results: Results) -> Results:
+        """Results as the folder has their jobs."""
+        places = {job["name"]: place for place, job in enumerate(self._table.jobs)}
+        return Results(sorted(results, key=lambda result: places.get(result.name, len(places))))
 
 
 def _draws_elsewhere(member: Member, table: JobTable) -> bool:

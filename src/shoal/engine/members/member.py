@@ -92,6 +92,10 @@ class Member:
     """The epoch after which it gives its place back until the run's supervisor lets it continue."""
     paused_at: frozenset[int] = frozenset()
     """Epochs after which it has paused before; one that is trained again, after a kill, is validated there again."""
+    before_end: dict[str, Any] | None = None
+    """Its state before its last epoch was closed as the last one, where that is not undone easily: see `resuming`."""
+    rate: float | None = None
+    """The learning rate at its last step, of one that resumes between that step and the end of its epoch."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
@@ -185,6 +189,7 @@ class Member:
             "orders": self.orders.get_state() if drawn is None else drawn,
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+            "before_end": self.before_end,
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -209,6 +214,7 @@ class Member:
         self.order = self.order_state = self.ahead = None
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
 

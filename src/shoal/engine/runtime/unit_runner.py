@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.engine.members import row_order
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import closes_early
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
@@ -30,6 +31,9 @@ STREAM_CHUNK = 8
 
 class UnitListener:
     """Is called when a unit's members end epochs and leave. This one does nothing."""
+
+    saves = False
+    """Whether members are saved at their end, so that another run can train them longer."""
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         """A member has ended an epoch; how it must end here, if it must."""
@@ -144,10 +148,16 @@ class UnitRunner:
     def _end_epoch(self, slots: list[int]) -> dict[int, str]:
         """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
         members, ends = self.members, dict[int, str]()
-        rates = self.unit.rates()
+        rates = [
+            rate if member.rate is None else member.rate
+            for rate, member in zip(self.unit.rates(), members, strict=True)
+        ]
+        if self.host.saves:
+            self._save_before_end([slot for slot in slots if closes_early(members[slot])], rates)
         whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
         for slot in slots:
             members[slot].epoch += 1
+            members[slot].rate = None
         due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].at_stop)]
         values = self._validate(due) if due else {}
         watched: dict[int, float | None] = {}
@@ -170,6 +180,15 @@ class UnitRunner:
             if slot not in ends:
                 ends |= self._look(slot, stops[slot])
         return ends
+
+    def _save_before_end(self, slots: list[int], rates: list[float]) -> None:
+        """Keep the states of members whose last epoch is closed as no other is."""
+        if slots:
+            self.unit.write_back(slots)
+        for slot in slots:
+            member = self.members[slot]
+            between = {"rate": rates[slot]} if member.place == member.num_batches else {}
+            member.before_end = copy.deepcopy(member.state()) | between
 
     def _judge(self, slot: int) -> bool:
         """Copy a member's weights if they are its best; whether it should stop."""
@@ -266,7 +285,10 @@ def turn(
         for runner, count in zip(runners, batches, strict=True):
             runner.look_ahead(count)
 
-    outcomes = executor.run(work, look_ahead)
+    outcomes = executor.run([each for each in work if each[1]], look_ahead)
+    for place, (_, count) in enumerate(work):
+        if not count:  # it was saved at the end of an epoch that is still to be closed
+            outcomes.insert(place, Outcome(0.0))
     if done is not None:
         done(runners)
     for runner, count, outcome in zip(runners, batches, outcomes, strict=True):
