@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from shoal.reference import solo as solo
     from shoal.reporting.callbacks import MemberView as MemberView
     from shoal.reporting.events import Event as Event
+    from shoal.reporting.loggers import CSVLogger as CSVLogger
+    from shoal.reporting.loggers import Logger as Logger
+    from shoal.reporting.mlflow_logger import MLflow as MLflow
     from shoal.reporting.tensorboard import TensorBoard as TensorBoard
+    from shoal.reporting.wandb_logger import WandB as WandB
     from shoal.results import Result as Result
     from shoal.results import Results as Results
     from shoal.storage.loading import load as load
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
+    "CSVLogger": "shoal.reporting.loggers",
     "EarlyStop": "shoal.jobs.job",
     "Ensemble": "shoal.evaluation",
     "Evaluation": "shoal.evaluation",
@@ -58,6 +63,8 @@ _HOME = {
     "Job": "shoal.jobs.job",
     "JobError": "shoal.errors",
     "LiveRun": "shoal.live",
+    "Logger": "shoal.reporting.loggers",
+    "MLflow": "shoal.reporting.mlflow_logger",
     "MemberView": "shoal.reporting.callbacks",
     "Pack": "shoal.user_loop.pack",
     "Policy": "shoal.engine.planning.policy",
@@ -71,6 +78,7 @@ _HOME = {
     "ShortestFirst": "shoal.engine.planning.policy",
     "TensorBoard": "shoal.reporting.tensorboard",
     "Ticket": "shoal.engine.planning.policy",
+    "WandB": "shoal.reporting.wandb_logger",
     "explain": "shoal.explanation",
     "folds": "shoal.preparation.folds",
     "load": "shoal.storage.loading",

@@ -101,6 +101,17 @@ class MemberView:
         return dict(self._member.history[-1]) if self._member.history else {}
 
     @property
+    def losses(self) -> list[float]:
+        """The loss of each batch of the last epoch."""
+        return list(self._member.losses or self._member.closed[0])
+
+    @property
+    def logs(self) -> dict[str, list[float]]:
+        """What the job's step logged, for each batch of the last epoch; NaN where it did not."""
+        logs = self._member.logs if self._member.losses else self._member.closed[1]
+        return {name: list(values) for name, values in logs.items()}
+
+    @property
     def model(self) -> nn.Module:
         """A copy of the network as it is now: the job's own class, in eval mode, on the CPU. It is made
         when it is first asked for."""

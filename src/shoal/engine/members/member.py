@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
-from shoal.data.source import as_bytes
+from shoal.data.source import content_hash
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
@@ -86,6 +85,8 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
+    closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
+    """Losses and logs of the epoch before this one."""
     saved_state: SavedState = field(init=False)
     """Python state that no state_dict() has."""
     pause_at: int | None = None
@@ -156,7 +157,7 @@ class Member:
     def close_epoch(self) -> None:
         """Between epochs again."""
         self.order, self.place, self.first_step = None, 0, self.step
-        self.losses, self.logs = [], {}
+        self.closed, self.losses, self.logs = (self.losses, self.logs), [], {}
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
         """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
@@ -255,12 +256,6 @@ def _stored(value: Any) -> Any:
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
     return pytree.tree_map(detached, value)
-
-
-def content_hash(tensor: Tensor) -> str:
-    """Of what a tensor holds."""
-    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
 
 
 def names(jobs: Sequence[Job]) -> list[str]:
