@@ -75,7 +75,7 @@ def train(
     jobs: Sequence[Job],
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     memory: int | str | None = None,
     threads: int | None = None,
     compile: bool | Literal["auto"] = "auto",
@@ -93,7 +93,7 @@ def train(
         out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
             same folder resume where they were, whatever ended the run before; more jobs, and more epochs or steps,
             are trained on; other jobs are an error that says what differs.
-        progress: Show a table in terminals and notebooks, plain lines elsewhere.
+        progress: Show a table in terminals and notebooks, plain lines elsewhere; None: not elsewhere.
         memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
             beside the others wait until there is room.
         threads: Torch's intra-op threads during the run, in this process alone; None: on a CPU one, or all that torch
@@ -120,7 +120,7 @@ def carry_out(
     settings: Settings,
     *,
     out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
     callbacks: Sequence[Callback] | None = None,
     events: Listener | None = None,
     controls: Controls | None = None,
