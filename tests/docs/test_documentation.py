@@ -97,7 +97,7 @@ def test_every_command_is_documented(name: str) -> None:
     assert f"`shoal {name}" in text
 
 
-@pytest.mark.parametrize("name", ["demo", "explain", "train", "results", "tune"])
+@pytest.mark.parametrize("name", ["init", "demo", "explain", "train", "results", "export", "tune"])
 def test_every_option_is_documented(name: str) -> None:
     (line,) = [t for t in (ROOT / "docs" / "cli.md").read_text().splitlines() if t.startswith(f"| `shoal {name}")]
     options = [
