@@ -145,9 +145,9 @@ class LiveRun:
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
         """A copy of a job as it is now, optimizer and random state and all, that continues with some settings changed.
 
-        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, loss, step, val,
-        metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning. Under a
-        schedule a new lr scales all rates from here on.
+        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, clip_value, loss,
+        step, val, metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning.
+        Under a schedule a new lr scales all rates from here on.
         """
         self._ask(lambda run: run.add(clone_of(run, named(run.all_members, name), new_name, changes)))
 

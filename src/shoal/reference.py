@@ -6,7 +6,7 @@ Points that a user may want to look up here:
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
 - With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
-- `clip_norm` is over all of the model's parameters, after accumulation, and (fp16) after unscaling.
+- `clip_norm` and `clip_value` are over all of the model's parameters, after accumulation, and (fp16) after unscaling.
 - A schedule `step -> factor` sets the learning rate of step t (the first is 0) to base * factor(t); with
   `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
   whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
@@ -309,6 +309,8 @@ def _closure_step(state: _Solo, batch: Any, loss: Tensor) -> None:
 def _clip(state: _Solo) -> None:
     if state.job.clip_norm is not None:
         nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
+    if state.job.clip_value is not None:
+        nn.utils.clip_grad_value_(state.model.parameters(), state.job.clip_value)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

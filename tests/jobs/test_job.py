@@ -33,6 +33,8 @@ def job(**changes: Any) -> shoal.Job:
         ({"keep": "first"}, "keep is 'first'"),
         ({"schedule_every": "minute"}, "schedule_every is 'minute'"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"clip_value": 0.0}, "clip_value is 0.0"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "both clip_norm and clip_value"),
         ({"stop": 3}, "stop is 3"),
         ({"model": 3}, "model is 3"),
         ({"data": None}, "data is None"),

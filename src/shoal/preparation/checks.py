@@ -23,6 +23,7 @@ from shoal.engine.members.member import (
     number,
     trying,
 )
+from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
@@ -95,7 +96,7 @@ def field_problems(job: Job) -> list[str]:
                 "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
             )
     if job.stop is not None and job.step is None:
-        known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
+        known = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
         if job.stop.metric not in known:
             lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}")
     if job.schedule is None and job.schedule_every != "step":

@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sgd": {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
     "groups": {"params": groups, "clip_norm": 0.1},
+    "clip_value": {"clip_value": 0.01},
     "accumulate": {"accumulate": 3},
     "steps": {"epochs": None, "steps": 7, "accumulate": 2},
     "drop_last": {"drop_last": True},
@@ -109,6 +110,20 @@ def serial(jobs: list[shoal.Job]) -> shoal.Results:
 def test_every_setting_as_in_the_reference_loop_bit_for_bit(name: str) -> None:
     jobs = [job(seed=1, name="other", epochs=1), job(name="this", **SETTINGS[name]), job(seed=2, name="third")]
     assert_same(serial(jobs)[1], shoal.solo(jobs[1]))
+
+
+def test_a_stack_of_members_that_clip_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD  # others divide by gradients, and a bias before a batch norm has none
+    monkeypatch.setenv("SHOAL_PACK", "always")
+    clips: list[dict[str, Any]] = [{"clip_value": 0.01}, {"clip_norm": 0.1}, {}, {"clip_value": 0.003}]
+    jobs = [job(seed=i, name=f"{i}", optimizer=optimizer, hparams={"lr": 0.05}, **clip) for i, clip in enumerate(clips)]
+    results = shoal.train(jobs, device="cpu", deterministic=True)
+    for result, each in zip(results, jobs, strict=True):
+        assert result.tier == "stacked"
+        for a, b in zip(result.model.state_dict().values(), shoal.solo(each).model.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    loose = shoal.solo(job(seed=0, optimizer=optimizer, hparams={"lr": 0.05})).model.state_dict()
+    assert not torch.equal(loose["0.weight"], results[0].model.state_dict()["0.weight"])
 
 
 def test_the_processs_own_generator_is_left_alone() -> None:
