@@ -75,6 +75,8 @@ class _Solo:
     rate: float = float("nan")
     """The learning rate of the first parameter group at the last step."""
     history: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Those within epochs."""
     best: dict[str, Tensor] | None = None
     status: str = "running"
     error: str | None = None
@@ -99,6 +101,7 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
         seconds=time.perf_counter() - state.started,
         environment=environment(state.device),
         steps=state.step,
+        validations=state.validations,
     )
 
 
@@ -149,7 +152,7 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
         state = _Solo(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job))
         order = torch.Generator().manual_seed(job.order_seed)
         while state.status == "running" and not state.finished():
-            _epoch(state, data, order, until)
+            _epoch(state, data, order, until, val if validate else None)
             if state.status == "running" and validate:
                 _end_of_epoch(state, val, whole=len(state.losses) % _num_batches(job, len(data)) == 0)
             elif state.status == "running":
@@ -165,7 +168,7 @@ def _num_batches(job: Job, n: int) -> int:
     return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
 
 
-def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) -> None:
+def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
     """One epoch, or as much of it as the job's steps allow."""
     job, n = state.job, len(data)
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
@@ -179,8 +182,32 @@ def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) 
             return
         group = batches[start : start + job.accumulate]
         _step(state, data, group)
+        if state.status == "running" and val is not None and start + len(group) < len(batches):
+            _within_epoch(state, val)
         if state.status != "running":
             return
+
+
+def _within_epoch(state: _Solo, val: View) -> None:
+    """A validation in the middle of an epoch, where it is due: best weights, early stop."""
+    job = state.job
+    if job.val_every_steps is None or state.step % job.val_every_steps or state.finished():
+        return
+    try:
+        row = {"epoch": state.epoch + 1, "step": state.step, **_validate(state, val)}
+    except Exception as error:
+        state.status, state.error = "failed", describe(error)
+        return
+    state.validations.append(row)
+    best, stop = state.monitor.see(row)
+    if best and job.keep == "best":
+        state.best = _copied(state.model)
+    if stop:
+        state.status = "stopped"
+
+
+def _copied(model: nn.Module) -> dict[str, Any]:
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in model.state_dict().items()}
 
 
 def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
@@ -259,7 +286,7 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
     value = state.monitor.value(row)
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
-        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
+        state.best = _copied(state.model)
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)

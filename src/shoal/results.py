@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.errors import NoSuchJob, ShoalError
-from shoal.jobs.early_stopping import best_row, kept_row
+from shoal.jobs.early_stopping import best_row, in_order, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int
@@ -49,6 +49,8 @@ class Result:
     """The user's own class, in eval mode, on the CPU; `Results.to` moves it."""
     history: list[dict[str, float]]
     """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Validations within epochs, where `val_every_steps` is set: epoch (the one under way), step, val_loss, metrics."""
     status: str
     """done, stopped (early), diverged, failed or cancelled; in a folder that was read also unfinished or running."""
     tier: str
@@ -84,26 +86,26 @@ class Result:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
 
     def last(self, metric: str) -> float | None:
-        """The last value of a column of the history."""
-        return next((row[metric] for row in reversed(self.history) if metric in row), None)
+        """The last value of a column of the history, or of a validation within an epoch."""
+        rows = in_order(self.history, self.validations)
+        return next((row[metric] for row in reversed(rows) if metric in row), None)
 
     def value(self, metric: str) -> float | None:
         """A column of the history as it was at the weights that `model` has: its best epoch with keep="best", else its
         last."""
         if self.job.keep != "best":
             return self.last(metric)
-        row = kept_row(self.job, self.history)
-        return None if row is None else row.get(metric)
+        return self.values.get(metric)
 
     @property
     def values(self) -> dict[str, float]:
         """The row of the history whose weights `model` has: that of the best epoch with keep="best", else the last."""
-        return dict(kept_row(self.job, self.history) or {})
+        return dict(kept_row(self.job, in_order(self.history, self.validations)) or {})
 
     @property
     def best_epoch(self) -> int | None:
         """The epoch that was best by what the job's `stop` watches (without one: the smallest val_loss, or loss)."""
-        row = best_row(self.job, self.history)
+        row = best_row(self.job, in_order(self.history, self.validations))
         return None if row is None else int(row["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class Result:
             "best_epoch": self.best_epoch,
             "values": self.values,
             "history": self.history,
+            **({"validations": self.validations} if self.validations else {}),
             "environment": self.environment,
             **({} if split is None else {"split": split}),
         }

@@ -313,6 +313,7 @@ def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
                 job=member.job,
                 model=member.model.to("cpu").eval(),
                 history=member.history,
+                validations=member.validations,
                 status=member.status,
                 tier=member.tier,
                 error=member.error,

@@ -34,6 +34,7 @@ def job(**changes: Any) -> shoal.Job:
         ({"schedule_every": "minute"}, "schedule_every is 'minute'"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0"),
         ({"clip_value": 0.0}, "clip_value is 0.0"),
+        ({"val_every_steps": 0}, "val_every_steps is 0"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "both clip_norm and clip_value"),
         ({"stop": 3}, "stop is 3"),
         ({"model": 3}, "model is 3"),

@@ -108,11 +108,15 @@ KILLED = """
 """
 
 
+def _status(folder: Path, name: str) -> str:
+    return shoal.load(folder)[name].status
+
+
 def test_a_run_that_is_under_way_and_one_that_was_killed(tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run")])
     try:
         until = time.monotonic() + 60
-        while len(list(tmp_path.glob("run/members/0001/*.ckpt"))) < 2:
+        while len(list(tmp_path.glob("run/members/0001/*.ckpt"))) < 2 or _status(tmp_path / "run", "2") != "done":
             assert run.poll() is None and time.monotonic() < until
             time.sleep(0.01)
         assert shoal.load(tmp_path / "run")["10000000"].status == "running"

@@ -52,7 +52,7 @@ def job(**changes: Any) -> shoal.Job:
 def same(one: shoal.Result, other: shoal.Result) -> None:
     """Bit for bit, the times aside."""
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in r.history] for r in (one, other)]
-    assert rows[0] == rows[1], one.name
+    assert rows[0] == rows[1] and one.validations == other.validations, one.name
     assert (one.status, one.steps, one.best_epoch) == (other.status, other.steps, other.best_epoch), one.name
     states = [[*r.model.state_dict().values(), *_tensors(r.optimizer_state)] for r in (one, other)]
     for a, b in zip(*states, strict=True):
@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "best": {"keep": "best"},
     "rare validation": {"val_every": 2},
     "rare validation, best": {"val_every": 2, "keep": "best", "stop": shoal.EarlyStop("accuracy", patience=2)},
+    "within": {"val_every_steps": 2, "keep": "best", "val_every": 2},
     "plateau": {"val_every": 2, "schedule": lambda o: ReduceLROnPlateau(o, patience=0), "schedule_every": "epoch"},
     "cosine": {"schedule": lambda o: CosineAnnealingLR(o, 20), "keep": "best"},
     "epoch schedule": {"schedule": lambda epoch: 0.5**epoch, "schedule_every": "epoch"},
@@ -78,7 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("plain", "best", "rare validation", "accumulate")
+FEW = ("plain", "best", "within", "accumulate")
 """Kinds for a test that is quick."""
 
 

@@ -67,6 +67,13 @@ def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, f
     return best if best is not None else history[-1] if history else None
 
 
+def in_order(
+    history: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, float]]
+) -> list[Mapping[str, float]]:
+    """The rows of epochs and those of validations within epochs, as they came."""
+    return sorted([*validations, *history], key=lambda row: row["step"]) if validations else list(history)
+
+
 def validates(job: Job, epoch: int, last: bool) -> bool:
     """Whether the job validates after this epoch (counted from 1): every `val_every`, and after the last."""
     return job.val is not None and (last or epoch % job.val_every == 0)

@@ -135,6 +135,8 @@ class Job:
     """Name -> (outputs, targets) -> number, over the whole validation set."""
     val_every: int = 1
     """Validate after every so many epochs, and after the last."""
+    val_every_steps: int | None = None
+    """Validate after every so many optimizer steps too, within epochs; None: at their ends alone."""
     stop: EarlyStop | None = None
     """When to end early; None: never."""
     keep: Literal["last", "best"] = "last"
@@ -170,7 +172,17 @@ class Job:
         return self.seed if self.data_seed is None else self.data_seed
 
 
-_WHOLE = ("batch_size", "epochs", "steps", "seed", "data_seed", "accumulate", "val_every", "priority")
+_WHOLE = (
+    "batch_size",
+    "epochs",
+    "steps",
+    "seed",
+    "data_seed",
+    "accumulate",
+    "val_every",
+    "val_every_steps",
+    "priority",
+)
 """Fields that are whole numbers, of Python or of any library."""
 
 
@@ -224,6 +236,8 @@ def _length_problems(job: Job) -> list[str]:
         value = getattr(job, name)
         if not _whole(value) or value < 1:
             lines.append(f"{name} is {value!r}; use a whole number, 1 or more")
+    if job.val_every_steps is not None and (not _whole(job.val_every_steps) or job.val_every_steps < 1):
+        lines.append(f"val_every_steps is {job.val_every_steps!r}; use a whole number, 1 or more, or None")
     for name in ("seed", "data_seed"):
         value = getattr(job, name)
         if not (value is None and name == "data_seed") and not (_whole(value) and -(2**63) <= value < 2**64):

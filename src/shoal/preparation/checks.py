@@ -89,6 +89,8 @@ def field_problems(job: Job) -> list[str]:
     if job.val is None:
         if job.metrics:
             lines.append(f"metrics are set ({', '.join(job.metrics)}) but val is not; set val=, or remove them")
+        if job.val_every_steps is not None:
+            lines.append(f"val_every_steps is {job.val_every_steps} but there is no val; set val=, or leave it out")
         if job.val_every != 1:
             lines.append(f"val_every is {job.val_every} but there is no val; set val=, or leave val_every at 1")
         if job.keep == "best" and job.stop is None:

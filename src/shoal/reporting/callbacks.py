@@ -101,6 +101,11 @@ class MemberView:
         return dict(self._member.history[-1]) if self._member.history else {}
 
     @property
+    def validations(self) -> list[dict[str, float]]:
+        """A row for every validation within an epoch so far."""
+        return [dict(row) for row in self._member.validations]
+
+    @property
     def losses(self) -> list[float]:
         """The loss of each batch of the last epoch."""
         return list(self._member.losses or self._member.closed[0])

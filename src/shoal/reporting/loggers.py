@@ -54,14 +54,23 @@ class Logger:
         row = view.metrics
         if row and row["epoch"] > self._epochs[view.name]:
             self._epochs[view.name] = int(row["epoch"])
+            within = {
+                int(r["step"]): _without(r, "epoch", "step") for r in view.validations if r["epoch"] == row["epoch"]
+            }
             if self.every_step is not None:
                 for step, values in _steps(view, int(row["step"])):
                     if step % self.every_step == 0:
-                        self.log(view, values, step)
-            self.log(view, {name: value for name, value in row.items() if name != "step"}, int(row["step"]))
+                        within[step] = {**values, **within.get(step, {})}
+            for step, values in sorted(within.items()):  # some services take steps in order alone
+                self.log(view, values, step)
+            self.log(view, _without(row, "step"), int(row["step"]))
         if view.status != "running":
             self.end(view)
             del self._epochs[view.name]
+
+
+def _without(row: dict[str, float], *names: str) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _steps(view: MemberView, last: int) -> list[tuple[int, dict[str, float]]]:

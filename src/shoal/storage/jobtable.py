@@ -25,7 +25,8 @@ from shoal.storage._initial_weights import describe_weights
 
 PLAIN = (
     "batch_size", "epochs", "steps", "seed", "data_seed", "shuffle", "drop_last", "accumulate", "clip_norm",
-    "clip_value", "precision", "schedule_every", "val_every", "keep",
+    "clip_value", "precision", "schedule_every", "val_every", "val_every_steps",
+    "keep",
 )  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"

@@ -69,6 +69,7 @@ def _ended(
     return _result(
         entry, StoredNetwork(entry["name"], lambda: read_weights(stem), model), history=history, environment=stamp,
         **{name: said[name] for name in ("status", "tier", "error", "steps", "seconds")}, split=said.get("split"),
+        validations=said.get("validations", []),
     )  # fmt: skip
 
 
@@ -89,6 +90,7 @@ def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], mode
                 entry,
                 StoredNetwork(entry["name"], None if weights is None else partial(dict, weights), model),
                 history=from_text(history) if isinstance(history, bytes) else history,
+                validations=state.get("validations", []),
                 status=under_way if status == "running" else status,
                 tier=state.get("tier", ""),
                 error=state.get("error") or None,

@@ -61,6 +61,8 @@ class Member:
     tier: str = ""
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Those within epochs."""
     optimizer_state: dict[str, Any] = field(default_factory=dict)
     schedule_state: dict[str, Any] | None = None
     """The scheduler's own state_dict(), where there is a schedule and it has moved."""
@@ -180,6 +182,7 @@ class Member:
             **{name: getattr(self, name) for name in _PLAIN},
             "schedule_state": self.schedule_state if whole else None,
             "history": [dict(row) for row in self.history],
+            "validations": [dict(row) for row in self.validations],
             "model": _stored(dict(self.model.state_dict())),
             "buffers": _stored(self._moved_buffers()),
             "python": _stored(self.saved_state.capture()),
@@ -205,6 +208,7 @@ class Member:
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
+        self.validations = [dict(row) for row in state.get("validations", ())]
         load_weights(self.model, state["model"], give=True)
         load_other_buffers(self.model, state.get("buffers", {}))
         self.saved_state.load(state.get("python"))
@@ -228,6 +232,7 @@ def scratch_copy(member: Member) -> Member:
         rng=generator_at(member.rng.get_state()),
         orders=generator_at(member.orders.get_state()),
         history=[],
+        validations=[],
         losses=[],
         logs={},
         optimizer_state={},

@@ -48,5 +48,5 @@ def reopened(member: Member, state: dict[str, Any]) -> dict[str, Any] | None:
 def beginning(member: Member) -> None:
     """To where it was when it was built, for a member that has trained in another process only."""
     member.step = member.epoch = member.batches = member.place = member.first_step = 0
-    member.history, member.losses, member.logs = [], [], {}
+    member.history, member.validations, member.losses, member.logs = [], [], [], {}
     member.seconds, member.monitor = 0.0, Monitor.of(member.job)

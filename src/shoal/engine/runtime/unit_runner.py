@@ -83,7 +83,7 @@ class UnitRunner:
 
     def next_batches(self, seconds: float = math.inf) -> int:
         """How many batches until a member's epoch or training ends, or until so much time is over."""
-        batches = min(_limit(member) - member.place for member in self.members)
+        batches = min(_next_stop(member) - member.place for member in self.members)
         if any(member.data.source.streamed for member in self.members):
             batches = min(batches, self._whole_steps(STREAM_CHUNK))
         if not self.batch_seconds and seconds < math.inf:
@@ -119,6 +119,10 @@ class UnitRunner:
         if outcome.error is not None:
             ends[outcome.error.slot] = self._fail(outcome.error)
         ends |= self._failures()
+        moved = [s for s, member in enumerate(members) if s not in ends and member.place > self._before[s]]
+        within = [s for s in moved if _validates_within(members[s])]
+        if within:
+            ends |= self._validate_within(within)
         at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
         if at_end:
             ends |= self._end_epoch(at_end)
@@ -171,7 +175,7 @@ class UnitRunner:
             member.error = member.monitor.missing(member.history[-1], member.job.val is None or slot in due)
             if member.error is not None:
                 ends[slot] = "failed"
-        stops = {slot: self._judge(slot) for slot in watched if slot not in ends}
+        stops = {slot: self._judge(slot, members[slot].history[-1]) for slot in watched if slot not in ends}
         self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
         ends |= self._failures()
         for slot in slots:
@@ -190,10 +194,24 @@ class UnitRunner:
             between = {"rate": rates[slot]} if member.place == member.num_batches else {}
             member.before_end = copy.deepcopy(member.state()) | between
 
-    def _judge(self, slot: int) -> bool:
+    def _validate_within(self, slots: list[int]) -> dict[int, str]:
+        """Validate members that are in the middle of an epoch; those that end here."""
+        ends = dict[int, str]()
+        for slot, values in self._validate(slots).items():
+            if isinstance(values, MemberError):
+                ends[slot] = self._fail(values)
+                continue
+            member = self.members[slot]
+            row = {"epoch": member.epoch + 1, "step": member.step, **values}
+            member.validations.append(row)
+            if self._judge(slot, row):
+                ends[slot] = "stopped"
+        return ends
+
+    def _judge(self, slot: int, row: dict[str, float]) -> bool:
         """Copy a member's weights if they are its best; whether it should stop."""
         member = self.members[slot]
-        best, stop = member.monitor.see(member.history[-1])
+        best, stop = member.monitor.see(row)
         if best and member.job.keep == "best":
             self.unit.write_back([slot])
             member.best = weights(member.model)
@@ -304,6 +322,24 @@ def _limit(member: Member) -> int:
     if job.steps is None:
         return member.num_batches
     return min(member.num_batches, (job.steps - member.first_step) * job.accumulate)
+
+
+def _next_stop(member: Member) -> int:
+    """Batches of this epoch after which a member is looked at: at its end, or at a validation before that."""
+    job, limit = member.job, _limit(member)
+    if job.val_every_steps is None:
+        return limit
+    step = member.first_step + member.place // job.accumulate
+    due = (step // job.val_every_steps + 1) * job.val_every_steps
+    return min(limit, (due - member.first_step) * job.accumulate)
+
+
+def _validates_within(member: Member) -> bool:
+    """Whether a member has come to a validation in the middle of its epoch."""
+    job = member.job
+    if job.val_every_steps is None or member.place >= _limit(member) or member.place % job.accumulate:
+        return False
+    return member.step % job.val_every_steps == 0
 
 
 def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
