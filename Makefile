@@ -13,7 +13,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),constraints.txt,constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 WORKERS ?= -n auto --maxprocesses 8
 
-.PHONY: help setup demo test test-slow test-gpu lint format types docs check clean
+.PHONY: help setup demo test test-slow test-integrations test-gpu lint format types docs check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,10 +40,13 @@ demo: $(STAMP) ## train 64 small networks alone and packed, and compare
 	$(BIN)/shoal demo
 
 test: $(STAMP) ## the fast tests (those of the documentation are in make check)
-	$(PYTEST) $(WORKERS) -m "not slow and not gpu and not docs"
+	$(PYTEST) $(WORKERS) -m "not slow and not gpu and not docs and not integrations"
 
 test-slow: $(STAMP) ## the long tests and those that measure time
 	$(PYTEST) -m "slow and not gpu"
+
+test-integrations: $(STAMP) ## the tests against other libraries: loggers, metrics, transformers, Optuna's storages
+	$(PYTEST) tests/integrations
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PYTEST) -m gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -69,6 +70,41 @@ def test_predict(results: shoal.Results) -> None:
         unlike.predict(X)
 
 
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def test_networks_come_back_in_eval_mode(tmp_path: Path) -> None:
+    """Wherever they were trained; and training itself, with a look at them on the way, a pause, and then more of it,
+    is as if they had never been in it."""
+    looked: list[bool] = []
+    plain = [job(model=dropout_net, seed=s, name=f"{s}", batch_size=10) for s in range(3)]
+    unlike = job(model=lambda: nn.Sequential(dropout_net(), Branch3()), name="alone", batch_size=10)
+    quiet = shoal.train([*plain, unlike], device="cpu", deterministic=True)
+    watched = shoal.train(
+        [*plain, unlike], "cpu", out=tmp_path, deterministic=True, callbacks=[lambda v: looked.append(v.model.training)]
+    )
+    assert looked and not any(looked)
+    for one, other in zip(quiet, watched, strict=True):
+        assert not any(module.training for module in (*one.model.modules(), *other.model.modules()))
+        for a, b in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+    assert not shoal.solo(plain[0]).model.training
+    trained = quiet[0].model
+    further = [job(model=net, name="again", batch_size=10) for net in (trained, copy.deepcopy(trained).train())]
+    one, other = (shoal.train([each], "cpu", deterministic=True)[0].model for each in further)
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert not trained.training and quiet.to("cpu") is quiet
+
+
+class Branch3(nn.Module):
+    """Goes by the data, so it has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > 0 else -x
+
+
 class Branch(nn.Module):
     """Goes by the data, so it has no graph."""
 
@@ -134,7 +170,7 @@ def test_a_folder_of_other_jobs_is_refused_with_what_differs(tmp_path: Path) -> 
     shoal.train([job(name="a")], device="cpu", out=out)
     before = (out / "weights" / "0000.safetensors").read_bytes()
     for other, words in (
-        (job(name="b"), "job 'b' is not in it; it has job 'a'"),
+        (job(name="b"), "it has job 'a' and the list does not: give all of its jobs, and the new ones"),
         (job(name="a", hparams={"lr": 0.2}), "job 'a' has hparams {'lr': 0.1} there and {'lr': 0.2} here"),
         (job(name="a", data=(X + 1, Y)), "job 'a' has data "),
         (job(name="a", model=lambda: nn.Linear(4, 3, bias=False)), "job 'a' has shapes "),

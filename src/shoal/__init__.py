@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shoal.errors import JobError as JobError
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import ShoalWarning as ShoalWarning
+    from shoal.evaluation import Ensemble as Ensemble
+    from shoal.evaluation import Evaluation as Evaluation
     from shoal.explanation import Explanation as Explanation
     from shoal.explanation import explain as explain
     from shoal.jobs.job import EarlyStop as EarlyStop
@@ -33,9 +35,14 @@ if TYPE_CHECKING:
     from shoal.reference import solo as solo
     from shoal.reporting.callbacks import MemberView as MemberView
     from shoal.reporting.events import Event as Event
+    from shoal.reporting.loggers import CSVLogger as CSVLogger
+    from shoal.reporting.loggers import Logger as Logger
+    from shoal.reporting.mlflow_logger import MLflow as MLflow
     from shoal.reporting.tensorboard import TensorBoard as TensorBoard
+    from shoal.reporting.wandb_logger import WandB as WandB
     from shoal.results import Result as Result
     from shoal.results import Results as Results
+    from shoal.storage.loading import load as load
     from shoal.training import train as train
     from shoal.tune.studies.api import tune as tune
     from shoal.user_loop.pack import Pack as Pack
@@ -45,7 +52,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
+    "CSVLogger": "shoal.reporting.loggers",
     "EarlyStop": "shoal.jobs.job",
+    "Ensemble": "shoal.evaluation",
+    "Evaluation": "shoal.evaluation",
     "Event": "shoal.reporting.events",
     "Explanation": "shoal.explanation",
     "FairShare": "shoal.engine.planning.policy",
@@ -53,6 +63,8 @@ _HOME = {
     "Job": "shoal.jobs.job",
     "JobError": "shoal.errors",
     "LiveRun": "shoal.live",
+    "Logger": "shoal.reporting.loggers",
+    "MLflow": "shoal.reporting.mlflow_logger",
     "MemberView": "shoal.reporting.callbacks",
     "Pack": "shoal.user_loop.pack",
     "Policy": "shoal.engine.planning.policy",
@@ -66,8 +78,10 @@ _HOME = {
     "ShortestFirst": "shoal.engine.planning.policy",
     "TensorBoard": "shoal.reporting.tensorboard",
     "Ticket": "shoal.engine.planning.policy",
+    "WandB": "shoal.reporting.wandb_logger",
     "explain": "shoal.explanation",
     "folds": "shoal.preparation.folds",
+    "load": "shoal.storage.loading",
     "replay": "shoal.reference",
     "solo": "shoal.reference",
     "start": "shoal.live",

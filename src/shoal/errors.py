@@ -15,6 +15,12 @@ class JobError(ShoalError, ValueError):
         super().__init__("\n".join(lines))
 
 
+class NoSuchJob(JobError, KeyError):
+    """A name that no job of the run has."""
+
+    __str__ = JobError.__str__
+
+
 class SplitError(ShoalError, ValueError):
     """A network, a job or an executor that cannot be split as asked: the value, the rule and the fix, in one line."""
 

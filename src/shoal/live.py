@@ -12,7 +12,7 @@ from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.run import Run
 from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import Job
-from shoal.results import Results
+from shoal.results import Results, named
 from shoal.training import carry_out, make_settings
 
 State = tuple[str, int, int]
@@ -123,9 +123,9 @@ class LiveRun:
 
     def _end(self, name: str, status: str) -> bool:
         try:
-            return bool(self._ask(lambda run: run.end({_named(run.all_members, name).index}, status)))
+            return bool(self._ask(lambda run: run.end({named(run.all_members, name).index}, status)))
         except EndedError:
-            _named(self.wait(), name)
+            named(self.wait(), name)
             return False
 
     def add(self, job: Job, *, warm_start: str | None = None) -> None:
@@ -134,7 +134,7 @@ class LiveRun:
             raise JobError(f"add: {type(job).__name__} is no job; pass a shoal.Job")
 
         def add(run: Run) -> None:
-            source = None if warm_start is None else _named(run.all_members, warm_start)
+            source = None if warm_start is None else named(run.all_members, warm_start)
             member = new_member(run, job)
             if source is not None:
                 warm(member, run.written(source))
@@ -145,31 +145,16 @@ class LiveRun:
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
         """A copy of a job as it is now, optimizer and random state and all, that continues with some settings changed.
 
-        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, loss, step, val,
-        metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning. Under a
-        schedule a new lr scales all rates from here on.
+        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, clip_value, loss,
+        step, val, metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning.
+        Under a schedule a new lr scales all rates from here on.
         """
-        self._ask(lambda run: run.add(clone_of(run, _named(run.all_members, name), new_name, changes)))
+        self._ask(lambda run: run.add(clone_of(run, named(run.all_members, name), new_name, changes)))
 
     def _ask(self, command: Any) -> Any:
         if threading.current_thread() is self._thread:
             raise ShoalError("calling this from a callback or a listener would deadlock; call it from another thread")
         return self._controls.give(command).result()
-
-
-def _named(jobs: Any, name: str) -> Any:
-    for each in jobs:
-        if each.name == name:
-            return each
-    names = [repr(each.name) for each in jobs]
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(names[:10])}{more}")
-
-
-class NoSuchJob(JobError, KeyError):
-    """A name that no job of the run has."""
-
-    __str__ = JobError.__str__
 
 
 def _epochs(history: list[dict[str, float]]) -> int:

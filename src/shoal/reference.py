@@ -6,7 +6,7 @@ Points that a user may want to look up here:
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
 - With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
-- `clip_norm` is over all of the model's parameters, after accumulation, and (fp16) after unscaling.
+- `clip_norm` and `clip_value` are over all of the model's parameters, after accumulation, and (fp16) after unscaling.
 - A schedule `step -> factor` sets the learning rate of step t (the first is 0) to base * factor(t); with
   `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
   whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
@@ -75,6 +75,8 @@ class _Solo:
     rate: float = float("nan")
     """The learning rate of the first parameter group at the last step."""
     history: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Those within epochs."""
     best: dict[str, Tensor] | None = None
     status: str = "running"
     error: str | None = None
@@ -90,7 +92,7 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
     return Result(
         name=job.name or "job-0",
         job=job,
-        model=state.model.to("cpu"),
+        model=state.model.to("cpu").eval(),
         history=state.history,
         status=state.status,
         tier="reference",
@@ -99,6 +101,7 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
         seconds=time.perf_counter() - state.started,
         environment=environment(state.device),
         steps=state.step,
+        validations=state.validations,
     )
 
 
@@ -149,7 +152,7 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
         state = _Solo(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job))
         order = torch.Generator().manual_seed(job.order_seed)
         while state.status == "running" and not state.finished():
-            _epoch(state, data, order, until)
+            _epoch(state, data, order, until, val if validate else None)
             if state.status == "running" and validate:
                 _end_of_epoch(state, val, whole=len(state.losses) % _num_batches(job, len(data)) == 0)
             elif state.status == "running":
@@ -165,7 +168,7 @@ def _num_batches(job: Job, n: int) -> int:
     return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
 
 
-def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) -> None:
+def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
     """One epoch, or as much of it as the job's steps allow."""
     job, n = state.job, len(data)
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
@@ -179,8 +182,32 @@ def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None) 
             return
         group = batches[start : start + job.accumulate]
         _step(state, data, group)
+        if state.status == "running" and val is not None and start + len(group) < len(batches):
+            _within_epoch(state, val)
         if state.status != "running":
             return
+
+
+def _within_epoch(state: _Solo, val: View) -> None:
+    """A validation in the middle of an epoch, where it is due: best weights, early stop."""
+    job = state.job
+    if job.val_every_steps is None or state.step % job.val_every_steps or state.finished():
+        return
+    try:
+        row = {"epoch": state.epoch + 1, "step": state.step, **_validate(state, val)}
+    except Exception as error:
+        state.status, state.error = "failed", describe(error)
+        return
+    state.validations.append(row)
+    best, stop = state.monitor.see(row)
+    if best and job.keep == "best":
+        state.best = _copied(state.model)
+    if stop:
+        state.status = "stopped"
+
+
+def _copied(model: nn.Module) -> dict[str, Any]:
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in model.state_dict().items()}
 
 
 def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
@@ -259,7 +286,7 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
     value = state.monitor.value(row)
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
-        state.best = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
+        state.best = _copied(state.model)
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)
@@ -309,6 +336,8 @@ def _closure_step(state: _Solo, batch: Any, loss: Tensor) -> None:
 def _clip(state: _Solo) -> None:
     if state.job.clip_norm is not None:
         nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
+    if state.job.clip_value is not None:
+        nn.utils.clip_grad_value_(state.model.parameters(), state.job.clip_value)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -5,27 +5,37 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from shoal.jobs.early_stopping import kept_row
+from shoal.errors import NoSuchJob, ShoalError
+from shoal.jobs.early_stopping import best_row, in_order, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
-from shoal.utils.numpy_values import plain_int, tensor_of
+from shoal.utils.numpy_values import plain_int
 from shoal.utils.tables import render
 
 if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
+    from shoal.evaluation import Ensemble, Evaluation
 
 MOST_ERRORS = 10
 """Errors shown below a table."""
+NOT_VALUES = ("epoch", "step", "seconds")
+"""Columns of a history that say when, not what."""
+
+
+class StoredWeights(Protocol):
+    """Weights that are in a file."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def model(self) -> nn.Module: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -34,12 +44,15 @@ class Result:
 
     name: str
     job: Job
+    """The job; of a result that was read from a folder, its plain settings alone."""
     model: nn.Module
-    """The user's own class, on the CPU, in the mode that training left it in."""
+    """The user's own class, in eval mode, on the CPU; `Results.to` moves it."""
     history: list[dict[str, float]]
     """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Validations within epochs, where `val_every_steps` is set: epoch (the one under way), step, val_loss, metrics."""
     status: str
-    """done, stopped (early), diverged, failed or cancelled."""
+    """done, stopped (early), diverged, failed or cancelled; in a folder that was read also unfinished or running."""
     tier: str
     """How it was run: stacked, streams or serial."""
     error: str | None = None
@@ -52,25 +65,57 @@ class Result:
     steps: int = 0
     """Optimizer steps done."""
     split: Any = None
-    """What a split did and cost: a `shoal.split.SplitReport`; None where the job was trained as one."""
+    """What a split did and cost: a `shoal.split.SplitReport` (in a folder that was read: its numbers as a dict); None
+    where the job was trained as one."""
+    stored: StoredWeights | None = None
+    """Where the weights are, of a result that was read from a folder."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The network of a result that was read from a folder is built when it is first asked for."""
+            if name != "model" or self.stored is None:
+                raise AttributeError(f"a result has no {name!r}")
+            try:
+                self.model = self.stored.model()
+            except AttributeError as error:  # Python would take it for a missing attribute, and hide why
+                raise ShoalError(str(error)) from error
+            return self.model
 
     def __repr__(self) -> str:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
 
     def last(self, metric: str) -> float | None:
-        """The last value of a column of the history."""
-        return next((row[metric] for row in reversed(self.history) if metric in row), None)
+        """The last value of a column of the history, or of a validation within an epoch."""
+        rows = in_order(self.history, self.validations)
+        return next((row[metric] for row in reversed(rows) if metric in row), None)
 
     def value(self, metric: str) -> float | None:
         """A column of the history as it was at the weights that `model` has: its best epoch with keep="best", else its
         last."""
         if self.job.keep != "best":
             return self.last(metric)
-        row = kept_row(self.job, self.history)
-        return None if row is None else row.get(metric)
+        return self.values.get(metric)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The row of the history whose weights `model` has: that of the best epoch with keep="best", else the last."""
+        return dict(kept_row(self.job, in_order(self.history, self.validations)) or {})
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch that was best by what the job's `stop` watches (without one: the smallest val_loss, or loss)."""
+        row = best_row(self.job, in_order(self.history, self.validations))
+        return None if row is None else int(row["epoch"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, as from the model's own state_dict(). Of a result that was read from a folder: from its file,
+        without the network's code."""
+        return self.model.state_dict() if self.stored is None else self.stored.state_dict()
 
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
+        split = self.split if isinstance(self.split, Mapping | None) else self.split.to_dict()
         return {
             "name": self.name,
             "status": self.status,
@@ -78,10 +123,24 @@ class Result:
             "error": self.error,
             "steps": self.steps,
             "seconds": self.seconds,
+            "hparams": dict(self.job.hparams),
+            "best_epoch": self.best_epoch,
+            "values": self.values,
             "history": self.history,
+            **({"validations": self.validations} if self.validations else {}),
             "environment": self.environment,
-            **({"split": self.split.to_dict()} if self.split is not None else {}),
+            **({} if split is None else {"split": split}),
         }
+
+    def to_record(self) -> dict[str, Any]:
+        """One flat row for a table: the name, how it ended, hyper-parameters, values of its weights."""
+        hparams = dict(self.job.hparams)
+        values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *hparams)}
+        return {
+            "name": self.name, "status": self.status, "tier": self.tier, "epochs": len(self.history),
+            "steps": self.steps, **hparams, **values, "best_epoch": self.best_epoch, "seconds": self.seconds,
+            "error": self.error,
+        }  # fmt: skip
 
 
 class Results(Sequence[Result]):
@@ -99,10 +158,13 @@ class Results(Sequence[Result]):
         return len(self._results)
 
     @overload
-    def __getitem__(self, index: int) -> Result: ...
+    def __getitem__(self, index: int | str) -> Result: ...
     @overload
     def __getitem__(self, index: slice) -> Results: ...
-    def __getitem__(self, index: int | slice) -> Result | Results:
+    def __getitem__(self, index: int | str | slice) -> Result | Results:
+        """A result by its place or by its job's name; several by a slice."""
+        if isinstance(index, str):
+            return named(self._results, index)
         return Results(self._results[index]) if isinstance(index, slice) else self._results[index]
 
     def __iter__(self) -> Iterator[Result]:
@@ -149,7 +211,7 @@ class Results(Sequence[Result]):
 
         With lines and colour where rich is installed and this is a terminal.
         """
-        names = [name for name in self.columns() if name not in ("epoch", "step", "seconds")]
+        names = [name for name in self.columns() if name not in NOT_VALUES]
         head = ["name", "status", "tier", "epochs", "steps", *names, "seconds"]
         rows = [
             [
@@ -188,29 +250,118 @@ class Results(Sequence[Result]):
         figure.savefig(path)
         return Path(path)
 
-    def predict(self, *inputs: Any, batch_size: int | None = None) -> Any:
+    def predict(self, *inputs: Any, batch_size: int | None = None, device: str | torch.device | None = None) -> Any:
         """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
 
-        Inputs are tensors or arrays; `batch_size` rows at a time, by default all at once.
+        Args:
+            inputs: Tensors or arrays.
+            batch_size: Rows at a time; None: all at once.
+            device: Where to compute; None: where the members were trained, if this machine has it. Outputs are where
+                the inputs are.
 
         Raises:
             ValueError: when the members' outputs have different shapes.
         """
-        from shoal.engine.tiers.stacked.forward import Forward
+        from shoal.evaluation import predict
 
-        batch_size = plain_int(batch_size)
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; use a whole number, 1 or more")
-        inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
-        forward = Forward([result.model for result in self])
-        if batch_size is None:
-            return forward(inputs)
-        chunks = [forward(chunk) for chunk in zip(*(x.split(batch_size) for x in inputs), strict=True)]
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+        models = [result.model for result in self]
+        return predict(models, inputs, _rows_at_once(batch_size), self._device(device))
+
+    def ensemble(
+        self,
+        *inputs: Any,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Ensemble:
+        """What the members say together: their mean, the class that most of them vote for, how far they disagree.
+
+        Args:
+            inputs: As for `predict`, and so are `batch_size` and `device`.
+            activation: Applied to the outputs before they are combined, such as `lambda z: z.softmax(-1)` where
+                networks return logits and probabilities are to be averaged.
+        """
+        from shoal.evaluation import combine
+
+        return combine(self.predict(*inputs, batch_size=batch_size, device=device), activation)
+
+    def evaluate(
+        self,
+        data: Any,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Evaluation:
+        """Loss and metrics of all members on the same data, in eval mode, in one program where it can be.
+
+        Args:
+            data: A test set, in any form that a job's `val` may have.
+            metrics: Name -> (outputs, targets) -> number, over all of the data; None: each job's own.
+            loss: The loss; None: each job's own loss or step. Results that were read from a folder have none.
+            collate: How items of a Dataset become a batch.
+            batch_size: Rows at a time; None: the largest of the jobs' own, at least 1,024.
+            device: Where to compute; None: where the members were trained, if this machine has it.
+        """
+        from shoal.evaluation import LARGEST_BATCH, Evaluation, evaluate, evaluation_job
+
+        size = _rows_at_once(batch_size) or max([LARGEST_BATCH, *(result.job.batch_size for result in self)])
+        tests = [evaluation_job(result.name, result.model, result.job, data, metrics, loss, collate) for result in self]
+        names = [result.name for result in self]
+        return Evaluation(names, evaluate(names, tests, data, size, self._device(device)) if names else [])
+
+    def _device(self, device: str | torch.device | None) -> torch.device:
+        from shoal.evaluation import usable
+
+        trained = next((result.environment.get("device") for result in self), None)
+        return usable(trained) if device is None else torch.device(device)
+
+    def to(self, device: str | torch.device) -> Results:
+        """Move all networks to a device; the same results."""
+        for result in self:
+            result.model.to(device)
+        return self
+
+    def records(self, *, history: bool = False) -> list[dict[str, Any]]:
+        """Flat rows: one for each job, or with `history` one for each epoch of each job."""
+        if not history:
+            return [result.to_record() for result in self]
+        return [{"name": result.name, **row} for result in self for row in result.history]
+
+    def to_dataframe(self, *, history: bool = False) -> Any:
+        """`records` as a pandas.DataFrame."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from None
+        return pandas.DataFrame(self.records(history=history))
 
     def to_json(self) -> str:
         """All but the weights."""
         return json.dumps([finite(result.to_dict()) for result in self], indent=1)
+
+
+_Named = TypeVar("_Named", bound="HasName")
+
+
+class HasName(Protocol):
+    """A result, a member, whatever is called like its job."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def named(things: Iterable[_Named], name: str) -> _Named:
+    """The one of this name; NoSuchJob where there is none."""
+    names = []
+    for each in things:
+        if each.name == name:
+            return each
+        names.append(repr(each.name))
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(names[:10])}{more}")
 
 
 def finite(value: Any) -> Any:
@@ -226,6 +377,13 @@ def finite(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
         return finite(value.item())
     return str(value)
+
+
+def _rows_at_once(batch_size: Any) -> int | None:
+    size: int | None = plain_int(batch_size)
+    if size is not None and size < 1:
+        raise ValueError(f"batch_size is {size}; use a whole number, 1 or more")
+    return size
 
 
 def _text(value: float | None) -> str:

@@ -75,7 +75,7 @@ def train(
     jobs: Sequence[Job],
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     memory: int | str | None = None,
     threads: int | None = None,
     compile: bool | Literal["auto"] = "auto",
@@ -91,9 +91,9 @@ def train(
         jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
         device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
         out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
-            same folder resume where they were, whatever ended the run before; other jobs are an error that says what
-            differs.
-        progress: Show a table in terminals and notebooks, plain lines elsewhere.
+            same folder resume where they were, whatever ended the run before; more jobs, and more epochs or steps,
+            are trained on; other jobs are an error that says what differs.
+        progress: Show a table in terminals and notebooks, plain lines elsewhere; None: not elsewhere.
         memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
             beside the others wait until there is room.
         threads: Torch's intra-op threads during the run, in this process alone; None: on a CPU one, or all that torch
@@ -120,7 +120,7 @@ def carry_out(
     settings: Settings,
     *,
     out: str | os.PathLike[str] | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
     callbacks: Sequence[Callback] | None = None,
     events: Listener | None = None,
     controls: Controls | None = None,
@@ -141,10 +141,12 @@ def carry_out(
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)
         tiers: dict[int, str] = {}
-        changed = set() if search is None else search.changed
-        if folder is not None and folder.claim(members, grows=search is not None, changed=changed):
+        searching, changed = search is not None, set() if search is None else search.changed
+        if folder is not None and folder.claim(members, grows=searching, extends=not searching, changed=changed):
             for member in members:
                 folder.restore(member)
+            if any(member.status == "running" for member in members):
+                folder.reopen()
             saved = folder.plan()
             tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
             trained = as_trained(tiers, members)  # some may have left their stack on the way
@@ -304,14 +306,15 @@ class _Work:
 
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
-    """Members as results, their models on the CPU; `stamp` is the environment they were trained in."""
+    """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
     return Results(
         [
             Result(
                 name=member.name,
                 job=member.job,
-                model=member.model.to("cpu"),
+                model=member.model.to("cpu").eval(),
                 history=member.history,
+                validations=member.validations,
                 status=member.status,
                 tier=member.tier,
                 error=member.error,

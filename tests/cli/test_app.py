@@ -108,7 +108,8 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
     ],
 )
 def test_errors_are_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 1
+    usage = ("No such", "Did you mean 'train'", "Missing argument", "--threads")
+    assert main(args) == (2 if says.startswith(usage) else 1)
     told = capsys.readouterr()
     assert told.err.startswith("shoal: ")
     assert says in told.err
@@ -236,3 +237,30 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-m", "shoal", "--help"], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["train"], ["train", "a.toml", "--nothing"], ["train", "a.toml", "--threads", "x"], ["--no"]],
+)
+def test_a_wrong_use_has_status_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("shoal: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["train", "-h"], ["reproduce", "-h"], ["reproduce", "pack", "-h"]])
+def test_the_short_form_of_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_shells_complete_commands_and_options() -> None:
+    """What a shell asks for, after `shoal --install-completion`."""
+    for words, place, wanted in (("shoal re", "1", "results"), ("shoal results --h", "2", "--history")):
+        environment = {**os.environ, "_SHOAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        code = "import sys; from shoal.cli import main; sys.argv = ['shoal']; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert wanted in done.stdout.split(), (words, done.stdout, done.stderr)

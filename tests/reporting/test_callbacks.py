@@ -53,7 +53,8 @@ def test_what_is_done_to_a_view_does_not_reach_the_member() -> None:
         view.metrics.clear()
         view.hparams["lr"] = 9.0
         assert type(view.model) is nn.Sequential and view.model is view.model
-        view.model.eval()
+        assert not view.model.training
+        view.model.train(False)
         with torch.no_grad():
             view.model.get_parameter("0.weight").zero_()
 

@@ -305,14 +305,17 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(quiet) is Progress
     with quiet as told:
         told(join(crowd[0]))
-    assert type(progress_for(crowd, True)) is Lines
+    assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Progress
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert type(progress_for(crowd, True)) is Live
+    assert type(progress_for(crowd, True)) is Live and type(progress_for(crowd, None)) is Live
+    assert type(progress_for(crowd, False)) is Progress
+    with pytest.raises(ValueError, match="progress is 'yes'"):
+        progress_for(crowd, "yes")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "rich.live", None)
     assert type(progress_for(crowd, True)) is Lines
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     monkeypatch.setitem(sys.modules, "IPython", None)
-    assert type(progress_for(crowd, True)) is Lines
+    assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Lines
 
 
 def test_words() -> None:

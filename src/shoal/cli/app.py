@@ -13,9 +13,12 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 COMMANDS = {
+    "init": "Write a job file to start from.",
     "demo": "Train 64 small networks alone and packed, and compare.",
     "explain": "Say what would be stacked, what not and why, without training.",
     "train": "Train a list of jobs together.",
+    "results": "Show what came of a run folder, finished or not.",
+    "export": "Write the trained weights of a run folder's job to a file.",
     "tune": "Search for the best settings of a training, many trials in one run.",
     "split": "Train one network as many parts, here or over slow links.",
     "bench": "Measure Shoal against other ways to train many networks.",
@@ -24,7 +27,8 @@ COMMANDS = {
 """Command -> its line in `shoal --help`. The command itself is the name of the same name in `shoal.cli.<command>`."""
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it; every other error is 1."""
+"""The exit status after Ctrl-C, as shells have it; of usage errors it is 2, and of every other error 1."""
+HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class LazyGroup(TyperGroup):
@@ -40,9 +44,10 @@ def load(name: str) -> Any:
     """The runnable command: `shoal.cli.<name>.<name>`, a function or a Typer app."""
     target = getattr(importlib.import_module(f"shoal.cli.{name}"), name)
     if isinstance(target, typer.Typer):
+        target.info.context_settings = HELP
         return get_command(target)
     single = typer.Typer(add_completion=False)
-    single.command(name=name, help=target.__doc__)(target)
+    single.command(name=name, help=target.__doc__, context_settings=HELP)(target)
     return get_command(single)
 
 
@@ -50,7 +55,7 @@ app = typer.Typer(
     name="shoal",
     cls=LazyGroup,
     invoke_without_command=True,
-    add_completion=False,
+    context_settings=HELP,
     help="Train many neural networks at once on one device, each exactly as if it were alone.",
 )
 
@@ -129,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             for line in describe(error).splitlines():
                 print(f"shoal: {line}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_code", 1))  # of a usage error: 2
     finally:
         warnings.formatwarning = formatted
     if status == INTERRUPTED:

@@ -118,6 +118,12 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def content_hash(tensor: Tensor) -> str:
+    """Of what a tensor holds."""
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
+
+
 def is_tensors(data: Any) -> bool:
     """Whether data is tensors or arrays in tuples and dicts, not a Dataset. A list may hold nothing else."""
     if isinstance(data, (Tensor, np.ndarray, dict, tuple)):

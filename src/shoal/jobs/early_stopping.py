@@ -52,15 +52,26 @@ class Monitor:
         return False, self.stops and self.misses >= self.rule.patience
 
 
-def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-    """The history's row of the epoch whose weights the job keeps: the last one, or with keep="best" its best."""
-    if job.keep != "best":
-        return history[-1] if history else None
+def best_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
+    """The history's row of the job's best epoch, by what it watches; None where that was never measured."""
     monitor, best = Monitor.of(job), None
     for row in history:
         if monitor.see(row)[0]:
             best = row
+    return best
+
+
+def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
+    """The history's row of the epoch whose weights the job keeps: the last one, or with keep="best" its best."""
+    best = best_row(job, history) if job.keep == "best" else None
     return best if best is not None else history[-1] if history else None
+
+
+def in_order(
+    history: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, float]]
+) -> list[Mapping[str, float]]:
+    """The rows of epochs and those of validations within epochs, as they came."""
+    return sorted([*validations, *history], key=lambda row: row["step"]) if validations else list(history)
 
 
 def validates(job: Job, epoch: int, last: bool) -> bool:

@@ -127,12 +127,16 @@ class Job:
     """Batches in one optimizer step, which follows the mean of their losses. An epoch may end in a smaller group."""
     clip_norm: float | None = None
     """Scale gradients down to at most this norm over all of the model's parameters; None: leave them."""
+    clip_value: float | None = None
+    """Clip each element of the gradients to at most this absolute value; None: leave them."""
     precision: Literal["bf16", "fp16"] | None = None
     """None: the model's own dtype. "bf16", "fp16": autocast, fp16 with a gradient scaler."""
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     """Name -> (outputs, targets) -> number, over the whole validation set."""
     val_every: int = 1
     """Validate after every so many epochs, and after the last."""
+    val_every_steps: int | None = None
+    """Validate after every so many optimizer steps too, within epochs; None: at their ends alone."""
     stop: EarlyStop | None = None
     """When to end early; None: never."""
     keep: Literal["last", "best"] = "last"
@@ -149,7 +153,7 @@ class Job:
             self.epochs = _length.get()
         for name in _WHOLE:
             setattr(self, name, plain_int(getattr(self, name)))
-        for name in ("clip_norm", "shuffle", "drop_last"):
+        for name in ("clip_norm", "clip_value", "shuffle", "drop_last"):
             setattr(self, name, plain_number(getattr(self, name)))
         if isinstance(self.hparams, Mapping):
             self.hparams = plain_numbers(self.hparams)
@@ -168,7 +172,17 @@ class Job:
         return self.seed if self.data_seed is None else self.data_seed
 
 
-_WHOLE = ("batch_size", "epochs", "steps", "seed", "data_seed", "accumulate", "val_every", "priority")
+_WHOLE = (
+    "batch_size",
+    "epochs",
+    "steps",
+    "seed",
+    "data_seed",
+    "accumulate",
+    "val_every",
+    "val_every_steps",
+    "priority",
+)
 """Fields that are whole numbers, of Python or of any library."""
 
 
@@ -222,6 +236,8 @@ def _length_problems(job: Job) -> list[str]:
         value = getattr(job, name)
         if not _whole(value) or value < 1:
             lines.append(f"{name} is {value!r}; use a whole number, 1 or more")
+    if job.val_every_steps is not None and (not _whole(job.val_every_steps) or job.val_every_steps < 1):
+        lines.append(f"val_every_steps is {job.val_every_steps!r}; use a whole number, 1 or more, or None")
     for name in ("seed", "data_seed"):
         value = getattr(job, name)
         if not (value is None and name == "data_seed") and not (_whole(value) and -(2**63) <= value < 2**64):
@@ -242,8 +258,12 @@ def _training_problems(job: Job) -> list[str]:
     for name in ("shuffle", "drop_last"):
         if not isinstance(getattr(job, name), bool):
             lines.append(f"{name} is {getattr(job, name)!r}; use True or False")
-    if job.clip_norm is not None and not (isinstance(job.clip_norm, (int, float)) and job.clip_norm > 0):
-        lines.append(f"clip_norm is {job.clip_norm!r}; use a number above 0, or None for no clipping")
+    for name in ("clip_norm", "clip_value"):
+        value = getattr(job, name)
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            lines.append(f"{name} is {value!r}; use a number above 0, or None for no clipping")
+    if job.clip_norm is not None and job.clip_value is not None:
+        lines.append("it has both clip_norm and clip_value; set one of the two")
     if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # its type is only a promise
         lines.append(f"stop is {_short(job.stop)}; use shoal.EarlyStop(...)")
     for name in ("name", "owner"):

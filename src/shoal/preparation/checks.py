@@ -23,6 +23,7 @@ from shoal.engine.members.member import (
     number,
     trying,
 )
+from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
@@ -88,6 +89,8 @@ def field_problems(job: Job) -> list[str]:
     if job.val is None:
         if job.metrics:
             lines.append(f"metrics are set ({', '.join(job.metrics)}) but val is not; set val=, or remove them")
+        if job.val_every_steps is not None:
+            lines.append(f"val_every_steps is {job.val_every_steps} but there is no val; set val=, or leave it out")
         if job.val_every != 1:
             lines.append(f"val_every is {job.val_every} but there is no val; set val=, or leave val_every at 1")
         if job.keep == "best" and job.stop is None:
@@ -95,7 +98,7 @@ def field_problems(job: Job) -> list[str]:
                 "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
             )
     if job.stop is not None and job.step is None:
-        known = ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
+        known = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
         if job.stop.metric not in known:
             lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}")
     if job.schedule is None and job.schedule_every != "step":

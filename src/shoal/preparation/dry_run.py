@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, autocast, draws, evaluating, run_step, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tiers.evaluate import Sheet, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
 from shoal.errors import describe
 from shoal.jobs.job import RESERVED, Job
@@ -261,13 +262,14 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
     except Exception as error:
         return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
     if columns:
-        columns |= {*sheet.sums, *job.metrics}
+        columns |= {*sheet.sums, *metric_columns(job)}
     lines = []
     for name, metric in job.metrics.items():
         try:
-            value = metric(sheet.outputs[0], batch[-1])
-            if isinstance(value, Tensor) and value.numel() != 1:
-                lines.append(f"metric {name!r} gave a tensor of shape {list(value.shape)}; it must be one number")
+            value = measure(metric, sheet.outputs[0], batch[-1])
+            for each in value.values() if isinstance(value, Mapping) else [value]:
+                if isinstance(each, Tensor) and each.numel() != 1:
+                    lines.append(f"metric {name!r} gave a tensor of shape {list(each.shape)}; it must be one number")
         except (TypeError, AttributeError, NameError) as error:
             lines.append(f"metric {name!r} raised {describe(error)}; it is called as (outputs, targets)")
         except Exception:

@@ -101,8 +101,25 @@ class MemberView:
         return dict(self._member.history[-1]) if self._member.history else {}
 
     @property
+    def validations(self) -> list[dict[str, float]]:
+        """A row for every validation within an epoch so far."""
+        return [dict(row) for row in self._member.validations]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each batch of the last epoch."""
+        return list(self._member.losses or self._member.closed[0])
+
+    @property
+    def logs(self) -> dict[str, list[float]]:
+        """What the job's step logged, for each batch of the last epoch; NaN where it did not."""
+        logs = self._member.logs if self._member.losses else self._member.closed[1]
+        return {name: list(values) for name, values in logs.items()}
+
+    @property
     def model(self) -> nn.Module:
-        """A copy of the network as it is now: the job's own class, on the CPU. Made when it is first asked for."""
+        """A copy of the network as it is now: the job's own class, in eval mode, on the CPU. It is made
+        when it is first asked for."""
         if self._model is None:
             self._check("model")
             if self._write_back is not None:
@@ -126,14 +143,14 @@ class MemberView:
 
 
 def own_copy(member: Member) -> nn.Module:
-    """A copy of a member's network on the CPU; built anew where it cannot be copied as it is."""
+    """A copy of a member's network in eval mode on the CPU; built anew where it cannot be copied as it is."""
     try:
         model = copy.deepcopy(member.model)
     except Exception:
         with seeded(member.job.seed, member.device):
             model = build_model(member.job)
         model.load_state_dict(member.model.state_dict())
-    return model.to("cpu")
+    return model.to("cpu").eval()
 
 
 Callback = Callable[[MemberView], Any]

@@ -315,14 +315,17 @@ def number(value: float) -> str:
     return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def progress_for(members: list[Member], wanted: bool, view: View | None = None) -> Progress:
-    """The progress that suits where we are."""
-    if not wanted:
+def progress_for(members: list[Member], wanted: bool | None, view: View | None = None) -> Progress:
+    """The progress that suits where we are; `wanted` None: only where a person is likely to look at it."""
+    if wanted not in (True, False, None):
+        raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
+    notebook, terminal = "ipykernel" in sys.modules, sys.stderr.isatty() or sys.stdout.isatty()
+    if wanted is False or (wanted is None and not (notebook or terminal)):
         return Progress()
     try:
-        if "ipykernel" in sys.modules:
+        if notebook:
             return Notebook(members, view)
-        if sys.stderr.isatty() or sys.stdout.isatty():
+        if terminal:
             return Live(members, view=view)
     except ImportError:
         pass

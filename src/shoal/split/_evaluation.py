@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from shoal.data import View
 from shoal.engine.members.member import autocast, evaluating, make_optimizer, seeded
+from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.jobs.job import Job
 from shoal.split.core.moments import load_moments, moments_of
@@ -42,7 +43,6 @@ class Follower:
         for name, parameter in self.model.named_parameters():
             gradient: Tensor | None = gradients.get(name)
             parameter.grad = gradient
-        if self.job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        clip_gradients(self.job, self.model)
         self.optimizer.step()
         self.state.moments = moments_of(self.optimizer, self.model)

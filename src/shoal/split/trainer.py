@@ -264,7 +264,7 @@ class _Run:
         return Result(
             name=self.name,
             job=self.job,
-            model=model,
+            model=model.eval(),
             history=self.history,
             status=self.status,
             tier=self.report.tier,

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.engine.python_state.user_code import PYTHON
 from shoal.storage._describer import CODE as FUNCTION
 from shoal.storage._initial_weights import compare_weights
-from shoal.storage.jobtable import CODE, WEIGHTS, JobTable
+from shoal.storage.jobtable import CODE, KEY, WEIGHTS, JobTable
 
 _OWN = frozenset({"bytecode", PYTHON, "shoal"})
 
@@ -25,22 +25,33 @@ class Differences:
     """Names of jobs that begin with other weights."""
     rounded: list[str] = field(default_factory=list)
     """Names of jobs whose weights at the beginning differ in their last digits alone."""
+    added: list[str] = field(default_factory=list)
+    """Names of jobs that are new."""
+    longer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By their names, jobs that are longer now: the new `epochs` or `steps`."""
     versions: list[str] = field(default_factory=list)
     """Libraries that have another version."""
 
 
-def compare(held: JobTable, here: JobTable, *, grows: bool = False, changed: Collection[str] = ()) -> Differences:
+def compare(
+    held: JobTable, here: JobTable, *, grows: bool = False, extends: bool = False, changed: Collection[str] = ()
+) -> Differences:
     """Compare the jobs of a folder with these.
 
-    `grows`: the last of these may be missing in the folder. `changed`: names of jobs that are not compared.
+    `grows`: the last of these may be missing in the folder. `extends`: any of these may be missing in the folder, or
+    have more epochs or steps than there, in any order. `changed`: names of jobs that are not compared.
     """
     seen = Differences()
     old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
-    seen.lines += [f"job {name!r} is not in it" for name in new if name not in old and not grows]
-    seen.lines += [f"it has job {name!r}" for name in old if name not in new]
+    seen.added = [name for name in new if name not in old]
+    seen.lines += [f"job {name!r} is not in it" for name in seen.added if not (grows or extends)]
+    list_all = " and the list does not: give all of its jobs, and the new ones" if extends and seen.added else ""
+    seen.lines += [f"it has job {name!r}{list_all}" for name in old if name not in new]
     for name in (name for name in new if name in old and name not in changed):
+        if extends:
+            seen.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
         _compare_job(held, old[name], here, new[name], seen)
-    if not seen.lines and list(old) != list(new)[: len(old)]:
+    if not (seen.lines or extends) and list(old) != list(new)[: len(old)]:
         seen.lines.append("the same jobs are in it in another order")
     for library, version in held.made_by.items():
         now = here.made_by.get(library, version)
@@ -49,10 +60,20 @@ def compare(held: JobTable, here: JobTable, *, grows: bool = False, changed: Col
     return seen
 
 
+def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new number of epochs or steps, where there are more than before."""
+    return {
+        key: new[key]
+        for key in ("epochs", "steps")
+        if old[key] is not None and new[key] is not None and new[key] > old[key]
+    }
+
+
 def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], seen: Differences) -> None:
     name = new["name"]
-    fields = [key for key in {**new, **old} if key not in (CODE, WEIGHTS)]
-    other = [key for key in fields if _text(old.get(key)) != _text(new.get(key))]
+    fields = [key for key in {**new, **old} if key not in (CODE, WEIGHTS, KEY)]
+    longer = seen.longer.get(name, {})
+    other = [key for key in fields if _text(old.get(key)) != _text(new.get(key)) and key not in longer]
     for key in other:
         was, now = old.get(key), new.get(key)
         if isinstance(was, dict) and isinstance(now, dict):
@@ -119,6 +140,20 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
             f"the initial weights of {_some(unstable)} are other ones each time the factory is called, so that they "
             "are not compared; have it draw from torch's generator, which the seed sets"
         )
+
+
+def extension(seen: Differences, held: JobTable) -> str:
+    """What is new in a folder's jobs, in words; empty where nothing is."""
+    parts = []
+    if seen.added:
+        parts.append(f"{len(seen.added)} new {'job' if len(seen.added) == 1 else 'jobs'} ({_some(seen.added)})")
+    old = {job["name"]: job for job in held.jobs}
+    lengths: dict[str, list[str]] = {}
+    for name, longer in seen.longer.items():
+        for key, value in longer.items():
+            lengths.setdefault(f"{key} {old[name][key]} -> {value}", []).append(name)
+    parts += [f"{change} for {_some(names)}" for change, names in lengths.items()]
+    return "; ".join(parts)
 
 
 def _some(names: list[str]) -> str:

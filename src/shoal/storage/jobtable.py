@@ -25,11 +25,14 @@ from shoal.storage._initial_weights import describe_weights
 
 PLAIN = (
     "batch_size", "epochs", "steps", "seed", "data_seed", "shuffle", "drop_last", "accumulate", "clip_norm",
-    "precision", "schedule_every", "val_every", "keep",
+    "clip_value", "precision", "schedule_every", "val_every", "val_every_steps",
+    "keep",
 )  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
 """Fields of a job's entry that name a part."""
+KEY = "key"
+"""Field of an entry that was changed since its first checkpoints were written: what they call the job."""
 
 
 @dataclass(slots=True)
@@ -77,7 +80,13 @@ class JobTable:
 
     def keys(self) -> list[str]:
         """A short name for what each job is."""
-        return [_hash(job) for job in self.jobs]
+        return [job.get(KEY) or _hash(job) for job in self.jobs]
+
+    def lengthen(self, longer: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give jobs, by their names, more epochs or steps; their checkpoints stay theirs."""
+        for job, key in zip(self.jobs, self.keys(), strict=True):
+            if job["name"] in longer:
+                job.update(longer[job["name"]], **{KEY: key})
 
     def code(self, job: Mapping[str, Any]) -> dict[str, Texts]:
         """What a job's functions and network are made of, part by part."""

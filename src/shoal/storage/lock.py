@@ -39,6 +39,19 @@ class Lock:
             raise
         self._file, self._pid = file, os.getpid()
 
+    def in_use(self) -> bool:
+        """Whether another run is at work in the folder now."""
+        try:
+            import fcntl
+
+            with (self.folder / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except (ImportError, OSError):
+            return False
+        return False
+
     def _wait(self, file: IO[str]) -> None:
         try:
             import fcntl

@@ -15,31 +15,27 @@ killed at any moment leaves a folder that the next one resumes from.
 from __future__ import annotations
 
 import importlib.util
-import io
-import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
-from torch import Tensor
-
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
-from shoal.errors import DamagedError, NotStorable, OutError, ShoalWarning, describe
-from shoal.results import Result, Results, finite
+from shoal.engine.members.resuming import reopened
+from shoal.errors import NotStorable, OutError, ShoalWarning, describe
+from shoal.results import Results
 from shoal.storage import _store, atomic
 from shoal.storage._checkpoints import Checkpoints, Copy
-from shoal.storage._histories import Histories, from_text, to_text
+from shoal.storage._histories import Histories, from_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
-from shoal.storage._jobdiff import compare, remarks
+from shoal.storage._jobdiff import compare, extension, remarks
+from shoal.storage._result_files import VERSION, read_file, write_results
 from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lock import Lock
 from shoal.storage.lost_state import in_words, lost_state
+from shoal.utils.tables import say
 
-VERSION = 5
-"""Of the folder's format. Folders of other formats are refused."""
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
 """By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
 FOLDERS = ("members", "history", "weights")
@@ -78,7 +74,7 @@ class RunFolder:
         self._lock = Lock(path)
         self._checkpoints = Checkpoints(path / "members")
         self._histories = Histories(path / "history")
-        self.grows = False
+        self.grows = self._extends = False
         """Whether jobs may come later than the first ones."""
         self._table = JobTable([])
         self._jobs: dict[int, str] = {}
@@ -108,17 +104,19 @@ class RunFolder:
         also: Mapping[str, Any] | None = None,
         *,
         grows: bool = False,
+        extends: bool = False,
         changed: Collection[str] = (),
     ) -> bool:
         """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
 
         `also`: what else makes them the same jobs, such as how they are split. `grows`: jobs may come later, see `add`;
-        the folder may know the first of these only. `changed`: names of jobs whose settings the run itself changed.
+        the folder may know the first of these only. `extends`: some may be new, or longer than before; a member's
+        index becomes its place in the folder. `changed`: names of jobs whose settings the run itself changed.
 
         OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
         cannot be written; where its jobs.json is damaged.
         """
-        self.grows = grows
+        self.grows, self._extends = grows, extends
         table = JobTable.of(members, also, names_only=self.passing)
         if not self._is_run():
             raise OutError(
@@ -148,12 +146,15 @@ class RunFolder:
 
     def _claim(self, members: Sequence[Member], table: JobTable, changed: Collection[str]) -> bool:
         known = self.path / "jobs.json"
-        held = self._read(known, "or, where the jobs are the same, remove this file: it is written anew")
+        held = read_file(known, "or, where the jobs are the same, remove this file: it is written anew")
         if held is not None:
             there = JobTable.read(held)
-            self._check(members, there, table, changed)
+            longer = self._check(members, there, table, changed)
+            there.lengthen(longer)
             self._table = there  # whose keys the checkpoints have
-        self._add(members, table)
+            self._add(members, table, changed=bool(longer))
+        else:
+            self._add(members, table)
         atomic.remove_left_overs(self.path)
         for folder in (*FOLDERS, *(f"members/{member.index:04d}" for member in members)):
             (self.path / folder).mkdir(exist_ok=True)
@@ -171,17 +172,24 @@ class RunFolder:
         except OSError as error:
             raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
 
-    def _add(self, members: Sequence[Member], table: JobTable) -> None:
-        if self._table.extend(table):
+    def _add(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
+        if self._table.extend(table) or changed:
             atomic.write_sealed(self.path / "jobs.json", {"version": VERSION, **self._table.to_json()})
         keys = dict(zip((job["name"] for job in self._table.jobs), self._table.keys(), strict=True))
+        if self._extends:
+            places = {name: place for place, name in enumerate(keys)}
+            for member in members:
+                member.index = places[member.name]
         self._jobs |= {member.index: keys[member.name] for member in members}
         self._claimed += members
 
-    def _check(self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]) -> None:
-        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared."""
+    def _check(
+        self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]
+    ) -> dict[str, dict[str, Any]]:
+        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared. Returns
+        the jobs that are longer than before."""
         self._know_again(held, here)
-        seen = compare(held, here, grows=self.grows, changed=changed)
+        seen = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
         unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
         other = [name for name in seen.other_weights if name not in unstable]
         lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other)]
@@ -193,6 +201,9 @@ class RunFolder:
             )
         for text in remarks(seen, unstable, held, here):
             warn(f"out={str(self.path)!r}: {text}")
+        if self._extends and (new := extension(seen, held)):
+            say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
+        return seen.longer
 
     def _know_again(self, held: JobTable, here: JobTable) -> None:
         """Jobs whose closures are as this process's last run in this folder left them are those that it began with."""
@@ -209,26 +220,10 @@ class RunFolder:
                 _left[self.path.resolve(), member.name] = describe_functions(member)
         self._claimed = []
 
-    def _read(self, path: Path, fix: str) -> dict[str, Any] | None:
-        if not path.exists():
-            return None
-        try:
-            content = atomic.read_sealed(path)
-        except DamagedError as error:
-            raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
-        if content.get("version") != VERSION:
-            wrote = content.get("made_by", {}).get("shoal", "")
-            raise OutError(
-                f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
-                f"{content.get('version')}; this one reads {VERSION}); use that version, or "
-                "another folder"
-            )
-        return content
-
     def plan(self) -> dict[str, Any] | None:
         """Return the plan that was saved; None where there is none. DamagedError where it is not what was written."""
         fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
-        content = self._read(self.path / "plan.json", fix)
+        content = read_file(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
 
     def save_plan(self, plan: Mapping[str, Any]) -> None:
@@ -324,6 +319,10 @@ class RunFolder:
             return False
         if isinstance(state.get("history"), bytes):
             state["history"] = from_text(state["history"])
+        if isinstance(member, Member):
+            state = reopened(member, state)
+            if state is None:
+                return False
         try:
             member.load_state(state)
         except Exception as error:
@@ -333,6 +332,10 @@ class RunFolder:
             ) from error
         return True
 
+    def reopen(self) -> None:
+        """Training continues: what was written at the end of an earlier run does not hold any more."""
+        (self.path / "results.json").unlink(missing_ok=True)
+
     def finish(self, results: Results) -> None:
         """Write the results; OutError where that is impossible: the checkpoints are still there, and the same run
         again resumes from them."""
@@ -340,39 +343,17 @@ class RunFolder:
         try:
             for folder in FOLDERS:
                 (self.path / folder).mkdir(exist_ok=True)
-            files = [(self._histories.path(i), [to_text(r.history)]) for i, r in enumerate(results)]
-            files += [self._weights(index, result) for index, result in enumerate(results)]
-            for error in atomic.write_many(files):
-                if error is not None:
-                    raise error
-            self._results(results)
+            write_results(self.path, self._in_order(results))
         except OSError as error:
             raise OutError(
                 f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
                 "make room, and run the same again: it resumes from the checkpoints"
             ) from None
 
-    def _results(self, results: Results) -> None:
-        table = [
-            {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")}
-            for result in results
-        ]
-        stamp = results[0].environment
-        text = json.dumps({"version": VERSION, "environment": stamp, "results": table}, indent=1)
-        atomic.write_text(self.path / "results.json", text)
-
-    def _weights(self, index: int, result: Result) -> tuple[Path, list[bytes]]:
-        from safetensors.torch import save
-
-        state = result.model.state_dict()
-        stem = self.path / "weights" / f"{index:04d}"
-        if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
-            # A clone each: tied weights are then written once for each of their names, and load with strict=True.
-            data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
-            return stem.with_suffix(".safetensors"), [data]
-        file = io.BytesIO()
-        torch.save(state, file)
-        return stem.with_suffix(".pt"), [file.getvalue()]
+    def _in_order(self, results: Results) -> Results:
+        """Results as the folder has their jobs."""
+        places = {job["name"]: place for place, job in enumerate(self._table.jobs)}
+        return Results(sorted(results, key=lambda result: places.get(result.name, len(places))))
 
 
 def _draws_elsewhere(member: Member, table: JobTable) -> bool:

@@ -48,6 +48,7 @@ class Pack:
         step: The member's own step, (model, batch) -> loss; the batch is what `Pack.step` is given.
         params: From a model to what the optimizer takes as params; None: model.parameters().
         clip_norm: Scale each member's gradients down to at most this norm.
+        clip_value: Clip each element of each member's gradients to at most this absolute value.
         precision: None, "bf16" or "fp16", as in a job.
         schedule: step -> factor, or optimizer -> torch lr_scheduler; it moves on after every step.
         device: Where to train; None: where the first model is.
@@ -69,6 +70,7 @@ class Pack:
         step: Callable[[nn.Module, Any], Any] | Sequence[Callable[[nn.Module, Any], Any]] | None = None,
         params: Callable[[nn.Module], Any] | Sequence[Callable[[nn.Module], Any] | None] | None = None,
         clip_norm: float | Sequence[float | None] | None = None,
+        clip_value: float | Sequence[float | None] | None = None,
         precision: Literal["bf16", "fp16"] | None = None,
         schedule: Callable[[Any], Any] | Sequence[Callable[[Any], Any] | None] | None = None,
         device: str | torch.device | None = None,
@@ -76,7 +78,8 @@ class Pack:
     ) -> None:
         self._settings = {
             "optimizer": optimizer, "hparams": hparams or {}, "loss": loss, "step": step, "params": params,
-            "clip_norm": clip_norm, "precision": precision, "schedule": schedule, "seeds": seeds,
+            "clip_norm": clip_norm, "clip_value": clip_value, "precision": precision, "schedule": schedule,
+            "seeds": seeds,
         }  # fmt: skip
         chosen = settings_of_each(self._settings, models)
         self.device = device_of(models, device)
@@ -131,8 +134,8 @@ class Pack:
     def add(self, model: nn.Module, *, seed: int | None = None, **settings: Any) -> int:
         """Take in a copy of one more network, which begins at the next step; its id.
 
-        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, schedule. What is left out is
-        as for all members; a setting that was given one for each member must be given here too.
+        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, clip_value, schedule. What is
+        left out is as for all members; a setting that was given one for each member must be given here too.
         """
         return self._enter(model, settings_of_new_member({**self._settings, "seeds": seed}, settings))
 

@@ -54,6 +54,25 @@ def test_clip_leaves_the_unclipped_and_the_small_alone() -> None:
     assert all(new[1].isnan().all() for new in grads)
 
 
+def test_members_that_clip_by_value_beside_others() -> None:
+    grads = draws(4, torch.float32)
+    grads[0][3, 0, 0] = float("nan")
+    before = copy.deepcopy(grads)
+    limits = [-0.001, float("inf"), 0.5, -2.0]
+    clip_(grads, torch.tensor(limits, dtype=torch.float64), by_value=True)
+    for slot, limit in enumerate(limits):
+        params = [torch.zeros_like(g[slot]).requires_grad_() for g in before]
+        for param, g in zip(params, before, strict=True):
+            param.grad = g[slot].clone()
+        if limit < 0:
+            torch.nn.utils.clip_grad_value_(params, -limit)
+        elif limit < float("inf"):
+            torch.nn.utils.clip_grad_norm_(params, limit)
+        for param, g in zip(params, grads, strict=True):
+            assert param.grad is not None
+            torch.testing.assert_close(g[slot], param.grad, rtol=1e-6 if limit > 0 else 0, atol=0, equal_nan=True)
+
+
 def test_clip_without_gradients() -> None:
     assert clip_([], torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
 

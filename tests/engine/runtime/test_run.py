@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sgd": {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
     "groups": {"params": groups, "clip_norm": 0.1},
+    "clip_value": {"clip_value": 0.01},
     "accumulate": {"accumulate": 3},
     "steps": {"epochs": None, "steps": 7, "accumulate": 2},
     "drop_last": {"drop_last": True},
@@ -68,6 +69,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epochs": 4,
     },
     "validated": {"val": (X[:20], Y[:20]), "metrics": {"accuracy": accuracy}, "val_every": 2, "epochs": 3},
+    "validated within epochs": {
+        "val": (X[:20], Y[:20]),
+        "metrics": {"accuracy": accuracy},
+        "val_every_steps": 3,
+        "keep": "best",
+        "epochs": 3,
+        "hparams": {"lr": 0.3},
+    },
+    "stopped within an epoch": {
+        "val": (X[:20], Y[:20]),
+        "val_every_steps": 2,
+        "accumulate": 2,
+        "epochs": 4,
+        "stop": shoal.EarlyStop("val_loss", patience=1, min_delta=0.5),
+    },
     "best": {"val": (X[:20], Y[:20]), "keep": "best", "epochs": 5, "hparams": {"lr": 0.3}},
     "stopped": {"stop": shoal.EarlyStop("loss", patience=1, min_delta=0.5), "epochs": 6},
     "own step": {"loss": None, "step": own_step, "data": {"x": X, "y": Y}, "val": {"x": X[:9], "y": Y[:9]}},
@@ -91,6 +107,9 @@ def assert_same(a: shoal.Result, b: shoal.Result) -> None:
     )
     for x, y in zip(flat_a, flat_b, strict=True):
         assert torch.equal(x, y) if isinstance(y, Tensor) else x == y
+    assert len(a.validations) == len(b.validations)
+    for within_a, within_b in zip(a.validations, b.validations, strict=True):
+        assert within_a == pytest.approx(within_b)
     assert len(a.history) == len(b.history)
     for row_a, row_b in zip(a.history, b.history, strict=True):
         assert {k: v for k, v in row_a.items() if k != "seconds"} == pytest.approx(
@@ -109,6 +128,47 @@ def serial(jobs: list[shoal.Job]) -> shoal.Results:
 def test_every_setting_as_in_the_reference_loop_bit_for_bit(name: str) -> None:
     jobs = [job(seed=1, name="other", epochs=1), job(name="this", **SETTINGS[name]), job(seed=2, name="third")]
     assert_same(serial(jobs)[1], shoal.solo(jobs[1]))
+
+
+def test_a_stack_that_validates_within_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("SHOAL_PACK", "always")
+    settings: dict[str, Any] = {"val": (X[:20], Y[:20]), "metrics": {"accuracy": accuracy}, "epochs": 3}
+    settings |= {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.5}}
+    stop = shoal.EarlyStop("accuracy", patience=2)
+    jobs = [
+        job(name="often", val_every_steps=2, **settings),
+        job(name="best", seed=1, val_every_steps=3, keep="best", **settings),
+        job(name="stop", seed=2, val_every_steps=1, stop=stop, **settings),
+        job(name="epochs", seed=3, **settings),
+    ]
+    results = shoal.train(jobs, "cpu", tmp_path, deterministic=True)
+    for result, each in zip(results, jobs, strict=True):
+        alone = shoal.solo(each)
+        assert result.tier == "stacked" and result.status == alone.status and result.steps == alone.steps
+        assert len(result.validations) == len(alone.validations) and result.best_epoch == alone.best_epoch
+        for row, other in zip([*result.validations, result.values], [*alone.validations, alone.values], strict=True):
+            assert {k: v for k, v in row.items() if k != "seconds"} == pytest.approx(
+                {k: v for k, v in other.items() if k != "seconds"}, rel=1e-6
+            )
+        for a, b in zip(result.model.state_dict().values(), alone.model.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        loaded = shoal.load(tmp_path)[each.name]
+        assert loaded.validations == result.validations and loaded.values == result.values
+    assert results["stop"].status == "stopped" and results["often"].validations and not results["epochs"].validations
+
+
+def test_a_stack_of_members_that_clip_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD  # others divide by gradients, and a bias before a batch norm has none
+    monkeypatch.setenv("SHOAL_PACK", "always")
+    clips: list[dict[str, Any]] = [{"clip_value": 0.01}, {"clip_norm": 0.1}, {}, {"clip_value": 0.003}]
+    jobs = [job(seed=i, name=f"{i}", optimizer=optimizer, hparams={"lr": 0.05}, **clip) for i, clip in enumerate(clips)]
+    results = shoal.train(jobs, device="cpu", deterministic=True)
+    for result, each in zip(results, jobs, strict=True):
+        assert result.tier == "stacked"
+        for a, b in zip(result.model.state_dict().values(), shoal.solo(each).model.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    loose = shoal.solo(job(seed=0, optimizer=optimizer, hparams={"lr": 0.05})).model.state_dict()
+    assert not torch.equal(loose["0.weight"], results[0].model.state_dict()["0.weight"])
 
 
 def test_the_processs_own_generator_is_left_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
-from shoal.data.source import as_bytes
+from shoal.data.source import content_hash
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
@@ -62,6 +61,8 @@ class Member:
     tier: str = ""
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Those within epochs."""
     optimizer_state: dict[str, Any] = field(default_factory=dict)
     schedule_state: dict[str, Any] | None = None
     """The scheduler's own state_dict(), where there is a schedule and it has moved."""
@@ -86,12 +87,18 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
+    closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
+    """Losses and logs of the epoch before this one."""
     saved_state: SavedState = field(init=False)
     """Python state that no state_dict() has."""
     pause_at: int | None = None
     """The epoch after which it gives its place back until the run's supervisor lets it continue."""
     paused_at: frozenset[int] = frozenset()
     """Epochs after which it has paused before; one that is trained again, after a kill, is validated there again."""
+    before_end: dict[str, Any] | None = None
+    """Its state before its last epoch was closed as the last one, where that is not undone easily: see `resuming`."""
+    rate: float | None = None
+    """The learning rate at its last step, of one that resumes between that step and the end of its epoch."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
@@ -152,7 +159,7 @@ class Member:
     def close_epoch(self) -> None:
         """Between epochs again."""
         self.order, self.place, self.first_step = None, 0, self.step
-        self.losses, self.logs = [], {}
+        self.closed, self.losses, self.logs = (self.losses, self.logs), [], {}
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
         """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
@@ -175,6 +182,7 @@ class Member:
             **{name: getattr(self, name) for name in _PLAIN},
             "schedule_state": self.schedule_state if whole else None,
             "history": [dict(row) for row in self.history],
+            "validations": [dict(row) for row in self.validations],
             "model": _stored(dict(self.model.state_dict())),
             "buffers": _stored(self._moved_buffers()),
             "python": _stored(self.saved_state.capture()),
@@ -185,6 +193,7 @@ class Member:
             "orders": self.orders.get_state() if drawn is None else drawn,
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+            "before_end": self.before_end,
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -199,6 +208,7 @@ class Member:
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
+        self.validations = [dict(row) for row in state.get("validations", ())]
         load_weights(self.model, state["model"], give=True)
         load_other_buffers(self.model, state.get("buffers", {}))
         self.saved_state.load(state.get("python"))
@@ -209,6 +219,7 @@ class Member:
         self.order = self.order_state = self.ahead = None
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
 
@@ -221,6 +232,7 @@ def scratch_copy(member: Member) -> Member:
         rng=generator_at(member.rng.get_state()),
         orders=generator_at(member.orders.get_state()),
         history=[],
+        validations=[],
         losses=[],
         logs={},
         optimizer_state={},
@@ -249,12 +261,6 @@ def _stored(value: Any) -> Any:
         return x.cpu().clone() if part or x.device.type != "cpu" else x
 
     return pytree.tree_map(detached, value)
-
-
-def content_hash(tensor: Tensor) -> str:
-    """Of what a tensor holds."""
-    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
 
 
 def names(jobs: Sequence[Job]) -> list[str]:

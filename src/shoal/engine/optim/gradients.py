@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.engine.optim.rule import coefficient_dtype
+from shoal.jobs.job import Job
+
+
+def clip_gradients(job: Job, model: nn.Module) -> None:
+    """Clip a model's gradients as its job says."""
+    if job.clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+    if job.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), job.clip_value)
+
+
+def clip_limit(job: Job) -> float:
+    """How a job clips, as one number: by norm where it is above 0, by value (of minus it) below 0, inf: not at all."""
+    if job.clip_value is not None:
+        return -float(job.clip_value)
+    return math.inf if job.clip_norm is None else float(job.clip_norm)
 
 
 @torch.no_grad()
-def clip_(grads: Sequence[Tensor], max_norm_M: Tensor) -> Tensor:
+def clip_(grads: Sequence[Tensor], limits_M: Tensor, *, by_value: bool = False) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for every member at once, in place; the total norms [M].
 
-    The norm of a member is over its slices only. max_norm inf means that the member is not clipped: its coefficient
+    The norm of a member is over its slices only. A limit of inf means that the member is not clipped: its coefficient
     is exactly one, whatever its norm, so its gradients keep every bit. A norm of NaN spreads to that member's
-    gradients alone, as it does in torch.
+    gradients alone, as it does in torch. `by_value`: members with limits below 0 are clipped by
+    `torch.nn.utils.clip_grad_value_` instead, at minus the limit.
 
     >>> grads = [torch.tensor([[3.0, 4.0], [3.0, 4.0]])]
     >>> clip_(grads, torch.tensor([1.0, float("inf")])).tolist(), grads[0][1].tolist()
     ([5.0, 5.0], [3.0, 4.0])
     """
     if not grads:
-        return torch.zeros_like(max_norm_M)
+        return torch.zeros_like(limits_M)
     norms: list[Tensor] = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), 2.0, dim=1) for g in grads]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms, dim=1), 2.0, dim=1)
-    limit = max_norm_M.to(total.dtype)
-    coefficient = torch.where(max_norm_M.isinf(), 1.0, (limit / (total + 1e-6)).clamp(max=1.0))
+    limit = limits_M.to(total.dtype)
+    other = limits_M.isinf() | (limits_M < 0) if by_value else limits_M.isinf()
+    coefficient = torch.where(other, 1.0, (limit / (total + 1e-6)).clamp(max=1.0))
     for grad in grads:
         grad.mul_(coefficient.to(coefficient_dtype(grad.dtype)).view(-1, *[1] * (grad.ndim - 1)))
+    if by_value:
+        largest = torch.where(limits_M < 0, -limits_M, math.inf)
+        for grad in grads:
+            most = largest.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
+            grad.clamp_(-most, most)
     return total
 
 

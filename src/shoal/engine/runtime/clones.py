@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
 
 CHANGEABLE = (
-    "hparams", "epochs", "steps", "clip_norm", "loss", "step", "val", "metrics", "val_every", "stop", "keep", "owner",
-    "priority",
+    "hparams", "epochs", "steps", "clip_norm", "clip_value", "loss", "step", "val", "metrics", "val_every",
+    "val_every_steps", "stop", "keep", "owner", "priority",
 )  # fmt: skip
 """Fields of a job that a clone may have otherwise: what it computes, and how far it has come, stay."""
 WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}

@@ -37,7 +37,7 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
-from shoal.engine.units.build import build, costs, requests, try_out
+from shoal.engine.units.build import build, costs, in_step, requests, try_out
 from shoal.engine.units.looping import looped, worth_sharing
 from shoal.engine.units.trials import lone_seconds
 from shoal.utils.set_up_times import timed
@@ -288,7 +288,7 @@ class PlanningContext:
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
         """New units for these members, with their parts of the plan."""
         with timed("units"):
-            return self._units({member.index for member in members})
+            return [built for wanted in in_step(members) for built in self._units(wanted)]
 
     def _units(self, wanted: set[int]) -> list[tuple[Unit, Part]]:
         groups = _restricted(self.groups, wanted)

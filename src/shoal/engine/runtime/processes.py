@@ -22,7 +22,7 @@ from shoal.reporting.events import Event
 from shoal.utils import garbage_collection
 from shoal.utils.torch_flags import flush_output
 
-_STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches")
+_STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
 
 Body = Callable[[Connection], None]
 """What a child does, given its end of the pipe."""

@@ -68,6 +68,7 @@ class Run(UnitListener):
         """
         self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
         self.members = {member.index: member for member in members}
+        self.saves = folder is not None and not folder.passing
         self.paused: dict[int, Member] = {}
         """Members without a place, until the supervisor lets them continue or ends them."""
         self.waiting = {m.index: m for m in members if m.status == "running"}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.engine.members import row_order
 from shoal.engine.members.member import Member
+from shoal.engine.members.resuming import closes_early
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
@@ -30,6 +31,9 @@ STREAM_CHUNK = 8
 
 class UnitListener:
     """Is called when a unit's members end epochs and leave. This one does nothing."""
+
+    saves = False
+    """Whether members are saved at their end, so that another run can train them longer."""
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         """A member has ended an epoch; how it must end here, if it must."""
@@ -79,7 +83,7 @@ class UnitRunner:
 
     def next_batches(self, seconds: float = math.inf) -> int:
         """How many batches until a member's epoch or training ends, or until so much time is over."""
-        batches = min(_limit(member) - member.place for member in self.members)
+        batches = min(_next_stop(member) - member.place for member in self.members)
         if any(member.data.source.streamed for member in self.members):
             batches = min(batches, self._whole_steps(STREAM_CHUNK))
         if not self.batch_seconds and seconds < math.inf:
@@ -115,6 +119,10 @@ class UnitRunner:
         if outcome.error is not None:
             ends[outcome.error.slot] = self._fail(outcome.error)
         ends |= self._failures()
+        moved = [s for s, member in enumerate(members) if s not in ends and member.place > self._before[s]]
+        within = [s for s in moved if _validates_within(members[s])]
+        if within:
+            ends |= self._validate_within(within)
         at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
         if at_end:
             ends |= self._end_epoch(at_end)
@@ -144,10 +152,16 @@ class UnitRunner:
     def _end_epoch(self, slots: list[int]) -> dict[int, str]:
         """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
         members, ends = self.members, dict[int, str]()
-        rates = self.unit.rates()
+        rates = [
+            rate if member.rate is None else member.rate
+            for rate, member in zip(self.unit.rates(), members, strict=True)
+        ]
+        if self.host.saves:
+            self._save_before_end([slot for slot in slots if closes_early(members[slot])], rates)
         whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
         for slot in slots:
             members[slot].epoch += 1
+            members[slot].rate = None
         due = [s for s in slots if validates(members[s].job, members[s].epoch, members[s].at_stop)]
         values = self._validate(due) if due else {}
         watched: dict[int, float | None] = {}
@@ -161,7 +175,7 @@ class UnitRunner:
             member.error = member.monitor.missing(member.history[-1], member.job.val is None or slot in due)
             if member.error is not None:
                 ends[slot] = "failed"
-        stops = {slot: self._judge(slot) for slot in watched if slot not in ends}
+        stops = {slot: self._judge(slot, members[slot].history[-1]) for slot in watched if slot not in ends}
         self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
         ends |= self._failures()
         for slot in slots:
@@ -171,10 +185,33 @@ class UnitRunner:
                 ends |= self._look(slot, stops[slot])
         return ends
 
-    def _judge(self, slot: int) -> bool:
+    def _save_before_end(self, slots: list[int], rates: list[float]) -> None:
+        """Keep the states of members whose last epoch is closed as no other is."""
+        if slots:
+            self.unit.write_back(slots)
+        for slot in slots:
+            member = self.members[slot]
+            between = {"rate": rates[slot]} if member.place == member.num_batches else {}
+            member.before_end = copy.deepcopy(member.state()) | between
+
+    def _validate_within(self, slots: list[int]) -> dict[int, str]:
+        """Validate members that are in the middle of an epoch; those that end here."""
+        ends = dict[int, str]()
+        for slot, values in self._validate(slots).items():
+            if isinstance(values, MemberError):
+                ends[slot] = self._fail(values)
+                continue
+            member = self.members[slot]
+            row = {"epoch": member.epoch + 1, "step": member.step, **values}
+            member.validations.append(row)
+            if self._judge(slot, row):
+                ends[slot] = "stopped"
+        return ends
+
+    def _judge(self, slot: int, row: dict[str, float]) -> bool:
         """Copy a member's weights if they are its best; whether it should stop."""
         member = self.members[slot]
-        best, stop = member.monitor.see(member.history[-1])
+        best, stop = member.monitor.see(row)
         if best and member.job.keep == "best":
             self.unit.write_back([slot])
             member.best = weights(member.model)
@@ -266,7 +303,10 @@ def turn(
         for runner, count in zip(runners, batches, strict=True):
             runner.look_ahead(count)
 
-    outcomes = executor.run(work, look_ahead)
+    outcomes = executor.run([each for each in work if each[1]], look_ahead)
+    for place, (_, count) in enumerate(work):
+        if not count:  # it was saved at the end of an epoch that is still to be closed
+            outcomes.insert(place, Outcome(0.0))
     if done is not None:
         done(runners)
     for runner, count, outcome in zip(runners, batches, outcomes, strict=True):
@@ -282,6 +322,24 @@ def _limit(member: Member) -> int:
     if job.steps is None:
         return member.num_batches
     return min(member.num_batches, (job.steps - member.first_step) * job.accumulate)
+
+
+def _next_stop(member: Member) -> int:
+    """Batches of this epoch after which a member is looked at: at its end, or at a validation before that."""
+    job, limit = member.job, _limit(member)
+    if job.val_every_steps is None:
+        return limit
+    step = member.first_step + member.place // job.accumulate
+    due = (step // job.val_every_steps + 1) * job.val_every_steps
+    return min(limit, (due - member.first_step) * job.accumulate)
+
+
+def _validates_within(member: Member) -> bool:
+    """Whether a member has come to a validation in the middle of its epoch."""
+    job = member.job
+    if job.val_every_steps is None or member.place >= _limit(member) or member.place % job.accumulate:
+        return False
+    return member.step % job.val_every_steps == 0
 
 
 def _advance(slot: int, member: Member, before: int) -> dict[int, str]:

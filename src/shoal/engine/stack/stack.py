@@ -8,13 +8,14 @@ the other members. Members are ordered by their kind of optimizer, see `optimize
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal.engine.members.member import Member
-from shoal.engine.optim.gradients import MemberScaler, clip_
+from shoal.engine.optim.gradients import MemberScaler, clip_, clip_limit
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
@@ -66,11 +67,10 @@ class Stack:
             scale = recipes[slot].member.scaler_state
             if self.scaler is not None and scale is not None:
                 self.scaler.load_state_dict(row, scale)
-        norms = [r.member.job.clip_norm for r in recipes]
-        self.max_norm = None
-        if any(norm is not None for norm in norms):
-            limits = [float("inf") if norms[r] is None else float(norms[r] or 0.0) for r in self.rows]
-            self.max_norm = torch.tensor(limits, dtype=torch.float64, device=self.device)
+        limits = [clip_limit(recipe.member.job) for recipe in recipes]
+        self.clip_limits = None
+        if any(limit != math.inf for limit in limits):
+            self.clip_limits = torch.tensor([limits[r] for r in self.rows], dtype=torch.float64, device=self.device)
         self.optimizer = Optimizers.of(self)
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
@@ -118,12 +118,12 @@ class Stack:
     def apply(self, grads: Grads, active: Tensor | None) -> None:
         """One optimizer step from these gradients (one per trained parameter); members outside `active` take none."""
         grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
-        if self.scaler is not None or self.max_norm is not None:
+        if self.scaler is not None or self.clip_limits is not None:
             grads = _apart(grads)
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
-        if self.max_norm is not None:
-            clip_(present, self.max_norm)
+        if self.clip_limits is not None:
+            clip_(present, self.clip_limits, by_value=any(m.job.clip_value is not None for m in self.members))
         if found_inf is not None:
             active = ~found_inf if active is None else active & ~found_inf
         self.optimizer.update(grads, active)
@@ -205,15 +205,15 @@ class Stack:
         new.scaler = None
         if (a := self.scaler) is not None and (b := other.scaler) is not None:
             new.scaler = a.on(both(a.scale_M, b.scale_M), both(a.growth_tracker_M, b.growth_tracker_M))
-        new.max_norm = None
-        if self.max_norm is not None or other.max_norm is not None:
-            new.max_norm = both(self._limits(), other._limits())
+        new.clip_limits = None
+        if self.clip_limits is not None or other.clip_limits is not None:
+            new.clip_limits = both(self._limits(), other._limits())
         new.optimizer = self.optimizer.merged(new, other.optimizer)
         return new
 
     def _limits(self) -> Tensor:
-        if self.max_norm is not None:
-            return self.max_norm
+        if self.clip_limits is not None:
+            return self.clip_limits
         return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
@@ -228,8 +228,8 @@ class Stack:
         if self.scaler is not None and other.scaler is not None:
             pairs.append((self.scaler.scale_M, other.scaler.scale_M))
             pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
-        if self.max_norm is not None:
-            pairs.append((self.max_norm, other._limits()))
+        if self.clip_limits is not None:
+            pairs.append((self.clip_limits, other._limits()))
         index = torch.tensor(rows, device=self.device)
         for ours, value in pairs:
             ours.detach().index_copy_(0, index, value.detach())
@@ -270,7 +270,7 @@ class Stack:
         new.scaler = self.scaler
         if new.scaler is not None:
             new.scaler = new.scaler.on(new.scaler.scale_M[rows], new.scaler.growth_tracker_M[rows])
-        new.max_norm = None if self.max_norm is None else self.max_norm[rows]
+        new.clip_limits = None if self.clip_limits is None else self.clip_limits[rows]
         new.optimizer = self.optimizer.keep(new, rows)
         return new
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -196,7 +196,40 @@ class Sheet:
 
 
 def _measured(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
-    return {name: number(metric(outputs, targets)) for name, metric in job.metrics.items()}
+    values: dict[str, float] = {}
+    for name, metric in job.metrics.items():
+        value = measure(metric, outputs, targets)
+        if isinstance(value, Mapping):
+            values |= {f"{name}_{key}": number(each) for key, each in value.items()}
+        else:
+            values[name] = number(value)
+    return values
+
+
+def metric_columns(job: Job) -> list[str]:
+    """The names that a job's metrics have in its history: a collection of several has one for each."""
+    names: list[str] = []
+    for name, metric in job.metrics.items():
+        keys = getattr(metric, "keys", None)
+        names += [f"{name}_{key}" for key in keys()] if callable(keys) else [name]
+    return names
+
+
+def measure(metric: Any, outputs: Any, targets: Any) -> Any:
+    """What a metric says of all outputs and targets.
+
+    A metric that is an object with a state of its own, as those of torchmetrics are, is copied first: no member's
+    validation leaves anything in another's, or in the next one.
+    """
+    if not all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset")):
+        return metric(outputs, targets)
+    fresh = copy.deepcopy(metric)
+    first = next((leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)), None)
+    if isinstance(fresh, nn.Module) and first is not None:
+        fresh = fresh.to(first.device)
+    fresh.reset()
+    fresh.update(outputs, targets)
+    return fresh.compute()
 
 
 def _joined(batches: list[Any], dim: int = 0) -> Any:

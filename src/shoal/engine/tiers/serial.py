@@ -24,6 +24,7 @@ from shoal.engine.members.member import (
     run_step,
     trying,
 )
+from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
 from shoal.engine.tiers.unit import Unit, out_of_memory
@@ -222,8 +223,7 @@ class SerialUnit(Unit):
             parameter.grad = None
 
     def _clip(self) -> None:
-        if self.job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        clip_gradients(self.job, self.model)
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0].get("lr", float("nan")))

@@ -71,6 +71,8 @@ def why_not(recipe: Recipe) -> str:
         return "its data is read as training goes"
     if job.accumulate > 1:
         return "it accumulates gradients"
+    if job.clip_value is not None:
+        return "it clips gradients by value"
     if recipe.optimizer.flags is None:
         return f"{recipe.optimizer.kind.__name__} has no rule"
     runner = recipe.optimizer.runner

@@ -143,6 +143,16 @@ def costs(
     }
 
 
+def in_step(members: Iterable[Member]) -> list[set[int]]:
+    """Members that may be in one unit, by their places in the list: those that accumulate gradients, or read a stream,
+    have to be at the same batch of their epochs."""
+    sets: dict[int | None, set[int]] = {}
+    for member in members:
+        apart = member.job.accumulate > 1 or member.data.source.streamed
+        sets.setdefault(member.place if apart else None, set()).add(member.index)
+    return list(sets.values())
+
+
 def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -> list[Unit]:
     """The units of these parts."""
     recipes = {recipe.member.index: recipe for alike in groups for recipe in alike.recipes}

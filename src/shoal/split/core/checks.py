@@ -34,6 +34,8 @@ def split_problems(job: Job, member: Member) -> list[str]:
         lines.append("its schedule is a torch scheduler, which counts its own steps; under a split use step -> factor")
     if job.precision == "fp16":
         lines.append("precision is 'fp16', whose loss scale has no place to travel with; under a split use 'bf16'")
+    if job.val_every_steps is not None:
+        lines.append("val_every_steps is set, and a split validates between rounds; give the split's own val_every=")
     with draws(member, keep=False):
         optimizer = make_optimizer(job, member.model)
     if needs_closure(optimizer):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shoal.data import View
 from shoal.data.pool import batch_rows
 from shoal.engine.members.member import autocast, counted, make_optimizer, number, seeded
+from shoal.engine.optim.gradients import clip_gradients
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_count
 from shoal.split.core.memory import Meter, step_of
@@ -129,8 +130,7 @@ class _PartTraining:
             return
         if self.masks is not None:
             self.masks.gradients()
-        if self.job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.network.parameters(), self.job.clip_norm)
+        clip_gradients(self.job, self.network)
         self.optimizer.step()
         if self.masks is not None:
             self.masks.weights()

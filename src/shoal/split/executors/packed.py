@@ -118,6 +118,7 @@ class _PackedParts:
             step=steps if has_step else None,
             params=job.params,
             clip_norm=job.clip_norm,
+            clip_value=job.clip_value,
             precision=job.precision,
             schedule=None if job.schedule is None else [self._schedule(i) for i in range(len(tasks))],
             device=executor.device,

@@ -75,7 +75,7 @@ class Inputs:
 def stack_tensors(stack: Stack) -> list[Tensor]:
     """Every tensor of a stack that a step reads or writes."""
     scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
-    norm = [] if stack.max_norm is None else [stack.max_norm]
+    norm = [] if stack.clip_limits is None else [stack.clip_limits]
     return [
         *stack.params,
         *stack.buffers,
@@ -103,7 +103,7 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
     bound.active = rest.pop(0)
     if stack.scaler is not None:
         bound.scaler = stack.scaler.on(rest.pop(0), rest.pop(0))
-    bound.max_norm = rest.pop(0) if stack.max_norm is not None else None
+    bound.clip_limits = rest.pop(0) if stack.clip_limits is not None else None
     return bound
 
 

@@ -112,7 +112,8 @@ class Chunk:
             or self.shared
             or recipe.key != first.key
             or recipe.member.data.source is not first.member.data.source
-            or (recipe.member.job.clip_norm is not None and self.stack.max_norm is None)
+            or (recipe.member.job.clip_norm is not None and self.stack.clip_limits is None)
+            or recipe.member.job.clip_value is not None
         ):
             return None
         for part, table in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):
@@ -259,7 +260,7 @@ class Chunk:
             (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
             for part in self.stack.optimizer.ruled()
         )
-        extras = (self.stack.max_norm is None, self.stack.shared, *(table is None for table in self.inputs.tables))
+        extras = (self.stack.clip_limits is None, self.stack.shared, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
         new, known = key not in self.cache, self.cache.get(key)
         if isinstance(known, Fused):

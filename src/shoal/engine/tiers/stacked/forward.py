@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,38 @@ def evaluation_program(
 
 
 class Forward:
-    """Many models' eval-mode forward; weights are stacked once, for all the batches that follow."""
+    """Many models in eval mode on the same batches; weights are stacked once, for all the batches that follow.
 
-    def __init__(self, models: Sequence[nn.Module], precision: str | None = None) -> None:
+    Used in a `with` statement, it brings models that had to go to `device` by themselves back to where they were.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        precision: str | None = None,
+        *,
+        whats: Sequence[Evaluation] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`whats`: what each computes, by default its outputs. `device`: where, by default where each one is."""
         self.models = list(models)
-        self.precision = precision
-        self._trace_cache, self._what = TraceCache(), Evaluation.forward(precision)
+        self.whats = [Evaluation.forward(precision)] * len(self.models) if whats is None else list(whats)
+        self.device = device
+        self._trace_cache = TraceCache()
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
+        self._homes: dict[int, torch.device] = {}
+        self._most = max(1, len(self.models))
+        """Models that memory holds at once, as far as is known."""
         self.calls = 0
         """Stacked programs run so far."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for place, home in self._homes.items():
+            self.models[place].to(home)
+        self._homes.clear()
 
     def __call__(self, inputs: tuple[Any, ...]) -> Any:
         """Outputs with the member axis first.
@@ -66,58 +89,79 @@ class Forward:
             whole = self._stacked(groups[0][0], groups[0][1], inputs)
             if whole is not None:
                 return whole
-        outputs: list[Any] = [None] * len(self.models)
-        for places, traces in groups:
-            stacked = self._stacked(places, traces, inputs) if traces else None
-            for i, place in enumerate(places):
-                outputs[place] = self._alone(place, inputs) if stacked is None else member_output(stacked, i)
-        return joined(outputs)
+        return joined(self.each(inputs))
 
-    def _groups(self, inputs: tuple[Any, ...]) -> list[tuple[list[int], list[Trace]]]:
-        """Models by what they compute; those without a graph have none."""
+    def each(self, batch: Any) -> list[Any]:
+        """What each model computes, as a list."""
+        outputs: list[Any] = [None] * len(self.models)
+        for places, traces in self._groups(batch):
+            stacked = self._stacked(places, traces, batch) if traces else None
+            for i, place in enumerate(places):
+                outputs[place] = self._alone(place, batch) if stacked is None else member_output(stacked, i)
+        return outputs
+
+    def _groups(self, batch: Any) -> list[tuple[list[int], list[Trace]]]:
+        """Models by what they compute, no more at once than memory holds; those without a graph have none."""
         groups: dict[Hashable, tuple[list[int], list[Trace]]] = {}
-        for place, model in enumerate(self.models):
+        for place, (model, what) in enumerate(zip(self.models, self.whats, strict=True)):
             try:
-                graph = self._trace_cache.evaluation(model, self._what, inputs)
+                graph = self._trace_cache.evaluation(model, what, batch)
             except Untraceable:
                 groups[("alone", place)] = ([place], [])
                 continue
-            places, traces = groups.setdefault(skeleton(graph), ([], []))
+            places, traces = groups.setdefault((skeleton(graph), what.precision), ([], []))
             places.append(place)
             traces.append(graph)
-        return list(groups.values())
+        most = self._most
+        return [
+            (places[i : i + most], traces[i : i + most])
+            for places, traces in groups.values()
+            for i in range(0, len(places), most)
+        ]
 
-    def _stacked(self, places: list[int], traces: list[Trace], inputs: tuple[Any, ...]) -> Any:
+    def _stacked(self, places: list[int], traces: list[Trace], batch: Any) -> Any:
         """One program for all of them; None where it cannot be, or would not pay."""
         if len(places) < 2:
             return None
         models, rows = [self.models[place] for place in places], range(len(places))
-        device = next(models[0].parameters()).device
-        whats = [self._what] * len(models)
-        program = evaluation_program(models, whats, traces, rows, inputs, self._trace_cache, device)
+        whats = [self.whats[place] for place in places]
+        device = self.device or next(models[0].parameters()).device
+        program = evaluation_program(models, whats, traces, rows, batch, self._trace_cache, device)
         if program is None:
             return None
-        key = tuple(places)
-        if key not in self._states:
-            self._states[key] = stacked_state(models, traces[0])
-        state, count = self._states[key], len(traces[0].params)
+        try:
+            return self._run(program, tuple(places), traces[0], batch, device)
+        except Exception as error:
+            if context_lost(error):
+                raise
+            if not out_of_memory(error):
+                return None  # their own Python may handle what a stack does not
+        self._states.clear()  # and then half of them at once
+        self._most = max(1, len(places) // 2)
+        halves = [slice(0, self._most), slice(self._most, None)]
+        parts = [self._stacked(places[half], traces[half], batch) for half in halves]
+        return None if any(part is None for part in parts) else pytree.tree_map(lambda *x: torch.cat(x), *parts)
+
+    def _run(self, program: Program, places: tuple[int, ...], trace: Trace, batch: Any, device: torch.device) -> Any:
+        if places not in self._states:
+            stacked = stacked_state([self.models[place] for place in places], trace)
+            self._states[places] = [tensor.to(device) for tensor in stacked]
+        state, count = self._states[places], len(trace.params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
-        try:
-            with torch.no_grad(), autocast(self.precision, device):
-                out, _ = program(state, pytree.tree_leaves(inputs), lambda index: torch.empty(0))
-        except Exception as error:
-            if out_of_memory(error) or context_lost(error):
-                raise
-            return None  # their own Python may handle what a stack does not
-        return out
+        with torch.no_grad(), autocast(self.whats[places[0]].precision, device):
+            return program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
 
-    def _alone(self, place: int, inputs: tuple[Any, ...]) -> Any:
-        model = self.models[place]
+    def _alone(self, place: int, batch: Any) -> Any:
+        model, what = self.models[place], self.whats[place]
         first = next(model.parameters(), None)
-        device = first.device if first is not None else torch.device("cpu")
-        with evaluating(model), autocast(self.precision, device):
-            return evaluated(model, lambda: model(*inputs))[0]
+        home = first.device if first is not None else torch.device("cpu")
+        device = self.device or home
+        if home != device:
+            self._homes.setdefault(place, home)
+            model.to(device)
+        with evaluating(model), autocast(what.precision, device):
+            return evaluated(model, lambda: what.call(model, batch))[0]
 
 
 def joined(outputs: list[Any]) -> Any:

@@ -1,0 +1,92 @@
+"""`shoal export FOLDER FILE`: a job's trained weights as a file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal import Result, Results
+
+KINDS = (".safetensors", ".pt", ".pt2")
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run: what was given as --out.")],
+    file: Annotated[Path, typer.Argument(help="What to write: .safetensors or .pt (weights), .pt2 (torch.export).")],
+    job: Annotated[str | None, typer.Option(help="The job's name; needed unless there is one, or with --best.")] = None,
+    best: Annotated[str | None, typer.Option(help="Take the job with the best value of this metric.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Which way is better, min or max, if its name does not say.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="For .pt2: MODULE:FUNCTION or FILE.py:FUNCTION that builds the network.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="For .pt2: the shape of an input with its batch, as 1,64.")] = None,
+) -> None:
+    """Write the trained weights of a run folder's job to a file.
+
+    A .pt2 file holds the network's computation too: torch.export.load(file).module() runs it without your code.
+    """
+    from shoal.cli.files import check_writable
+    from shoal.storage.loading import load
+
+    if file.suffix not in KINDS:
+        raise typer.BadParameter(f"the file is {str(file)!r}; its name ends in {', '.join(KINDS)}")
+    if (file.suffix == ".pt2") != (model is not None and shape is not None):
+        raise typer.BadParameter("--model and --shape go with a .pt2 file, and a .pt2 file needs both")
+    check_writable(file)
+    results = load(folder, model=None if model is None else _builder(model))
+    result = _chosen(results, job, best, mode)
+    _write(result, file, shape)
+    values = ", ".join(
+        f"{name} {value:.4g}" for name, value in result.values.items() if name not in ("step", "seconds")
+    )
+    typer.echo(f"wrote {file}: {result.name} ({result.status}{', ' + values if values else ''})")
+
+
+def _chosen(results: "Results", job: str | None, best: str | None, mode: Any) -> "Result":
+    if job is not None and best is not None:
+        raise typer.BadParameter("--job and --best both say which job; use one of them")
+    if job is not None:
+        return results[job]
+    if best is not None:
+        return results.best(best, mode)
+    if len(results) > 1:
+        raise typer.BadParameter(f"the folder has {len(results)} jobs; say --job NAME, or --best METRIC")
+    return results[0]
+
+
+def _builder(target: str) -> Any:
+    from shoal.jobfile.importing import get_attribute, import_code
+
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise typer.BadParameter(f"--model is {target!r}; give MODULE:FUNCTION or FILE.py:FUNCTION")
+    return get_attribute(import_code(where, Path.cwd()), name, where)
+
+
+def _write(result: "Result", file: Path, shape: str | None) -> None:
+    import torch
+
+    if file.suffix == ".pt2":
+        assert shape is not None
+        try:
+            sizes = [int(part) for part in shape.split(",")]
+        except ValueError:
+            raise typer.BadParameter(f"--shape is {shape!r}; give whole numbers, such as 1,64") from None
+        batch = torch.export.Dim("batch", min=1)
+        size = sizes[0] if sizes[0] > 1 else 2  # a batch of one would be exported as a constant
+        program = torch.export.export(result.model, (torch.zeros(size, *sizes[1:]),), dynamic_shapes=({0: batch},))
+        torch.export.save(program, file)
+        return
+    state = result.state_dict()
+    if file.suffix == ".pt":
+        torch.save(state, file)
+        return
+    from safetensors.torch import save_file
+
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise ValueError(
+            f"{odd[0]!r} of {result.name!r} is no tensor, which .safetensors cannot hold; write a .pt file"
+        )
+    save_file({name: value.contiguous().clone() for name, value in state.items()}, file)

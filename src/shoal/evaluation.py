@@ -1,0 +1,207 @@
+"""Trained networks on a test set: losses and metrics of all of them from one program, and what an ensemble says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.data import Pool
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import number
+from shoal.engine.recipes.recipe import Evaluation as Computation
+from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tiers.stacked.forward import Forward
+from shoal.errors import JobError, ShoalError, describe
+from shoal.jobs.job import Job
+from shoal.utils.numpy_values import tensor_of
+from shoal.utils.tables import render
+
+LARGEST_BATCH = 1024
+"""Rows at a time where nothing else is said."""
+
+
+def usable(device: Any) -> torch.device:
+    """The device of this name, or the CPU where this machine does not have it."""
+    chosen = torch.device(device if device else "cpu")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        return torch.device("cpu")
+    return chosen
+
+
+def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
+    """Outputs of all models, [M, ...], where the inputs are; `size` rows at a time, None: all at once."""
+    inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
+    home = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
+    with Forward(models, device=device) as forward:
+
+        def run(chunk: Any) -> Any:
+            there = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
+            return pytree.tree_map_only(Tensor, lambda x: x.to(home), forward(there))
+
+        if size is None:
+            return run(inputs)
+        chunks = [run(chunk) for chunk in zip(*(x.split(size) for x in inputs), strict=True)]
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+
+
+def evaluation_job(name: str, model: nn.Module, job: Any, data: Any, metrics: Any, loss: Any, collate: Any) -> Job:
+    """A trained network as a job to be evaluated; `job`: the one it was trained by, or its settings alone."""
+    known = job if isinstance(job, Job) else None
+    if known is None and metrics is None and loss is None:
+        raise ValueError(f"{name!r} was read from a folder, which holds no code; pass metrics= or loss= to evaluate")
+    step = known.step if known is not None and loss is None else None
+    if loss is None and step is None:
+        loss = no_loss if known is None else known.loss
+    if metrics is None:
+        metrics = {} if known is None else known.metrics
+    return Job(
+        model=model, data=data, step=step, loss=loss, metrics=metrics, collate=collate, precision=job.precision,
+        epochs=0,
+    )  # fmt: skip
+
+
+def evaluate(
+    names: Sequence[str], jobs: Sequence[Job], data: Any, batch_size: int, device: torch.device
+) -> list[dict[str, float]]:
+    """The loss, logs and metrics of these jobs' networks on the same data; a job's network is its `model`."""
+    try:
+        view = Pool(device).open(data, jobs[0].collate)
+    except JobError as error:
+        raise JobError(*(f"evaluate: data {line}" for line in error.lines)) from None
+    sheets = [Sheet(job) for job in jobs]
+    models = [job.model for job in jobs if isinstance(job.model, nn.Module)]
+    whats = [Computation.validation(job, bool(job.metrics)) for job in jobs]
+    with Forward(models, whats=whats, device=device) as forward:
+        for batch in view.feed(batch_size):
+            try:
+                outputs = forward.each(batch)
+            except Exception as error:
+                raise ShoalError(f"evaluate: a network raised {describe(error)} on a batch of the data") from error
+            for sheet, ((loss, logs), output) in zip(sheets, outputs, strict=True):
+                sheet.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
+                if sheet.job.metrics:
+                    sheet.outputs.append(output)
+                    sheet.targets.append(batch[-1])
+    return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
+
+
+def _values(name: str, sheet: Sheet) -> dict[str, float]:
+    try:
+        values = sheet.values()
+    except Exception as error:
+        raise ShoalError(f"evaluate: a metric of {name!r} raised {describe(error)}") from error
+    if sheet.job.loss is no_loss:
+        del values["val_loss"]
+    return {column.removeprefix("val_"): value for column, value in values.items()}
+
+
+def no_loss(outputs: Any, targets: Any) -> Tensor:
+    """For networks without a loss: only their metrics are asked for."""
+    return torch.zeros(())
+
+
+class Evaluation(Sequence[Mapping[str, float]]):
+    """What networks reached on a test set: a dict of numbers for each, by place or by the job's name."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[dict[str, float]]) -> None:
+        self.names, self._rows = list(names), list(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int | str) -> dict[str, float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Evaluation: ...
+    def __getitem__(self, index: int | str | slice) -> dict[str, float] | Evaluation:
+        if isinstance(index, slice):
+            return Evaluation(self.names[index], self._rows[index])
+        if isinstance(index, str):
+            if index not in self.names:
+                raise KeyError(f"no job {index!r}; there are {', '.join(map(repr, self.names[:10]))}")
+            return self._rows[self.names.index(index)]
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return iter(self._rows)
+
+    def __repr__(self) -> str:
+        return f"Evaluation({len(self)} networks: {', '.join(self.columns())})"
+
+    def columns(self) -> list[str]:
+        """What was measured."""
+        return list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def column(self, name: str) -> dict[str, float]:
+        """One number of every network, by the jobs' names."""
+        if name not in self.columns():
+            raise KeyError(f"no {name!r} was measured; there are {', '.join(self.columns())}")
+        return {who: row[name] for who, row in zip(self.names, self._rows, strict=True) if name in row}
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat row for each network."""
+        return [{"name": name, **row} for name, row in zip(self.names, self._rows, strict=True)]
+
+    def table(self) -> str:
+        """The numbers as text, a line for each network."""
+        head = self.columns()
+        cells = [[f"{row[name]:.4g}" if name in row else "-" for name in head] for row in self._rows]
+        return render(["name", *head], [[name, *row] for name, row in zip(self.names, cells, strict=True)], left=(0,))
+
+    def to_dataframe(self) -> Any:
+        """`records` as a pandas.DataFrame."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from None
+        return pandas.DataFrame(self.records())
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """What several networks say together about the same inputs."""
+
+    outputs: Tensor
+    """[M, ...]: what each of them says."""
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean of the members' outputs."""
+        return self.outputs.mean(0)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """The standard deviation between members: how far they disagree. 0 for one member."""
+        return self.outputs.std(0, correction=0)
+
+    @cached_property
+    def votes(self) -> Tensor:
+        """How many members have each class as their largest output, [..., classes]."""
+        winners = self.outputs.argmax(-1)
+        return nn.functional.one_hot(winners, self.outputs.shape[-1]).sum(0)
+
+    @cached_property
+    def vote(self) -> Tensor:
+        """The class that most members have as their largest output; of equal numbers the one with the larger mean."""
+        most = self.votes == self.votes.amax(-1, keepdim=True)
+        return self.mean.masked_fill(~most, -torch.inf).argmax(-1)
+
+    @cached_property
+    def agreement(self) -> Tensor:
+        """The part of the members that voted for the winning class, 0 to 1."""
+        return self.votes.amax(-1) / len(self.outputs)
+
+
+def combine(outputs: Any, activation: Callable[[Tensor], Tensor] | None) -> Ensemble:
+    """An ensemble of these outputs."""
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"the networks return a {type(outputs).__name__}, not a tensor; combine what predict returns")
+    given = outputs if outputs.is_floating_point() else outputs.float()
+    return Ensemble(given if activation is None else activation(given))

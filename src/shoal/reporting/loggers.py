@@ -1,0 +1,163 @@
+"""Loggers: callbacks that write each member's numbers somewhere, as if it had run alone.
+
+A logger is a subclass of `Logger` with three methods. It is called in the process that called `shoal.train`, wherever
+members train, and one that raises is dropped with a warning while training continues.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import OutError, describe
+from shoal.reporting.callbacks import MemberView
+from shoal.reporting.tensorboard import folder_name
+from shoal.utils.numpy_values import plain_int
+
+
+class Logger:
+    """The base of all loggers: which rows of which members are new, and the steps within an epoch.
+
+    >>> class Print(Logger):
+    ...     def log(self, view, values, step):
+    ...         print(view.name, step, values)
+    """
+
+    only_watches = True
+
+    def __init__(self, *, every_step: int | None = None) -> None:
+        """`every_step`: log each so many optimizer steps too, as `step_loss` and what the step logs; they are logged
+        when their epoch has ended. None: epochs alone."""
+        every_step = plain_int(every_step)
+        if every_step is not None and (not isinstance(every_step, int) or every_step < 1):
+            raise ValueError(f"every_step is {every_step!r}; use a whole number, 1 or more, or None for epochs alone")
+        self.every_step = every_step
+        self._epochs: dict[str, int] = {}
+        """By a member's name, the last epoch that was logged; members that have ended are not in it."""
+
+    def begin(self, view: MemberView) -> int | None:
+        """Before a member's first row; the last epoch that was logged of it by an earlier run, if that is known."""
+
+    def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
+        """Numbers of a member after so many optimizer steps."""
+
+    def end(self, view: MemberView) -> None:
+        """After its last row; `view.status` says how it ended."""
+
+    def __call__(self, view: MemberView) -> None:
+        """After an epoch: its steps and its row. At the end: how it ended."""
+        if view.name not in self._epochs:
+            self._epochs[view.name] = self.begin(view) or 0
+        row = view.metrics
+        if row and row["epoch"] > self._epochs[view.name]:
+            self._epochs[view.name] = int(row["epoch"])
+            within = {
+                int(r["step"]): _without(r, "epoch", "step") for r in view.validations if r["epoch"] == row["epoch"]
+            }
+            if self.every_step is not None:
+                for step, values in _steps(view, int(row["step"])):
+                    if step % self.every_step == 0:
+                        within[step] = {**values, **within.get(step, {})}
+            for step, values in sorted(within.items()):  # some services take steps in order alone
+                self.log(view, values, step)
+            self.log(view, _without(row, "step"), int(row["step"]))
+        if view.status != "running":
+            self.end(view)
+            del self._epochs[view.name]
+
+
+def _without(row: dict[str, float], *names: str) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _steps(view: MemberView, last: int) -> list[tuple[int, dict[str, float]]]:
+    """The optimizer steps of the last epoch: the mean of their batches."""
+    columns = {"step_loss": view.losses, **{f"step_{name}": values for name, values in view.logs.items()}}
+    k = view._member.job.accumulate
+    count = -(-len(columns["step_loss"]) // k)
+    return [
+        (last - count + 1 + i, {name: _mean(values[i * k : (i + 1) * k]) for name, values in columns.items()})
+        for i in range(count)
+    ]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def config(view: MemberView) -> dict[str, Any]:
+    """A member's settings and hyper-parameters, as numbers, strings and booleans."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (bool, int, float, str)) or value is None:
+            return value
+        return value.item() if getattr(value, "ndim", None) == 0 else str(value)
+
+    return {name: plain(value) for name, value in {**view.settings, **view.hparams}.items()}
+
+
+def make_folder(folder: str | os.PathLike[str], what: str) -> Path:
+    """The folder of a logger; OutError where it cannot be made."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutError(
+            f"{what}: folder is {str(folder)!r} and cannot be made ({describe(error)}); use another"
+        ) from None
+    return Path(folder)
+
+
+class CSVLogger(Logger):
+    """Writes a folder for each member: `metrics.csv`, a row for each epoch, `steps.csv` with `every_step`, and
+    `config.json` with its settings. A resumed run continues the files: rows after the point where it resumes are
+    written again."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, every_step: int | None = None) -> None:
+        super().__init__(every_step=every_step)
+        self.folder = make_folder(folder, "CSVLogger")
+        self._heads: dict[Path, list[str]] = {}
+        """The columns of each file."""
+
+    def begin(self, view: MemberView) -> int | None:
+        place = self._place(view)
+        place.mkdir(exist_ok=True)
+        (place / "config.json").write_text(json.dumps(config(view), indent=1))
+        steps = [int(row["step"]) for row in view.history]
+        before = steps[-2] if len(steps) > 1 else 0  # of the row that is about to be written
+        for path in (place / "metrics.csv", place / "steps.csv"):
+            rows = [row for row in _read(path) if int(row["step"]) <= before]
+            path.unlink(missing_ok=True)
+            if rows:
+                self._write(path, list(rows[0]), rows)
+        return None
+
+    def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
+        path = self._place(view) / ("metrics.csv" if "epoch" in values else "steps.csv")
+        row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
+        head = self._heads.get(path, [])
+        if not set(row) <= set(head):  # a column is new
+            self._write(path, list(dict.fromkeys([*head, *row])), [*_read(path), row])
+            return
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, head, lineterminator="\n").writerow(row)
+
+    def _write(self, path: Path, head: list[str], rows: list[dict[str, str]]) -> None:
+        self._heads[path] = head
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, head, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _place(self, view: MemberView) -> Path:
+        return self.folder / folder_name(view.name, view.index)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file; a last one that was cut short is left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit() and None not in row.values()]

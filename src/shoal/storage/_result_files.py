@@ -1,0 +1,96 @@
+"""The files of a run folder that say what came of its jobs, and the reading of those that say what they were."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DamagedError, OutError, describe
+from shoal.results import Result, Results, finite
+from shoal.storage import atomic
+from shoal.storage._histories import to_text
+
+VERSION = 5
+"""Of the folder's format. Folders of other formats are refused."""
+
+
+def read_file(path: Path, fix: str) -> dict[str, Any] | None:
+    """The contents of jobs.json or plan.json; None where it does not exist. `fix`: what to do where it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        content = atomic.read_sealed(path)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
+    if content.get("version") != VERSION:
+        wrote = content.get("made_by", {}).get("shoal", "")
+        raise OutError(
+            f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
+            f"{content.get('version')}; this one reads {VERSION}); use that version, or "
+            "another folder"
+        )
+    return content
+
+
+def write_results(folder: Path, results: Results) -> None:
+    """Write histories and weights, and then results.json, which says that all of them are there."""
+    files = [(folder / "history" / f"{i:04d}.jsonl", [to_text(r.history)]) for i, r in enumerate(results)]
+    files += [_weights(folder / "weights" / f"{i:04d}", result) for i, result in enumerate(results)]
+    for error in atomic.write_many(files):
+        if error is not None:
+            raise error
+    table = [
+        {k: v for k, v in finite(result.to_dict()).items() if k not in ("history", "environment")} for result in results
+    ]
+    content = {"version": VERSION, "environment": results[0].environment, "results": table}
+    atomic.write_text(folder / "results.json", json.dumps(content, indent=1))
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """What results.json holds; None where the run has not come to its end."""
+    path = folder / "results.json"
+    if not path.exists():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        names = [result["name"] for result in content["results"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(
+            f"{str(path)!r} is damaged ({describe(error)}); remove this file: the checkpoints say the same"
+        ) from None
+    assert all(isinstance(name, str) for name in names)
+    return content
+
+
+def _weights(stem: Path, result: Result) -> tuple[Path, list[bytes]]:
+    from safetensors.torch import save
+
+    state = result.state_dict()
+    if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
+        # A clone each: tied weights are then written once for each of their names, and load with strict=True.
+        data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
+        return stem.with_suffix(".safetensors"), [data]
+    file = io.BytesIO()
+    torch.save(state, file)
+    return stem.with_suffix(".pt"), [file.getvalue()]
+
+
+def read_weights(stem: Path) -> dict[str, Any]:
+    """What `write_results` wrote there; OutError, in words, where it cannot be read."""
+    tensors, pickled = stem.with_suffix(".safetensors"), stem.with_suffix(".pt")
+    try:
+        if tensors.exists():
+            from safetensors.torch import load_file
+
+            state: dict[str, Any] = load_file(tensors)
+            return state
+        return dict(torch.load(pickled, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise OutError(
+            f"the weights {str(stem)!r} cannot be read ({describe(error)}); put them back from a copy"
+        ) from None

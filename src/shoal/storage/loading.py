@@ -1,0 +1,192 @@
+"""`shoal.load`: what a run folder holds, read without the code and the data that it was trained with."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from shoal.errors import OutError, ShoalError, describe
+from shoal.jobs.job import EarlyStop, Job
+from shoal.results import Result, Results
+from shoal.storage._checkpoints import Checkpoints
+from shoal.storage._histories import from_text
+from shoal.storage._result_files import read_file, read_results, read_weights
+from shoal.storage.jobtable import CODE, WEIGHTS, JobTable
+from shoal.storage.lock import Lock
+
+Builder = nn.Module | Callable[[], nn.Module]
+"""A network to load weights into: a function that builds it, or one that is copied."""
+
+
+def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] | None = None) -> Results:
+    """Read the results of a run folder, finished or not. It needs neither the jobs nor their data.
+
+    Args:
+        folder: What was given as `out` to `shoal.train`, `shoal.tune` or a split.
+        model: For `result.model`, `predict` and `evaluate`: a function that builds the network (or a network, which is
+            copied), or where jobs have different ones a dict of them by the jobs' names. Without it a result has
+            all but its network: `result.state_dict()` gives the weights.
+    """
+    path = Path(folder)
+    if not (path / "jobs.json").exists() and (path / "run" / "jobs.json").exists():
+        path = path / "run"  # of a search
+    content = read_file(path / "jobs.json", "or train the same jobs in this folder again")
+    if content is None:
+        raise OutError(f"{str(folder)!r} is no run folder: it has no jobs.json; name what was given as out=")
+    table = JobTable.read(content)
+    entries = [{k: v for k, v in job.items() if k not in (CODE, WEIGHTS)} for job in table.jobs]
+    _check_models(model, [entry["name"] for entry in entries])
+    ended = read_results(path)
+    if ended is None:
+        return Results(_unfinished(path, table, entries, model))
+    by_name = {result["name"]: result for result in ended["results"]}
+    return Results(
+        [
+            _ended(path, place, entry, by_name[entry["name"]], ended["environment"], model)
+            for place, entry in enumerate(entries)
+            if entry["name"] in by_name
+        ]
+    )
+
+
+def _ended(
+    path: Path, place: int, entry: dict[str, Any], said: dict[str, Any], stamp: dict[str, Any], model: Any
+) -> Result:
+    """A result as it was written at the run's end."""
+    stem = path / "weights" / f"{place:04d}"
+    try:
+        history = from_text((path / "history" / f"{place:04d}.jsonl").read_bytes())
+    except (OSError, ValueError) as error:
+        raise OutError(f"the history of {entry['name']!r} cannot be read ({describe(error)})") from None
+    return _result(
+        entry, StoredNetwork(entry["name"], lambda: read_weights(stem), model), history=history, environment=stamp,
+        **{name: said[name] for name in ("status", "tier", "error", "steps", "seconds")}, split=said.get("split"),
+        validations=said.get("validations", []),
+    )  # fmt: skip
+
+
+def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], model: Any) -> list[Result]:
+    """Results as the newest checkpoints have them."""
+    checkpoints = Checkpoints(path / "members")
+    under_way = "running" if Lock(path).in_use() else "unfinished"
+    results = []
+    for place, (entry, key) in enumerate(zip(entries, table.keys(), strict=True)):
+        state, _, _ = checkpoints.newest(place, key)
+        state = state or {}
+        history = state.get("history") or []
+        status = state.get("status", "running")
+        best = state.get("best") if entry["keep"] == "best" else None
+        weights = state.get("model") if best is None else best
+        results.append(
+            _result(
+                entry,
+                StoredNetwork(entry["name"], None if weights is None else partial(dict, weights), model),
+                history=from_text(history) if isinstance(history, bytes) else history,
+                validations=state.get("validations", []),
+                status=under_way if status == "running" else status,
+                tier=state.get("tier", ""),
+                error=state.get("error") or None,
+                steps=state.get("step", 0),
+                seconds=state.get("seconds", 0.0),
+            )
+        )
+    return results
+
+
+def _result(entry: dict[str, Any], stored: StoredNetwork, **more: Any) -> Result:
+    job = cast(Job, StoredJob(entry))
+    result = Result(name=entry["name"], job=job, model=nn.Identity(), stored=stored, **more)
+    del result.model  # it is built when it is first asked for
+    return result
+
+
+class StoredJob:
+    """The settings of a job as a run folder has them: numbers, names and hyper-parameters, but no code and no data."""
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        self._entry = dict(entry)
+        self._stop = None if entry.get("stop") is None else _early_stop(entry["stop"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name == "stop":
+            return self._stop
+        if name in ("model", "data", "loss", "step", "collate", "params", "schedule", "owner", "priority"):
+            raise ShoalError(
+                f"job {self._entry['name']!r} was read from a folder, which holds no {name!r}; see .settings"
+            )
+        if name == "metrics":
+            return dict.fromkeys(self._entry["metrics"])
+        try:
+            return self._entry[name]
+        except KeyError:
+            raise AttributeError(f"a job has no {name!r}") from None
+
+    def __repr__(self) -> str:
+        return f"StoredJob({self._entry['name']!r})"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the folder says of the job, by the names of shoal.Job's fields; functions by their names."""
+        return dict(self._entry)
+
+
+def _early_stop(text: str) -> EarlyStop:
+    """An EarlyStop from its repr."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return EarlyStop(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNetwork:
+    """One job's weights in a folder, and what builds its network."""
+
+    name: str
+    read: Callable[[], dict[str, Any]] | None
+    """None: the job has not been saved yet."""
+    builder: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights."""
+        if self.read is None:
+            raise OutError(f"job {self.name!r} has no weights in the folder yet: it had not been saved")
+        return self.read()
+
+    def model(self) -> nn.Module:
+        """The network with its weights, in eval mode."""
+        builder = self.builder.get(self.name) if isinstance(self.builder, Mapping) else self.builder
+        if builder is None:
+            raise ShoalError(
+                f"the folder holds the weights of {self.name!r}, not the code of its network; pass model= to "
+                "shoal.load, or give net.load_state_dict what result.state_dict() returns"
+            )
+        network = copy.deepcopy(builder if isinstance(builder, nn.Module) else builder())
+        try:
+            network.load_state_dict(self.state_dict())
+        except RuntimeError as error:
+            why = (str(error).splitlines()[1:] or [str(error)])[0].strip().rstrip(" .")
+            raise ShoalError(
+                f"the weights of {self.name!r} do not fit a {type(network).__name__} ({why}); pass the network that it "
+                "was trained with as model=, or a dict of networks by the jobs' names"
+            ) from None
+        return network.eval()
+
+
+def _check_models(model: Any, names: list[str]) -> None:
+    if isinstance(model, Mapping):
+        other = [name for name in model if name not in names]
+        if other:
+            raise ValueError(f"model names {other[0]!r}, which no job of the folder is called")
+    for each in model.values() if isinstance(model, Mapping) else [model]:
+        if each is not None and not callable(each):
+            raise ValueError(f"model is {each!r}; pass a function that builds the network, an nn.Module, or a dict")

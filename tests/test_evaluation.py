@@ -1,0 +1,162 @@
+"""Test sets and ensembles: all networks in one program, compared with each network by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine.recipes.program import Program
+from shoal.engine.tiers.stacked import forward
+
+torch.manual_seed(0)
+X, Y = torch.randn(60, 4).double(), torch.arange(60) % 3
+TEST = (torch.randn(37, 4).double(), torch.randint(3, (37,)))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def step(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(batch[0])
+    return F.cross_entropy(out, batch[1], label_smoothing=0.1), {"norm": out.norm()}
+
+
+class Branch(nn.Module):
+    """Goes by the data, so it has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out if float(out.detach().sum()) > 0 else 2 * out
+
+
+def job(**changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {
+        "model": net,
+        "data": (X, Y),
+        "val": (X, Y),
+        "loss": F.cross_entropy,
+        "hparams": {"lr": 0.01},
+    }
+    return shoal.Job(**(settings | {"epochs": 2, "batch_size": 16, "metrics": {"accuracy": accuracy}} | changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> shoal.Results:
+    jobs = [job(seed=seed, name=f"{seed}") for seed in range(4)]
+    return shoal.train([*jobs, job(name="branch", model=Branch), job(name="step", loss=None, step=step)], "cpu", folder)
+
+
+def by_hand(result: shoal.Result, size: int) -> dict[str, float]:
+    """A plain loop over the test set."""
+    losses, outputs, norms = [], [], []
+    with torch.no_grad():
+        for x, y in zip(TEST[0].split(size), TEST[1].split(size), strict=True):
+            out = result.model(x)
+            smooth = 0.1 if result.name == "step" else 0.0
+            losses.append(float(F.cross_entropy(out, y, label_smoothing=smooth)) * len(x))
+            norms.append(float(out.norm()) * len(x))
+            outputs.append(out)
+        values = {"loss": sum(losses) / 37, "accuracy": float(accuracy(torch.cat(outputs), TEST[1]))}
+    return values | ({"norm": sum(norms) / 37} if result.name == "step" else {})
+
+
+def test_as_each_network_by_itself(results: shoal.Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *a: (sizes.append(self.members), run(self, *a))[1])
+    scores = results.evaluate(TEST, batch_size=10)
+    assert max(sizes) == 4, "the four that are alike are one program"
+    for result in results:
+        assert scores[result.name] == pytest.approx(by_hand(result, 10), rel=1e-9)
+    assert scores[0] is scores["0"] and len(scores[1:3]) == 2 and scores.columns() == ["loss", "accuracy", "norm"]
+    assert scores.column("loss")["branch"] == scores["branch"]["loss"]
+    assert results.evaluate(TEST)["0"] == pytest.approx(by_hand(results[0], 1024), rel=1e-9)
+    lines = scores.table().splitlines()
+    assert lines[0].split() == ["name", "loss", "accuracy", "norm"] and len(lines) == 8 and lines[2].endswith("-")
+    with pytest.raises(KeyError, match="no job 'x'"):
+        scores["x"]
+
+
+def test_other_metrics_losses_and_forms_of_data(results: shoal.Results) -> None:
+    some = results[:4]
+    scores = some.evaluate(
+        (TEST[0].numpy(), TEST[1].numpy()), metrics={"mse": lambda out, y: ((out.argmax(1) - y) ** 2).double().mean()}
+    )
+    out = some[2].model(TEST[0])
+    assert scores["2"]["mse"] == pytest.approx(float(((out.argmax(1) - TEST[1]) ** 2).double().mean()))
+    scores = some.evaluate(TEST, loss=lambda out, y: out.abs().sum(), batch_size=37)
+    assert scores["3"]["loss"] == pytest.approx(float(some[3].model(TEST[0]).abs().sum().detach()), rel=1e-9)
+    assert set(scores.columns()) == {"loss", "accuracy"}
+    dataset = torch.utils.data.TensorDataset(*TEST)
+    assert some.evaluate(dataset).records() == some.evaluate(TEST).records()
+    assert list(some.evaluate(TEST).to_dataframe()["name"]) == ["0", "1", "2", "3"]
+
+
+def test_networks_of_a_folder(results: shoal.Results, folder: Path) -> None:
+    loaded = shoal.load(folder, model=net)[:4]
+    with pytest.raises(ValueError, match="was read from a folder, which holds no code; pass metrics= or loss="):
+        loaded.evaluate(TEST)
+    scores = loaded.evaluate(TEST, metrics={"accuracy": accuracy})
+    assert scores.columns() == ["accuracy"]
+    assert [row["accuracy"] for row in scores] == [row["accuracy"] for row in results[:4].evaluate(TEST)]
+
+
+def test_mistakes(results: shoal.Results) -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        results.evaluate(TEST, batch_size=0)
+    with pytest.raises(ValueError, match="evaluate: data has tensors of different length"):
+        results.evaluate((X, TEST[1]))
+    with pytest.raises(shoal.ShoalError, match="a metric of '0' raised ZeroDivisionError"):
+        results.evaluate(TEST, metrics={"bad": lambda out, y: 1 / 0})
+    with pytest.raises(shoal.ShoalError, match="a network raised RuntimeError"):
+        results.evaluate((TEST[0][:, :3], TEST[1]))
+
+
+def test_when_memory_is_full_fewer_run_at_once(results: shoal.Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = forward.Forward._run
+
+    def small(self: Any, program: Any, places: tuple[int, ...], *more: Any) -> Any:
+        if len(places) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, program, places, *more)
+
+    whole, scores = results[:4].predict(TEST[0]), results.evaluate(TEST)
+    monkeypatch.setattr(forward.Forward, "_run", small)
+    torch.testing.assert_close(results[:4].predict(TEST[0]), whole, rtol=1e-12, atol=1e-12)
+    for one, other in zip(scores, results.evaluate(TEST), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_ensembles(results: shoal.Results) -> None:
+    some = results[:3]
+    together = some.ensemble(TEST[0], activation=lambda z: z.softmax(-1), batch_size=9)
+    each = np.stack([r.model(TEST[0]).softmax(-1).detach().numpy() for r in some])
+    np.testing.assert_allclose(together.mean, each.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(together.spread, each.std(0), rtol=1e-7)
+    for row in range(37):
+        counts = np.bincount(each[:, row].argmax(-1), minlength=3)
+        leading = np.flatnonzero(counts == counts.max())
+        assert int(together.vote[row]) == max(leading, key=lambda c: each[:, row, c].mean())
+        assert float(together.agreement[row]) == pytest.approx(counts.max() / 3)
+    assert torch.equal(some.ensemble(TEST[0]).outputs, some.predict(TEST[0]))
