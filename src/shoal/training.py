@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,6 +24,7 @@ from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls, Supervisor
 from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
+from shoal.engine.runtime.lending import run_lending
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import processes_for
@@ -66,6 +68,10 @@ class Search(Supervisor, Protocol):
     @property
     def changed(self) -> set[str]:
         """Names of jobs whose settings it has changed since they began."""
+
+    @property
+    def shareable(self) -> bool:
+        """Whether members may train in other processes: what it does to them, it does only when they have paused."""
 
     def prepare(self, device: torch.device) -> list[Member]:
         """The members to begin with, or to resume."""
@@ -140,8 +146,7 @@ def carry_out(
         with timed("jobs"), garbage_collection.frozen():
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)
-        tiers: dict[int, str] = {}
-        changed = set() if search is None else search.changed
+        tiers, changed = dict[int, str](), set[str]() if search is None else search.changed
         if folder is not None and folder.claim(members, grows=search is not None, changed=changed):
             for member in members:
                 folder.restore(member)
@@ -162,8 +167,8 @@ def carry_out(
             results.plan, results.running = work.plan, running.average()
             if results.plan is not None:
                 results.plan.set_up = times.seconds
-            statuses = Counter(result.status for result in results)
-            tell(happened("end", statuses=dict(statuses), seconds=work.seconds, running=results.running))
+            statuses = dict(Counter(result.status for result in results))
+            tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results if search is not None else results[: len(jobs)])  # not those that a live run added
         if interrupted is not None:
@@ -200,9 +205,7 @@ class _Work:
         self.members, self.settings, self.folder, self.most_threads = members, settings, folder, most_threads
         self.calls, self.tell, self.controls, self.search, self.tiers = calls, tell, controls, search, tiers
         self.plan: Plan | None = None
-        self.seconds = 0.0
-        self.stamp: dict[str, Any] = {}
-        self._started = False
+        self.seconds, self.stamp, self._started = 0.0, dict[str, Any](), False
 
     def go(self, guarded: bool) -> None:
         """Train them: in a child process on a GPU, in this one and others on a CPU."""
@@ -227,14 +230,13 @@ class _Work:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)
-        count = 1
-        if not (self.calls or self.controls or self.search):
-            count = processes_for(alive, planning, settings.threads)
+        count = processes_for(alive, planning, settings.threads) if self._may_share else 1
+        make = lambda members, tell, **more: self._run(members, planning, tell, **more)  # noqa: E731
+        shared: Any = partial(run_shared, requeue=self._requeue)
+        if self.search is not None and count > 1:
+            shared = partial(run_lending, supervisor=self.search)
         try:
-            run_shared(
-                alive, planning, count, lambda members, tell, **more: self._run(members, planning, tell, **more),
-                self.tell, all_members=self.members, requeue=self._requeue,
-            )  # fmt: skip
+            shared(alive, planning, count, make, self.tell, all_members=self.members)
         except RuntimeError as error:
             if not context_lost(error):
                 raise
@@ -254,6 +256,11 @@ class _Work:
             to_device(alive, device)
             self._shared(alive)
 
+    @property
+    def _may_share(self) -> bool:  # in other processes
+        ordered = self.search is not None and (self.settings.deterministic or not self.search.shareable)
+        return not (ordered or self.calls or self.controls)
+
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
         settings = self.settings
         with garbage_collection.frozen():
@@ -265,7 +272,7 @@ class _Work:
                 budget=memory_budget(settings.device, settings.memory),
                 tiers=self.tiers,
                 may_loop=self.controls is None,
-                may_share=not self.calls and settings.threads is None and self.search is None,
+                may_share=self._may_share and settings.threads is None,
                 most_threads=self.most_threads,
                 forms_changed=self._save_tiers,
             )
@@ -277,10 +284,9 @@ class _Work:
         return planning
 
     def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener, **more: Any) -> Run:
-        settings = self.settings
         return Run(
-            members, planning, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
-            save_every=settings.checkpoint_every, controls=self.controls, supervisor=self.search, **more,
+            members, planning, policy=self.settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
+            save_every=self.settings.checkpoint_every, controls=self.controls, **({"supervisor": self.search} | more),
         )  # fmt: skip
 
     def _requeue(self, member: Member) -> None:

@@ -157,7 +157,8 @@ class Guarded(WorkerHandle):
             os._exit(3)  # whatever tidies up would touch the device
         super().fail(error, line)
 
-    def take_message(self, kind: str, content: Any) -> None:
+    def take_message(self, kind: str, *contents: Any) -> None:
+        (content,) = contents
         if kind == "targets":
             self.targets |= content
         elif kind == "environment":

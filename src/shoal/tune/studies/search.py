@@ -19,6 +19,7 @@ from shoal.engine.runtime.run import Run
 from shoal.errors import JobError, TuneError, describe
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
+from shoal.tune.population import PBT
 from shoal.tune.samplers import Sampler
 from shoal.tune.schedulers import TRAINING, Action, Exploit, Goal, Promote, Scheduler, Start, Stop
 from shoal.tune.studies.jobs import Jobs
@@ -66,6 +67,11 @@ class TrialSearch:
     def changed(self) -> set[str]:
         """Names of jobs that do not have the settings any more that they began with."""
         return {trial.name for trial in self.trials if "params" in trial.attrs}
+
+    @property
+    def shareable(self) -> bool:
+        """Whether trials may train in other processes; population-based training copies states of running ones."""
+        return not isinstance(self.scheduler, PBT)
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
