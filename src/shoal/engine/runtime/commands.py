@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 WORTH = 0.95
 """What a stack must gain over its members one after another to be kept; of one member alone, nothing is gained."""
 
+TOO_FEW = "too few are left to gain from a stack"
+
 Command = Callable[["Run"], Any]
 
 
@@ -41,7 +43,7 @@ def supervise(run: Run, supervisor: Supervisor) -> None:
     run.paused |= {m.index: m for m in run.take_out({m.index for m in members if m.pausing}, "pause")}
     assert run.waiting or run.runners or not run.paused, "members are paused and nobody decides about them"
     for runner in [runner for runner in run.runners if _lost(run, runner)]:
-        runner.alone |= dict.fromkeys(runner.members, "too few are left to gain from a stack")
+        runner.alone |= dict.fromkeys(runner.members, TOO_FEW)
         run.separate(runner)
 
 

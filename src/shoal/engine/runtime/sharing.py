@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import predict
+from shoal.engine.runtime.commands import TOO_FEW
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import ask_children
 from shoal.engine.units.trials import lone_seconds
@@ -117,8 +118,9 @@ def _spin(pipe: Connection) -> None:
 
 
 def movable(member: Member, planning: PlanningContext) -> bool:
-    """Whether a member may train in another process."""
-    return member.index in planning.recipes and not member.data.source.streamed
+    """Whether a member may train in another process: its step has been traced, also where its stack was too small."""
+    traced = member.index in planning.recipes or planning.request(member).reason == TOO_FEW
+    return traced and not member.data.source.streamed
 
 
 def deal(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
