@@ -13,7 +13,6 @@ from tests.tune.studies import problems
 
 import shoal
 from shoal.engine.runtime import lending
-from shoal.training import _Work
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -22,10 +21,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Two processes, also for little work and where bits are compared; how many members each loan had."""
     monkeypatch.setenv("SHOAL_WORKERS", "2")
-    monkeypatch.setattr(_Work, "_may_share", property(lambda work: work.search.shareable))
-    monkeypatch.setattr(lending, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(lending, "SLICE_SECONDS", 0.05)
-    monkeypatch.setattr(lending, "ROUND_SECONDS", 0.01)
+    problems.share(monkeypatch.setattr)
     loans: list[int] = []
     begin = lending.Borrower.start
 
