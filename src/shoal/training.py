@@ -23,7 +23,7 @@ from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls, Supervisor
-from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
+from shoal.engine.runtime.guard import NotGuarded, can_guard, lost_context, run_guarded, to_device
 from shoal.engine.runtime.lending import run_lending
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
@@ -31,7 +31,6 @@ from shoal.engine.runtime.sharing import processes_for
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
 from shoal.environment import environment
-from shoal.errors import ShoalError, describe
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
@@ -240,11 +239,7 @@ class _Work:
         except RuntimeError as error:
             if not context_lost(error):
                 raise
-            raise ShoalError(
-                f"a job's kernel took the GPU's context with it ({describe(error)}), and this process had used CUDA "
-                "before, so that the run could not have its own process; run it by `shoal train`, or before any other "
-                "use of the GPU, and it costs that job alone"
-            ) from error
+            raise lost_context(error, searching=self.search is not None) from error
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
