@@ -34,7 +34,7 @@ LEAST_SECONDS = 0.3
 """Work that is worth a process."""
 HALF = 0.7
 """Of a stack's work, what half of it may take, if it is to be halved."""
-SLICE_SECONDS, OVERHEAD = 2.0, 0.05
+SLICE_SECONDS, OVERHEAD = 5.0, 0.05
 """A worker's time, at least; longer where starting it and getting its members back took more than this share."""
 
 
