@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,14 +23,14 @@ from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Fifo, Policy, policy_for
 from shoal.engine.runtime.commands import Controls, Supervisor
-from shoal.engine.runtime.guard import NotGuarded, can_guard, run_guarded, to_device
+from shoal.engine.runtime.guard import NotGuarded, can_guard, lost_context, run_guarded, to_device
+from shoal.engine.runtime.lending import run_lending
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import processes_for
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
 from shoal.environment import environment
-from shoal.errors import ShoalError, describe
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
@@ -66,6 +67,10 @@ class Search(Supervisor, Protocol):
     @property
     def changed(self) -> set[str]:
         """Names of jobs whose settings it has changed since they began."""
+
+    @property
+    def shareable(self) -> bool:
+        """Whether members may train in other processes: what it does to them, it does only when they have paused."""
 
     def prepare(self, device: torch.device) -> list[Member]:
         """The members to begin with, or to resume."""
@@ -140,8 +145,8 @@ def carry_out(
         with timed("jobs"), garbage_collection.frozen():
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)
-        tiers: dict[int, str] = {}
-        searching, changed = search is not None, set() if search is None else search.changed
+        tiers, changed = dict[int, str](), set[str]() if search is None else search.changed
+        searching = search is not None
         if folder is not None and folder.claim(members, grows=searching, extends=not searching, changed=changed):
             for member in members:
                 folder.restore(member)
@@ -164,8 +169,8 @@ def carry_out(
             results.plan, results.running = work.plan, running.average()
             if results.plan is not None:
                 results.plan.set_up = times.seconds
-            statuses = Counter(result.status for result in results)
-            tell(happened("end", statuses=dict(statuses), seconds=work.seconds, running=results.running))
+            statuses = dict(Counter(result.status for result in results))
+            tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results if search is not None else results[: len(jobs)])  # not those that a live run added
         if interrupted is not None:
@@ -202,9 +207,7 @@ class _Work:
         self.members, self.settings, self.folder, self.most_threads = members, settings, folder, most_threads
         self.calls, self.tell, self.controls, self.search, self.tiers = calls, tell, controls, search, tiers
         self.plan: Plan | None = None
-        self.seconds = 0.0
-        self.stamp: dict[str, Any] = {}
-        self._started = False
+        self.seconds, self.stamp, self._started = 0.0, dict[str, Any](), False
 
     def go(self, guarded: bool) -> None:
         """Train them: in a child process on a GPU, in this one and others on a CPU."""
@@ -229,22 +232,17 @@ class _Work:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)
-        count = 1
-        if not (self.calls or self.controls or self.search):
-            count = processes_for(alive, planning, settings.threads)
+        count = processes_for(alive, planning, settings.threads) if self._may_share else 1
+        make = lambda members, tell, **more: self._run(members, planning, tell, **more)  # noqa: E731
+        shared: Any = partial(run_shared, requeue=self._requeue)
+        if self.search is not None and count > 1:
+            shared = partial(run_lending, supervisor=self.search)
         try:
-            run_shared(
-                alive, planning, count, lambda members, tell, **more: self._run(members, planning, tell, **more),
-                self.tell, all_members=self.members, requeue=self._requeue,
-            )  # fmt: skip
+            shared(alive, planning, count, make, self.tell, all_members=self.members)
         except RuntimeError as error:
             if not context_lost(error):
                 raise
-            raise ShoalError(
-                f"a job's kernel took the GPU's context with it ({describe(error)}), and this process had used CUDA "
-                "before, so that the run could not have its own process; run it by `shoal train`, or before any other "
-                "use of the GPU, and it costs that job alone"
-            ) from error
+            raise lost_context(error, searching=self.search is not None) from error
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
@@ -255,6 +253,11 @@ class _Work:
         except NotGuarded:
             to_device(alive, device)
             self._shared(alive)
+
+    @property
+    def _may_share(self) -> bool:  # in other processes
+        ordered = self.search is not None and (self.settings.deterministic or not self.search.shareable)
+        return not (ordered or self.calls or self.controls)
 
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
         settings = self.settings
@@ -267,7 +270,7 @@ class _Work:
                 budget=memory_budget(settings.device, settings.memory),
                 tiers=self.tiers,
                 may_loop=self.controls is None,
-                may_share=not self.calls and settings.threads is None and self.search is None,
+                may_share=self._may_share and settings.threads is None,
                 may_share_weights=not self.calls and self.controls is None,
                 most_threads=self.most_threads,
                 forms_changed=self._save_tiers,
@@ -280,10 +283,9 @@ class _Work:
         return planning
 
     def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener, **more: Any) -> Run:
-        settings = self.settings
         return Run(
-            members, planning, policy=settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
-            save_every=settings.checkpoint_every, controls=self.controls, supervisor=self.search, **more,
+            members, planning, policy=self.settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
+            save_every=self.settings.checkpoint_every, controls=self.controls, **({"supervisor": self.search} | more),
         )  # fmt: skip
 
     def _requeue(self, member: Member) -> None:

@@ -130,9 +130,10 @@ def broken(tmp_path: Path, body: str) -> str:
 
 
 def test_an_error_in_the_users_file_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", broken(tmp_path, "return 1 / 0")]) == 1
+    target = broken(tmp_path, "return 1 / 0")
+    assert main(["explain", target]) == 1
     told = capsys.readouterr().err
-    assert told == "shoal: ZeroDivisionError: division by zero (add --debug to see where)\n"
+    assert told == f"shoal: {target} raised ZeroDivisionError: division by zero (broken_jobs.py:2)\n"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

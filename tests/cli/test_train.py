@@ -126,3 +126,16 @@ def test_interrupt_says_how_to_resume(file: Path, out: bool) -> None:
     *_, how, last = rest.splitlines()
     assert last == "shoal: interrupted"
     assert f"to resume: shoal train {file}" in how if out else "nothing was saved" in how
+
+
+def test_what_a_function_of_the_users_raises_is_reported_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_sweep.py").write_text("def jobs():\n    numbers = [1]\n    return int('seven')\n")
+    assert main(["train", "wrong_sweep.py:jobs"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("shoal: wrong_sweep.py:jobs raised ValueError: invalid literal for int()")
+    assert said.endswith("(wrong_sweep.py:3)\n") and len(said.splitlines()) == 1
+    assert main(["train", "wrong_sweep.py:other"]) == 1
+    assert "has no 'other'" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_the_command_line_wins(file: Path, capsys: pytest.CaptureFixture[str]) -
         (
             "import shoal\nint('x')",
             [],
-            "search.py' raised ValueError: invalid literal for int() with base 10: 'x' (add --debug",
+            "search.py' raised ValueError: invalid literal for int() with base 10: 'x' (search.py:2)",
         ),
         ("shoal.Job(", [], "search.py' raised SyntaxError: "),
         (FILE, ["--scheduler", "bandit"], "scheduler is 'bandit'"),

@@ -10,12 +10,10 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.postgres import server
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
@@ -63,15 +61,6 @@ for first in range(0, trials, 10):
                 time.sleep(0.003)
 storage.close()
 """
-
-
-@pytest.fixture(params=["sqlite", "journal", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "postgresql":
-        with server() as address:
-            yield address
-    else:
-        yield f"{request.param}:///{tmp_path}/study.{request.param}"
 
 
 def start(url: str, tmp_path: Path) -> subprocess.Popen[str]:

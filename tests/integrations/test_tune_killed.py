@@ -7,12 +7,10 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.postgres import server
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
@@ -26,15 +24,6 @@ print("ready", flush=True)
 study = tune("hyperband", out=sys.argv[1], storage=sys.argv[2], study_name=sys.argv[3], checkpoint_every=0.05)
 print(json.dumps(study.to_dict()))
 """
-
-
-@pytest.fixture(params=["sqlite", "journal", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "postgresql":
-        with server() as address:
-            yield address
-    else:
-        yield f"{request.param}:///{tmp_path}/study.{request.param}"
 
 
 def start(out: Path, url: str) -> subprocess.Popen[str]:

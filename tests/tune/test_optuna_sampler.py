@@ -172,3 +172,21 @@ def test_names_and_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
     sampler = make_sampler("tpe", SPACE)
     sampler.tell(Trial(0, sampler.ask(0), state="complete", values={1: math.nan}))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["RandomSampler", "TPESampler"])
+def test_an_object_with_a_seed_does_not_repeat_itself_after_a_restart(kind: str) -> None:
+    def sampler() -> OptunaSampler:
+        return OptunaSampler(getattr(optuna.samplers, kind)(seed=3), SPACE)
+
+    first = sampler()
+    trials = [Trial(number, first.ask(number), state="complete", values={1: 0.5}) for number in range(4)]
+    again = sampler()
+    for trial in trials:
+        again.tell(trial)
+    new = [again.ask(number) for number in range(4, 8)]
+    assert not any(params in [trial.params for trial in trials] for params in new)
+    others = sampler()
+    others.tell(Trial(-1, trials[0].params, state="complete", values={1: 0.5}))  # of a study that continues
+    if kind == "RandomSampler":
+        assert others.ask(0) == trials[0].params

@@ -17,6 +17,10 @@ TARGET_HELP = (
 FILE_ENDS = (".toml", ".yaml", ".yml")
 
 
+class NotJobs(ValueError):
+    """A function gave something else than jobs."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Target:
     """What a target holds."""
@@ -57,11 +61,17 @@ def _called(target: str) -> "list[Job]":
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
     if not colon or not where or not name:
         raise ValueError(_no_function(target))
-    from shoal.jobfile.importing import get_attribute, import_code
+    from shoal.errors import ShoalError, describe
+    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code, place_of
 
-    value = get_attribute(import_code(where, Path.cwd()), name, where)
-    made = value() if callable(value) else value
-    return check_jobs(made, target)
+    try:
+        value = get_attribute(import_code(where, Path.cwd()), name, where)
+        made = value() if callable(value) else value
+        return check_jobs(made, target)
+    except (NoSuchCode, NotJobs, ShoalError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{target} raised {describe(error)}{place_of(error)}") from error
 
 
 def _no_function(target: str) -> str:
@@ -80,8 +90,8 @@ def check_jobs(made: object, target: str) -> "list[Job]":
     jobs: list[Job] = []
     for i, job in enumerate(made if isinstance(made, Iterable) else [made]):
         if not isinstance(job, Job):
-            raise ValueError(f"{target} gave {type(job).__name__} at position {i}; it must return a list of shoal.Job")
+            raise NotJobs(f"{target} gave {type(job).__name__} at position {i}; it must return a list of shoal.Job")
         jobs.append(job)
     if not jobs:
-        raise ValueError(f"{target} gave no jobs; it must return a list of shoal.Job with at least one")
+        raise NotJobs(f"{target} gave no jobs; it must return a list of shoal.Job with at least one")
     return jobs

@@ -82,14 +82,14 @@ def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
     if not file.endswith(".py"):
         raise ValueError(f"{file!r} is no Python file; name one with make_job and space: search.py")
     from shoal.errors import describe
-    from shoal.jobfile.importing import NoSuchCode, import_code
+    from shoal.jobfile.importing import NoSuchCode, import_code, place_of
 
     try:
         module = import_code(file, Path.cwd())
     except NoSuchCode:
         raise
     except Exception as error:
-        raise ValueError(f"{file!r} raised {describe(error)} (add --debug to see where)") from error
+        raise ValueError(f"{file!r} raised {describe(error)}{place_of(error)}") from error
     make_job, settings = getattr(module, "make_job", MISSING), getattr(module, "settings", {})
     if make_job is MISSING:
         raise ValueError(f"{file!r} has no make_job; define make_job(params), which returns a shoal.Job")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from shoal.errors import describe
 from shoal.jobfile._tree import KINDS, Mistake, Node, did_you_mean
-from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
+from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code, place_of
 
 SIMPLE = {kind: name for kind, name in KINDS if kind in (bool, int, float, str)}
 """Types of which a file can give a value for an argument, and their names in an error."""
@@ -83,21 +83,7 @@ def guarded(line: int | Node, what: str, call: Callable[[], Any], *, ours: bool 
     except BaseException as error:
         if ours and isinstance(error, (ValueError, OSError)):
             raise Mistake(line, f"{what}: {getattr(error, 'strerror', None) or error}") from None
-        raise Mistake(line, f"{what} raised {describe(error)}{_place(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Where in the user's own code it was raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({Path(error.filename).name}:{error.lineno})"
-    trace, last = error.__traceback__, ""
-    here = Path(__file__).parent
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        if here not in file.parents and "importlib" not in str(file) and "site-packages" not in file.parts:
-            last = f" ({file.name}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return last
+        raise Mistake(line, f"{what} raised {describe(error)}{place_of(error)}") from error
 
 
 def check_file(what: str, use: Node, path: Path) -> None:

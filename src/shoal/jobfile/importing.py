@@ -40,6 +40,20 @@ def get_attribute(value: object, name: str, where: str) -> object:
     return getattr(value, name)
 
 
+def place_of(error: BaseException) -> str:
+    """Where in the user's own code it was raised, in brackets."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    trace, last = error.__traceback__, ""
+    here = Path(__file__).parents[1]
+    while trace is not None:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if here not in file.parents and "importlib" not in str(file) and "site-packages" not in file.parts:
+            last = f" ({file.name}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return last
+
+
 def _search(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # as python itself does for a script

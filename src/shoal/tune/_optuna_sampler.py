@@ -23,7 +23,8 @@ class OptunaSampler:
     """A sampler of Optuna's: one that has a name here ("tpe"), an object of Optuna's, or a study's own.
 
     A named one starts from a new seed at each trial, made from `seed` and the trial's number, so that a study that was
-    killed continues with the same configurations. An object has its own seed, and after a restart draws anew.
+    killed continues with the same configurations. An object has its own seed; after a restart it gets another one, or
+    it would draw the configurations again that it drew at the beginning.
     """
 
     def __init__(self, sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> None:
@@ -32,6 +33,7 @@ class OptunaSampler:
         optuna = load_optuna(f"sampler={sampler!r}")
         self.space, self.seed = space, seed
         self._make: Callable[[int], Any] | None = None
+        self._restarted = False
         directions = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
         previous: list[Any] = []
         if isinstance(sampler, optuna.Study):
@@ -68,6 +70,9 @@ class OptunaSampler:
     def _ask(self, number: int, distributions: dict[str, Any] | None) -> Any:
         if self._make is not None:
             self._study.sampler = self._make(random.Random(f"{self.seed}/{number}").getrandbits(32))
+        elif self._restarted:
+            self._restarted = False
+            self._study.sampler.reseed_rng()
         trial = self._study.ask(distributions)
         self._trials[number] = trial.number
         return trial
@@ -80,6 +85,7 @@ class OptunaSampler:
         """
         place = self._trials.get(trial.number)
         if place is None:
+            self._restarted = self._restarted or trial.number >= 0  # others are of a study that continues
             self._study.add_trial(frozen(trial, self.space, system_attrs=trial.attrs.get("sampler")))
             self._trials[trial.number] = len(self._study.get_trials(deepcopy=False)) - 1
             return

@@ -28,6 +28,8 @@ class Trial:
     """Why it failed, in one line."""
     attrs: dict[str, Any] = field(default_factory=dict)
     """What else belongs to it: a scheduler's notes, the settings that population-based training gave it."""
+    kept_epoch: int | None = None
+    """The epoch whose weights it keeps, where its job has keep="best"; None: the last one."""
 
     @property
     def name(self) -> str:
@@ -47,8 +49,9 @@ class Trial:
 
     @property
     def value(self) -> float:
-        """The metric at its last epoch; NaN where it has none."""
-        return self.value_at(self.epochs)
+        """The metric of the weights that it keeps: at its last epoch, or at its best one where its job has keep="best";
+        NaN where it has none."""
+        return self.value_at(self.epochs if self.kept_epoch is None else self.kept_epoch)
 
     @property
     def ended(self) -> bool:

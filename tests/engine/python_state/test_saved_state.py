@@ -36,7 +36,7 @@ def prepared(kind: str) -> Member:
 def trained(member: Member, between: Any = None) -> Member:
     planning = PlanningContext([member], timed=False)
     run = Run([member], planning, between=None if between is None else lambda: between(run))
-    run._turn_seconds = 1e-9
+    run.turn_seconds = 1e-9
     run.go()
     assert member.status == "done", member.error
     return member

@@ -85,7 +85,17 @@ def quantised() -> nn.Module:
 def test_training_for_quantisation_is_as_alone() -> None:
     x, y = numbers(2, 20, 8, dtype=torch.float32), numbers(3, 20, 1, dtype=torch.float32)
     jobs = [
-        shoal.Job(model=quantised, data=(x, y), loss=F.mse_loss, epochs=2, batch_size=8, seed=seed, name=f"{seed}")
+        shoal.Job(
+            model=quantised,
+            data=(x, y),
+            loss=F.mse_loss,
+            epochs=2,
+            batch_size=8,
+            seed=seed,
+            name=f"{seed}",
+            optimizer=torch.optim.SGD,
+            hparams={"lr": 0.01},
+        )
         for seed in range(2)
     ]
     results = assert_as_alone(jobs, tier="serial", tolerance=0.0)

@@ -89,7 +89,7 @@ def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = No
     planning = Seats(members, timed=False)
     planning.budget = seats
     run = Run(members, planning, policy=policy, **more)
-    run._turn_seconds = more.pop("turn_seconds", 1e-4)
+    run.turn_seconds = more.pop("turn_seconds", 1e-4)
     run.go()
     return members
 
@@ -209,7 +209,7 @@ def snapshots(members: list[Member]) -> list[dict[str, Any]]:
     """The first member's state after every turn."""
     states: list[dict[str, Any]] = []
     run = Run(members, Seats(members, timed=False), between=lambda: _note(run, members[0], states))
-    run._turn_seconds = 1e-4
+    run.turn_seconds = 1e-4
     run.go()
     return states
 

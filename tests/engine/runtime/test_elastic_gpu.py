@@ -59,7 +59,7 @@ def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = No
     planning = Seats(members, compile=False)
     planning.budget = seats
     run = Run(members, planning, policy=policy, tell=tell)
-    run._turn_seconds = 1e-3
+    run.turn_seconds = 1e-3
     run.go()
     return members
 

@@ -288,7 +288,7 @@ def test_loss(name: str) -> None:
 @pytest.mark.parametrize("name", READS_NUMBERS)
 def test_a_loss_that_reads_numbers_rides_a_lower_tier(name: str) -> None:
     jobs = [job(seed, data=(X, numbers(9, N, C).sigmoid()), loss=READS_NUMBERS[name], steps=9) for seed in (1, 2)]
-    assert_as_alone(jobs, tier="serial", tolerance=1e-15)
+    assert_as_alone(jobs, tier="serial", tolerance=1e-14)  # Adam's update is fused
     assert "depends on the data" in reasons(jobs)
 
 

@@ -1,8 +1,10 @@
-"""Small searches for the tests, and a program that runs one in a folder: `python problems.py KIND OUT`."""
+"""Small searches for the tests, and a program that runs one in a folder: `python problems.py KIND OUT`,
+with `shared` after it in two processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal import training
+from shoal.engine.runtime import lending
 from shoal.tune import ASHA, PBT
 
 G = torch.Generator().manual_seed(11)
@@ -51,7 +55,17 @@ def tune(kind: str = "hyperband", **changes: Any) -> shoal.tune.Study:
     return shoal.tune(settings.pop("make_job", make_job), settings.pop("space", SPACE), **settings)
 
 
+def share(setattr: Any = setattr) -> None:
+    """Have studies train in two processes, also for little work, and where bits are compared."""
+    os.environ["SHOAL_WORKERS"] = "2"
+    setattr(training._Work, "_may_share", property(lambda work: work.search is not None and work.search.shareable))
+    for name, seconds in (("LEAST_SECONDS", 0.0), ("SLICE_SECONDS", 0.05), ("ROUND_SECONDS", 0.01)):
+        setattr(lending, name, seconds)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[3:] == ["shared"]:
+        share()
     study = tune(sys.argv[1], out=sys.argv[2], checkpoint_every=0.05)
     print(json.dumps(study.to_dict()))

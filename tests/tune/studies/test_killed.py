@@ -23,7 +23,9 @@ PROGRAM = Path(__file__).with_name("problems.py")
 
 
 def started(kind: str, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", str(PROGRAM), kind, str(out)]
+    """`kind`: one of KINDS, and "shared" after it where it has two processes."""
+    name, *more = kind.split()
+    command = [sys.executable, "-W", "error", str(PROGRAM), name, str(out), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -59,13 +61,13 @@ def check(kind: str, study: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [trial["params"] for trial in trials] == [trial["params"] for trial in expected["trials"]] or kind == "pbt"
     for trial in trials:
         assert list(trial["values"]) == [str(epoch) for epoch in range(1, trial["epochs"] + 1)]
-    if kind != "asha":
+    if not kind.startswith("asha"):
         assert trials == expected["trials"]
 
 
 def killed_again_and_again(kind: str, tmp_path: Path, kills: int, seed: int) -> None:
     draw = random.Random(seed)
-    expected = json.loads(json.dumps(tune(kind, out=tmp_path / "whole").to_dict()))
+    expected = json.loads(json.dumps(tune(kind.split()[0], out=tmp_path / "whole").to_dict()))
     total = lines(tmp_path / "whole")
     out, done = tmp_path / "killed", 0
     while done < kills:
@@ -79,14 +81,14 @@ def killed_again_and_again(kind: str, tmp_path: Path, kills: int, seed: int) -> 
     assert folder == {f"{index:04d}" for index in range(len(expected["trials"]))}
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("hyperband", 2), ("asha", 1), ("pbt", 1)])
+@pytest.mark.parametrize(("kind", "kills"), [("hyperband", 2), ("asha", 1), ("pbt", 1), ("hyperband shared", 2)])
 def test_killed_and_resumed(kind: str, kills: int, tmp_path: Path) -> None:
     killed_again_and_again(kind, tmp_path, kills, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", ["hyperband", "in-turn", "asha", "pbt", "none"])
+@pytest.mark.parametrize("kind", [*KINDS, "hyperband shared", "asha shared"])
 def test_killed_at_30_random_moments(kind: str, seed: int, tmp_path: Path) -> None:
     killed_again_and_again(kind, tmp_path, kills=6, seed=seed)
 

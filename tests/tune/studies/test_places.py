@@ -10,7 +10,7 @@ from tests.tune.studies.problems import SPACE, tune
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning import planner
-from shoal.engine.runtime import _supervision
+from shoal.engine.runtime import commands
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.reporting.events import Event
 from shoal.tune import Study
@@ -62,7 +62,7 @@ def test_stacks_that_became_small_are_taken_apart(monkeypatch: pytest.MonkeyPatc
     def slow(stack: Any) -> dict[str, float]:
         return real(stack) | {"gain": len(stack) / 8}
 
-    monkeypatch.setattr(_supervision, "predict", slow)
+    monkeypatch.setattr(commands, "predict", slow)
     sizes: dict[str, set[int]] = {"stacked": set(), "serial": set()}
 
     def follow(event: Event) -> None:

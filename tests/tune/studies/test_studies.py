@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.tune.simulation import simulate
-from tests.tune.studies.problems import DATA, SPACE, make_job, tune
+from tests.tune.studies.problems import DATA, SPACE, VAL, accuracy, make_job, tune
 from torch import nn
 
 import shoal
-from shoal.errors import JobError, TuneError
+from shoal.errors import JobError, OutError, TuneError
 from shoal.tune import PBT, Study, SuccessiveHalving, Trial
 from shoal.tune.schedulers import Goal, Hyperband
 
@@ -249,3 +250,33 @@ def test_a_metric_of_a_step_that_is_not_there() -> None:
     assert tune(make_job=with_step, metric="norm", mode="min", max_epochs=3).best.value == 1.0
     with pytest.raises(TuneError, match="metric is 'norms', which trial 0 does not have; it has loss, norm, val_loss"):
         tune(make_job=with_step, metric="norms", mode="min", max_epochs=3)
+
+
+def test_ranges_that_changed_before_a_resume_are_refused(tmp_path: Path) -> None:
+    def suggesting(high: float, more: bool = False) -> Any:
+        def make(trial: Any) -> shoal.Job:
+            if more:
+                trial.suggest_int("width", 4, 8)
+            return make_job({"lr": trial.suggest_float("lr", 1e-3, high, log=True), "momentum": 0.0})
+
+        return make
+
+    first = tune("none", make_job=suggesting(1.0), space=None, out=tmp_path)
+    assert tune("none", make_job=suggesting(1.0), space=None, out=tmp_path).best_params == first.best_params
+    with pytest.raises(OutError, match=r"trial 0 was begun with lr suggested from .*1.0.*, and now .*0.5.*put"):
+        tune("none", make_job=suggesting(0.5), space=None, out=tmp_path)
+    with pytest.raises(OutError, match="with width suggested from nothing, and now"):
+        tune("none", make_job=suggesting(1.0, more=True), space=None, out=tmp_path)
+
+
+def test_with_keep_best_trials_are_compared_by_the_weights_that_they_keep() -> None:
+    """Values are those of a plain loop over the networks that come out."""
+    jobs = {"keep": "best", "stop": shoal.EarlyStop("accuracy", mode="max", patience=99)}
+    study = tune("none", make_job=lambda params: make_job(params, **jobs), max_epochs=7, num_trials=6)
+    for trial, result in zip(study.trials, study.results, strict=True):
+        result.model.eval()
+        with torch.no_grad():
+            assert trial.value == pytest.approx(float(accuracy(result.model(VAL[0]), VAL[1])))
+        assert trial.value == max(trial.values.values())
+    assert any(trial.value != trial.values[7] for trial in study.trials)
+    assert study.best_value == max(trial.value for trial in study.trials)

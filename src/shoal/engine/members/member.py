@@ -139,6 +139,12 @@ class Member:
         total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
         return max(0, total - self.batches)
 
+    @property
+    def batches_to_stop(self) -> int:
+        """Batches until it ends, or until it pauses before that."""
+        pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.num_batches - self.place
+        return int(min(self.batches_left, max(0, pause)))
+
     def finished(self) -> bool:
         """Whether the job has had its full length."""
         if self.job.epochs is not None:

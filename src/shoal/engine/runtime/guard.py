@@ -50,6 +50,20 @@ def can_guard() -> bool:
     return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
+def lost_context(error: RuntimeError, *, searching: bool) -> ShoalError:
+    """What to say where the context is lost in this process.
+
+    A search trains here: what it decides and writes down would have to be sent to a child and back.
+    """
+    why = (
+        "a search trains in its own process; mend that trial's step, and with out= the same call resumes"
+        if searching
+        else "this process had used CUDA before, so that the run could not have its own process; run it by "
+        "`shoal train`, or before any other use of the GPU, and it costs that job alone"
+    )
+    return ShoalError(f"a job's kernel took the GPU's context with it ({describe(error)}), and {why}")
+
+
 def to_device(members: Sequence[Member], device: torch.device) -> None:
     """Members that were built for the CPU, for this device: their data is moved there, once."""
     pool = Pool(device)
@@ -157,7 +171,8 @@ class Guarded(WorkerHandle):
             os._exit(3)  # whatever tidies up would touch the device
         super().fail(error, line)
 
-    def take_message(self, kind: str, content: Any) -> None:
+    def take_message(self, kind: str, *contents: Any) -> None:
+        (content,) = contents
         if kind == "targets":
             self.targets |= content
         elif kind == "environment":

@@ -142,12 +142,19 @@ class Line:
         if member is None or event.kind not in ("epoch", "leave"):
             self.send("event", event.to_wire(), None)
             return
+        self._send_member("event", event.to_wire(), member, whole=left)
+
+    def give_back(self, member: Member) -> None:
+        """Send a member back that has not ended, with all it has become."""
+        self._send_member("back", member.index, member, whole=True)
+
+    def _send_member(self, kind: str, what: Any, member: Member, *, whole: bool) -> None:
         try:
-            self.send("event", event.to_wire(), give(member, whole=left))
+            self.send(kind, what, give(member, whole=whole))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             state = give(member, whole=False)
             state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
-            self.send("event", event.to_wire(), state)
+            self.send(kind, what, state)
 
     def raised(self, error: Exception) -> None:
         """Have the parent raise what ended this worker."""

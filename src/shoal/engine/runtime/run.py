@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import MemberLimit, Queue
 from shoal.engine.runtime._checkpointing import Checkpointing
-from shoal.engine.runtime._supervision import supervise
+from shoal.engine.runtime.commands import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Outcome, out_of_memory, words
 from shoal.reporting.events import Event, happened
@@ -75,8 +75,8 @@ class Run(UnitListener):
         self.runners: list[UnitRunner] = []
         self._listener = tell
         self._queue = Queue(policy or Fifo())
-        self._turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
-        self._checkpointing = Checkpointing(folder, save_every, members)
+        self.turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
+        self.checkpointing = Checkpointing(folder, save_every, members)
         self._changed = True
         self._limit = MemberLimit()
         self._interrupted = False
@@ -93,12 +93,12 @@ class Run(UnitListener):
                 while self._more():
                     self._admit()
                     self._turn()
-                    self._save()
+                    self.save()
                     if self._between is not None:
                         self._between()
                     if self._interrupted:
                         raise KeyboardInterrupt
-                self._save()
+                self.save()
             except KeyboardInterrupt:
                 self._cancel()
                 raise
@@ -113,7 +113,7 @@ class Run(UnitListener):
 
     def _cancel(self) -> None:
         if self._interrupted:
-            self._save(now=True)
+            self.save(now=True)
         for runner in self.runners:
             runner.cancel()
         for member in (*self.waiting.values(), *self.paused.values()):
@@ -206,7 +206,7 @@ class Run(UnitListener):
             slots = [slot for slot, member in enumerate(runner.members) if member.index in indices]
             ejected += runner.eject(slots) if slots else []
         for member in ejected:
-            self._checkpointing.note(member)
+            self.checkpointing.note(member)
             self._tell("preempt", member, by=by)
         self.runners = [runner for runner in self.runners if runner.members]
         return ejected
@@ -219,7 +219,7 @@ class Run(UnitListener):
         if not self.runners:
             return
         apart = 1 if self.planning.gpu else len(self.runners)  # on a CPU one comes after the other
-        seconds = max(min(0.02, self._turn_seconds), self._turn_seconds / apart)
+        seconds = max(min(0.02, self.turn_seconds), self.turn_seconds / apart)
         batches = [runner.next_batches(seconds) for runner in self.runners]
         if self._before_turn is not None:
             pairs = zip(self.runners, batches, strict=True)
@@ -310,15 +310,16 @@ class Run(UnitListener):
 
     def _ended(self, member: Member) -> None:
         self._changed = True
-        self._checkpointing.note(member)
+        self.checkpointing.note(member)
         self._tell_leave(member)
 
     def _tell_leave(self, member: Member) -> None:
         self._tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
 
-    def _save(self, *, now: bool = False) -> None:
+    def save(self, *, now: bool = False) -> None:
+        """Save members whose checkpoint is due, and those that have left their units."""
         tell = lambda members, seconds: self._tell("checkpoint", members=members, seconds=seconds)  # noqa: E731
-        self._checkpointing.save(self.runners, tell, now=now)
+        self.checkpointing.save(self.runners, tell, now=now)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class Run(UnitListener):
             for member in leaving.values() if status == "cancelled" else ():  # for good, not until the run is resumed
                 self._queue.remove(member.index)
                 self._changed = True
-                self._checkpointing.note(member)
+                self.checkpointing.note(member)
         self.runners = [runner for runner in self.runners if runner.members]
         return ended
 
@@ -358,14 +359,14 @@ class Run(UnitListener):
         self.planning.note_tiers(members)
         self.planning.renewals.due = True
         self.all_members += members
-        self._checkpointing.add(members, self.planning.recipes)
+        self.checkpointing.add(members, self.planning.recipes)
         self.put_back(members)
 
     def replace(self, member: Member) -> None:
         """Put a member in the place of the one that has its index; it waits for a unit."""
         self.take_out({member.index}, "a copy")
         self.paused.pop(member.index, None)
-        self._checkpointing.forget(member)
+        self.checkpointing.forget(member)
         self.planning.replace(member)
         self.all_members[self.all_members.index(self.members[member.index])] = member
         self.put_back([member])

@@ -6,6 +6,7 @@ waits for. So do streams, whose reading threads do not survive a fork.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import predict
+from shoal.engine.runtime.commands import TOO_FEW
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import ask_children
 from shoal.engine.units.trials import lone_seconds
@@ -30,6 +32,8 @@ EVEN = 1.1
 SPIN_SECONDS = 0.1
 HEAVY_SECONDS = 0.02
 """Of a step, from which a network is large enough for torch's threads to matter."""
+STEP_SECONDS = 2e-4
+"""Of the smallest network that there is."""
 MANY_STEPS = 100
 """Steps of work from which it is worth a trial of a few."""
 
@@ -114,29 +118,20 @@ def _spin(pipe: Connection) -> None:
 
 
 def movable(member: Member, planning: PlanningContext) -> bool:
-    """Whether a member may train in another process."""
-    return member.index in planning.recipes and not member.data.source.streamed
+    """Whether a member may train in another process: its step has been traced, also where its stack was too small."""
+    traced = member.index in planning.recipes or planning.request(member).reason == TOO_FEW
+    return traced and not member.data.source.streamed
 
 
 def deal(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
-    """Members dealt out to `count` processes, the first of which is this one.
-
-    Stacks stay whole where that gives the processes equal work, and are halved, the largest first, where it does not.
-    """
-    pieces = [_Piece(kind, _weight(kind, planning), movable(kind[0], planning)) for kind in _kinds(members, planning)]
-    while True:
-        shares = _dealt(pieces, count)
-        busiest = max(shares, key=_load)
-        cut = max((p for p in busiest if p.movable and len(p.members) >= 4), key=lambda p: p.weight, default=None)
-        if cut is None or _load(busiest) <= EVEN * sum(p.weight for p in pieces) / count:
-            break
-        pieces.remove(cut)
-        pieces += [_Piece(half, _weight(half, planning), True) for half in (cut.members[::2], cut.members[1::2])]
+    """Members dealt out to `count` processes, the first of which is this one."""
+    pieces = [Piece(kind, weight(kind, planning), movable(kind[0], planning)) for kind in kinds_of(members, planning)]
+    shares = even_shares(pieces, planning, count)
     return [sorted((m for piece in share for m in piece.members), key=lambda m: m.index) for share in shares]
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class Piece:
     """Members that go to one process together."""
 
     members: list[Member]
@@ -144,19 +139,42 @@ class _Piece:
     movable: bool
 
 
-def _load(share: list[_Piece]) -> float:
+def load(share: list[Piece]) -> float:
+    """Seconds of work in a share."""
     return sum(piece.weight for piece in share)
 
 
-def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
+def even_shares(
+    pieces: list[Piece], planning: PlanningContext, count: int, *, most: float = math.inf
+) -> list[list[Piece]]:
+    """Pieces for `count` processes. Stacks stay whole where that gives the processes equal work, and are halved, the
+    largest first, where it does not; `most`: half a stack's share of the whole one's work, up to which it is halved."""
+    while True:
+        shares = share_out(pieces, count)
+        busiest = max(shares, key=load)
+        large = [p for p in busiest if p.movable and len(p.members) >= 4 and _half(p, planning) <= most * p.weight]
+        cut = max(large, key=lambda p: p.weight, default=None)
+        if cut is None or load(busiest) <= EVEN * sum(p.weight for p in pieces) / count:
+            return shares
+        pieces = [piece for piece in pieces if piece is not cut]
+        pieces += [Piece(some, _half(cut, planning), True) for some in (cut.members[::2], cut.members[1::2])]
+
+
+def _half(piece: Piece, planning: PlanningContext) -> float:
+    """Seconds of work in half of a stack."""
+    whole = weight(piece.members, planning)
+    return piece.weight * weight(piece.members[::2], planning) / whole if whole else 0.0
+
+
+def share_out(pieces: list[Piece], count: int) -> list[list[Piece]]:
     """The heaviest first, each to the process that has the least; what cannot be moved stays here."""
-    shares: list[list[_Piece]] = [[] for _ in range(count)]
+    shares: list[list[Piece]] = [[] for _ in range(count)]
     for piece in sorted(pieces, key=lambda piece: (piece.movable, -piece.weight)):
-        (min(shares, key=_load) if piece.movable else shares[0]).append(piece)
+        (min(shares, key=load) if piece.movable else shares[0]).append(piece)
     return shares
 
 
-def _kinds(members: Sequence[Member], planning: PlanningContext) -> list[list[Member]]:
+def kinds_of(members: Sequence[Member], planning: PlanningContext) -> list[list[Member]]:
     """Members that could be one stack; the others by themselves."""
     kinds: dict[object, list[Member]] = {}
     for member in members:
@@ -166,12 +184,12 @@ def _kinds(members: Sequence[Member], planning: PlanningContext) -> list[list[Me
     return list(kinds.values())
 
 
-def _weight(members: Sequence[Member], planning: PlanningContext) -> float:
+def weight(members: Sequence[Member], planning: PlanningContext) -> float:
     """Seconds of work left in members of one kind, as far as can be said beforehand.
 
     A step is taken to cost something by itself and something for each member; those with less to do leave earlier.
     """
-    batches = [member.batches_left for member in members]
+    batches = [member.batches_to_stop for member in members]
     timed = [member for member in members if _step_seconds([member], planning) is not None]
     if not timed:
         return sum(n * _least_seconds(member) for n, member in zip(batches, members, strict=True))
@@ -188,10 +206,10 @@ def _step_seconds(members: Sequence[Member], planning: PlanningContext) -> float
 def predicted_seconds(planning: PlanningContext, members: Sequence[Member]) -> float:
     """What these members take in one process: from timed steps, else from the size of the networks (too little rather
     than too much)."""
-    return sum(_weight(kind, planning) for kind in _kinds(members, planning))
+    return sum(weight(kind, planning) for kind in kinds_of(members, planning))
 
 
 def _least_seconds(member: Member) -> float:
-    """A step at 20 GFLOP/s, every weight used once a row."""
+    """A step at 20 GFLOP/s, every weight used once a row; what Python and torch take to call it, at least."""
     weights = sum(p.numel() for p in member.model.parameters() if not is_lazy(p))
-    return 6e0 * weights * member.job.batch_size / 2e10
+    return max(STEP_SECONDS, 6e0 * weights * member.job.batch_size / 2e10)

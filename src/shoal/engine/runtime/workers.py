@@ -209,9 +209,9 @@ class WorkerHandle:
             elif kind == "done":
                 self._done, self.parts = True, content[0]
             else:
-                self.take_message(kind, content[0])
+                self.take_message(kind, *content)
 
-    def take_message(self, kind: str, content: Any) -> None:
+    def take_message(self, kind: str, *content: Any) -> None:
         """Take in a message of another kind."""
 
     def _take_event(self, wire: Wire, state: dict[str, Any] | None, tell: Tell) -> None:

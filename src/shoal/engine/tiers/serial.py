@@ -24,6 +24,7 @@ from shoal.engine.members.member import (
     run_step,
     trying,
 )
+from shoal.engine.optim.fused_steps import step_of
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
@@ -47,6 +48,7 @@ class SerialUnit(Unit):
         # of a member that has begun, asking the schedule for its beginning must not change what its step reads
         with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
+            self._update = step_of(self.optimizer)
             self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
@@ -125,6 +127,7 @@ class SerialUnit(Unit):
         else:
             with draws(member, keep=False):
                 self.optimizer = make_optimizer(self.job, self.model)
+                self._update = step_of(self.optimizer)
                 self.schedule = make_schedule(self.job, self.optimizer)
         if step is not None and self.schedule is not None:
             jump_to(self.schedule, step)
@@ -192,7 +195,7 @@ class SerialUnit(Unit):
     def _apply(self) -> None:
         if self.scaler is None:
             self._clip()
-            self.optimizer.step()
+            self._update()
             return
         self.scaler.unscale_(self.optimizer)
         self._clip()

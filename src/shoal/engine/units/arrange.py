@@ -11,9 +11,9 @@ from shoal.engine.proof.group import Group, explain_reason
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.serial import SerialUnit
-from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import Unit
 from shoal.engine.units._choose_form import choose, why_not
+from shoal.engine.units.build import stacked_units
 
 
 def arrange(
@@ -65,7 +65,7 @@ def _captured(
         why = f"{reason}; not captured: {refused or 'the device refused'}"
         if not alike.stackable:
             return Part("serial", places, names, why), [SerialUnit(member) for member in members]
-        return Part("stacked", places, names, why), [StackedUnit(recipes, trace_cache)]
+        return Part("stacked", places, names, why), stacked_units(recipes, trace_cache)
     form, unit = chosen
     predicted = {"step_seconds": form.seconds}
     if form.compiled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.engine.members.member import Member
@@ -160,10 +160,21 @@ def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -
     units: list[Unit] = []
     for part in parts:
         if part.tier == "stacked":
-            units.append(StackedUnit([recipes[i] for i in part.members], trace_cache))
+            units += stacked_units([recipes[i] for i in part.members], trace_cache)
             continue
         for i in part.members:
             unit = SerialUnit(members[i])
             unit.traced = i in recipes
             units.append(unit)
     return units
+
+
+def stacked_units(recipes: Sequence[Recipe], trace_cache: TraceCache) -> list[Unit]:
+    """Stacks of members of one recipe: one of all, but of those that accumulate, or share a stream, one for each place
+    in the epoch, since they have to be in step (see `StackedUnit.accepts`)."""
+    in_step: dict[int, list[Recipe]] = {}
+    for recipe in recipes:
+        member = recipe.member
+        apart = member.job.accumulate > 1 or member.data.source.streamed
+        in_step.setdefault(member.place if apart else -1, []).append(recipe)
+    return [StackedUnit(some, trace_cache) for some in in_step.values()]

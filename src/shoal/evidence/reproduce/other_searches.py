@@ -115,18 +115,11 @@ def ray_search(
     try:
         import ray
         from ray import tune
-        from ray.tune import schedulers
     except ImportError:
         raise TuneError("the comparison needs Ray: pip install 'shoal[ray]'") from None
     known = parse(space)
     trials, epochs = budget(max_epochs, eta)
-    settings = {"time_attr": "training_iteration", "max_t": max_epochs, "reduction_factor": eta}
-    kinds = {
-        "asha": lambda: schedulers.AsyncHyperBandScheduler(**settings, grace_period=1),
-        "hyperband": lambda: schedulers.HyperBandScheduler(**settings),
-    }
-    if scheduler not in kinds:
-        raise TuneError(f"scheduler is {scheduler!r}; use 'asha' or 'hyperband'")
+    chosen = _ray_scheduler(scheduler, max_epochs, eta)
     began = time.perf_counter()
     ray.init(
         num_cpus=processes or os.cpu_count(), include_dashboard=False, log_to_driver=False, logging_level="error",
@@ -134,26 +127,13 @@ def ray_search(
     )  # fmt: skip
     starting = time.perf_counter() - began
     used: dict[str, int] = {}
-
-    class Budget(tune.Stopper):  # type: ignore[misc]
-        """Ends all when the budget is used."""
-
-        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-            used[trial_id] = max(used.get(trial_id, 0), int(result["training_iteration"]))
-            return used[trial_id] >= max_epochs
-
-        def stop_all(self) -> bool:
-            return sum(used.values()) >= epochs
-
     try:
         with tempfile.TemporaryDirectory(prefix="shoal-ray-") as folder, redirect_stdout(io.StringIO()):
             results = tune.Tuner(
                 _trainable(start),
                 param_space={"params": tune.grid_search([known.sample(seed, number) for number in range(trials)])},
-                tune_config=tune.TuneConfig(
-                    metric="score", mode="max", scheduler=kinds[scheduler](), reuse_actors=True
-                ),
-                run_config=tune.RunConfig(storage_path=folder, stop=Budget(), verbose=0),
+                tune_config=tune.TuneConfig(metric="score", mode="max", scheduler=chosen, reuse_actors=True),
+                run_config=tune.RunConfig(storage_path=folder, stop=_stopper(used, max_epochs, epochs), verbose=0),
             ).fit()
             scored = [one for one in results if one.metrics and "score" in one.metrics]
             best = max(scored, key=lambda one: float(one.metrics["score"]))
@@ -166,6 +146,32 @@ def ray_search(
             }
     finally:
         ray.shutdown()
+
+
+def _ray_scheduler(name: str, max_epochs: int, eta: int) -> Any:
+    from ray.tune import schedulers
+
+    settings = {"time_attr": "training_iteration", "max_t": max_epochs, "reduction_factor": eta}
+    if name == "asha":
+        return schedulers.AsyncHyperBandScheduler(**settings, grace_period=1)
+    if name == "hyperband":
+        return schedulers.HyperBandScheduler(**settings)
+    raise TuneError(f"scheduler is {name!r}; use 'asha' or 'hyperband'")
+
+
+def _stopper(used: dict[str, int], max_epochs: int, epochs: int) -> Any:
+    """Ends all when the budget is used; `used` gets the epochs of each trial."""
+    from ray import tune
+
+    class Budget(tune.Stopper):  # type: ignore[misc]
+        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+            used[trial_id] = max(used.get(trial_id, 0), int(result["training_iteration"]))
+            return used[trial_id] >= max_epochs
+
+        def stop_all(self) -> bool:
+            return sum(used.values()) >= epochs
+
+    return Budget()
 
 
 def _trainable(start: Start) -> Any:

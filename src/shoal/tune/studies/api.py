@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from shoal.results import Results
 from shoal.training import Settings, carry_out, make_settings
 from shoal.tune.brackets import table
 from shoal.tune.population import PBT
-from shoal.tune.samplers import make_sampler
+from shoal.tune.samplers import Sampler, make_sampler
 from shoal.tune.schedulers import ASHA, Goal, Hyperband, Mode, NoScheduler, Scheduler, SuccessiveHalving
 from shoal.tune.space import Space, parse
 from shoal.tune.studies.jobs import Jobs, check_metric
@@ -98,71 +98,101 @@ def tune(
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
-    known = None if space is None else parse(space)
-    chosen = make_scheduler(scheduler, eta)
-    towards = _mode(metric, mode, lambda: check_metric(make_job, known, metric, max_epochs, seed))
-    source = make_sampler(sampler, known, mode=towards, seed=seed)
-    goal = Goal(
-        max_epochs=max_epochs,
-        mode=towards,
-        num_trials=_num_trials(num_trials, source.limit, chosen),
-        seed=seed,
-        space=known,
-    )
-    chosen.check(goal)
-    jobs = Jobs(make_job, known, source, metric, max_epochs)
-    if isinstance(chosen, PBT):
-        goal = _with_changeable(goal, chosen, jobs)
-    if out is not None and known is not None:
-        known.check_storable()
-    asked = {
-        "metric": metric, "mode": towards, "max_epochs": max_epochs, "num_trials": goal.num_trials, "seed": seed,
-        "scheduler": repr(chosen), "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
-        "space": None if known is None else known.to_json(), "run": uuid.uuid4().hex[:12],
-    }  # fmt: skip
+    question = _question(
+        make_job, None if space is None else parse(space), metric, mode, max_epochs, make_scheduler(scheduler, eta),
+        sampler, num_trials, seed,
+    )  # fmt: skip
+    if out is not None and question.space is not None:
+        question.space.check_storable()
     journal = Journal(None if out is None else Path(out))
-    trials, written = journal.open(asked)
+    trials, written = journal.open(_described(question, sampler))
     try:
-        mirror = _mirror(storage, study_name, towards, metric, known, None if out is None else written["run"])
+        mirror = _mirror(storage, study_name, question, None if out is None else written["run"])
         search = TrialSearch(
-            jobs, goal, chosen, source, metric, journal,
+            question.jobs, question.goal, question.scheduler, question.sampler, metric, journal,
             [] if mirror is None else [mirror], trials,
         )  # fmt: skip
-        brackets = chosen.brackets(goal)
-        if progress and brackets:
-            say(f"{chosen.name}, {sum(bracket.size for bracket in brackets)} trials\n{table(brackets)}")
         if mirror is not None:
             for previous in mirror.previous():
-                source.tell(previous)
+                question.sampler.tell(previous)
             mirror.attach(trials)
         try:
-            view = StudyView(search.trials, brackets, metric, towards)
-            results = _run(search, settings, journal.folder, view, progress, callbacks, events)
+            results = _run(search, settings, journal.folder, progress, callbacks, events)
         finally:
             if mirror is not None:
                 mirror.close()
     finally:
         journal.close()
     study = Study(
-        metric=metric, mode=towards, max_epochs=max_epochs, scheduler=chosen.name, trials=search.trials,
-        brackets=brackets, results=results, seconds=time.perf_counter() - start,
-        name="" if storage is None else study_name, folder=journal.folder,
-        space=None if known is None else known.to_json(),
+        metric=metric, mode=question.goal.mode, max_epochs=max_epochs, scheduler=question.scheduler.name,
+        trials=search.trials, brackets=question.scheduler.brackets(question.goal), results=results,
+        seconds=time.perf_counter() - start, name="" if storage is None else study_name, folder=journal.folder,
+        space=None if question.space is None else question.space.to_json(),
     )  # fmt: skip
     if out is not None:
         study.report(Path(out) / "report.html")
     return study
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a search is after, checked: everything but how it is run and where it is stored."""
+
+    metric: str
+    space: Space | None
+    scheduler: Scheduler
+    sampler: Sampler
+    goal: Goal
+    jobs: Jobs
+
+
+def _question(
+    make_job: Callable[[Any], Job],
+    space: Space | None,
+    metric: str,
+    mode: Mode | None,
+    max_epochs: int,
+    scheduler: Scheduler,
+    sampler: Any,
+    num_trials: int | None,
+    seed: int,
+) -> _Question:
+    """Check what was asked for, and make its parts; TuneError or JobError where it can't be done."""
+    towards = _mode(metric, mode, lambda: check_metric(make_job, space, metric, max_epochs, seed))
+    source = make_sampler(sampler, space, mode=towards, seed=seed)
+    count = _num_trials(num_trials, source.limit, scheduler)
+    goal = Goal(max_epochs=max_epochs, mode=towards, num_trials=count, seed=seed, space=space)
+    scheduler.check(goal)
+    jobs = Jobs(make_job, space, source, metric, max_epochs)
+    if isinstance(scheduler, PBT):
+        goal = _with_changeable(goal, scheduler, jobs)
+    return _Question(metric, space, scheduler, source, goal, jobs)
+
+
+def _described(question: _Question, sampler: Any) -> dict[str, Any]:
+    """What a folder remembers of a search: a call that differs in it is another search."""
+    goal = question.goal
+    return {
+        "metric": question.metric, "mode": goal.mode, "max_epochs": goal.max_epochs, "num_trials": goal.num_trials,
+        "seed": goal.seed, "scheduler": repr(question.scheduler),
+        "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
+        "space": None if question.space is None else question.space.to_json(), "run": uuid.uuid4().hex[:12],
+    }  # fmt: skip
+
+
 def _run(
     search: TrialSearch,
     settings: Settings,
     folder: Path | None,
-    view: StudyView,
     progress: bool,
     callbacks: Sequence[Callback] | None,
     events: Listener | None,
 ) -> Results:
+    """Train the trials; with `progress`, the brackets are printed before."""
+    brackets = search.scheduler.brackets(search.goal)
+    if progress and brackets:
+        say(f"{search.scheduler.name}, {sum(bracket.size for bracket in brackets)} trials\n{table(brackets)}")
+    view = StudyView(search.trials, brackets, search.metric, search.goal.mode)
     with progress_for([], progress, view) as shown:
         listeners = Listeners([shown, *([events] if events is not None else [])])
 
@@ -248,10 +278,11 @@ def _num_trials(asked: int | None, limit: int | None, scheduler: Scheduler) -> i
     return limit if asked is None else asked
 
 
-def _mirror(storage: Any, name: str, mode: Mode, metric: str, space: Space | None, run: str | None) -> Any:
+def _mirror(storage: Any, name: str, question: _Question, run: str | None) -> Any:
     """The Optuna storage that the study is written to; None where there is none."""
     if storage is None:
         return None
     from shoal.tune.optuna_storage import OptunaStorage
 
-    return OptunaStorage(storage, name, mode=mode, metric=metric, space=space, run=run)
+    mode, metric = question.goal.mode, question.metric
+    return OptunaStorage(storage, name, mode=mode, metric=metric, space=question.space, run=run)

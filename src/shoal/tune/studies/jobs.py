@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from shoal.errors import TuneError, describe
+from shoal.errors import OutError, TuneError, describe
 from shoal.jobs.job import Job, default_epochs
 from shoal.tune.distributions import from_optuna
 from shoal.tune.samplers import DrawnSuggestions, RandomSampler, Sampler
@@ -42,7 +43,10 @@ class Jobs:
         """The job of a trial with the settings that it has; raises what make_job raises."""
         if self._space is not None:
             return self._checked(trial, dict(trial.settings))
-        return self._suggest(trial, DrawnSuggestions(trial.number, fixed=trial.settings))
+        suggestions = DrawnSuggestions(trial.number, fixed=trial.settings)
+        job = self._suggest(trial, suggestions)
+        _check_ranges(trial, space_of(suggestions))
+        return job
 
     def changeable(self, seed: int) -> tuple[str, ...]:
         """The settings that are the optimizer's alone, so that a network under way can be given another value."""
@@ -120,6 +124,19 @@ def _rest(job: Job) -> dict[str, Any]:
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     plain = {name: value for name, value in fields.items() if isinstance(value, int | float | str | type | None)}
     return {name: value for name, value in plain.items() if name != "clip_norm"}
+
+
+def _check_ranges(trial: Trial, now: dict[str, Any]) -> None:
+    """OutError where make_job suggests a trial's settings from something else than before: they would be mixed."""
+    before = trial.attrs.get("space", {})
+    now = json.loads(json.dumps(now))
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            old, new = (json.dumps(space[name]) if name in space else "nothing" for space in (before, now))
+            raise OutError(
+                f"{trial.name} was begun with {name} suggested from {old}, and now make_job suggests it from {new}; "
+                "put that back, or use another folder"
+            )
 
 
 def space_of(suggestions: Any) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from shoal.data import Pool
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.clones import clone_of
 from shoal.engine.runtime.run import Run
-from shoal.errors import JobError, TuneError, describe
+from shoal.errors import JobError, OutError, TuneError, describe
+from shoal.jobs.early_stopping import kept_row
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
+from shoal.tune.population import PBT
 from shoal.tune.samplers import Sampler
 from shoal.tune.schedulers import TRAINING, Action, Exploit, Goal, Promote, Scheduler, Start, Stop
 from shoal.tune.studies.jobs import Jobs
@@ -67,6 +69,11 @@ class TrialSearch:
         """Names of jobs that do not have the settings any more that they began with."""
         return {trial.name for trial in self.trials if "params" in trial.attrs}
 
+    @property
+    def shareable(self) -> bool:
+        """Whether trials may train in other processes; population-based training copies states of running ones."""
+        return not isinstance(self.scheduler, PBT)
+
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def prepare(self, device: torch.device) -> list[Member]:
@@ -90,6 +97,8 @@ class TrialSearch:
         """The job of a trial that was begun before."""
         try:
             return self.jobs.make(trial)
+        except OutError:
+            raise
         except Exception as error:
             raise TuneError(
                 f"{trial.name} was begun, and now its make_job raised {describe(error)}; mend it, or use another folder"
@@ -183,6 +192,9 @@ class TrialSearch:
             for row in rows:
                 if self._take_in(trial, member, row):
                     changed[number] = trial
+            if rows and member.job.keep == "best":
+                best = kept_row(member.job, member.history)
+                trial.kept_epoch = None if best is None else int(best["epoch"])
             state = self._state(trial, member)
             if state != trial.state:
                 trial.state, trial.error = state, member.error if state == "failed" else None

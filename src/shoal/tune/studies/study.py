@@ -27,7 +27,7 @@ RANGES = ("uniform", "log", "int", "log-int")
 
 
 def best_trial(trials: Sequence[Trial], mode: Mode) -> Trial | None:
-    """The trial with the best last value, which is that of its weights; of equals, the one that trained longer."""
+    """The trial whose weights have the best value (see `Trial.value`); of equals, the one that trained longer."""
     known = [trial for trial in trials if trial.state != "failed" and not math.isnan(trial.value)]
     sign = -1 if mode == "max" else 1
     return min(known, key=lambda t: (sign * t.value, -t.epochs, t.number), default=None)
@@ -57,7 +57,7 @@ class Study:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best value at its last epoch, whether it was stopped at a rung or trained to the end."""
+        """The trial whose weights have the best value, whether it was stopped at a rung or trained to the end."""
         best = best_trial(self.trials, self.mode)
         if best is None:
             failed = next((trial.error for trial in self.trials if trial.error), "no trial ended an epoch")
@@ -71,7 +71,7 @@ class Study:
 
     @property
     def best_value(self) -> float:
-        """The metric of the best trial at its last epoch."""
+        """The metric of the best trial's weights: at its last epoch, or at its best one where jobs have keep="best"."""
         return self.best.value
 
     @property

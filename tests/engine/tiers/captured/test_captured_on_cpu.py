@@ -149,7 +149,7 @@ def test_seats_that_are_taken_again(chunk: int, policy: Policy, kinds: bool) -> 
     planning.budget, planning.chunk = 4, chunk
     told: list[Event] = []
     run = Run(members, planning, policy=policy, tell=told.append)
-    run._turn_seconds = 1e-4
+    run.turn_seconds = 1e-4
     run.go()
     joins = [event.data["unit"] for event in told if event.kind == "join"]
     assert len(set(joins)) < len(joins)
@@ -169,7 +169,7 @@ def test_graphs_of_seats_that_are_taken_again(chunk: int, seats: int) -> None:
     planning = Seats(members, timed=False)
     planning.budget, planning.chunk, planning.executor = seats, chunk, CapturedExecutor(recorder := OnCpu())
     run = Run(members, planning)
-    run._turn_seconds = 1e-3
+    run.turn_seconds = 1e-3
     run.go()
     assert recorder.graphs and all(graph.replays for graph in recorder.graphs)
     for ours, own in zip(collect(members, {}), jobs, strict=True):

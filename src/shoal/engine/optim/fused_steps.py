@@ -1,0 +1,91 @@
+"""Torch's fused update for Adam and AdamW on a CPU, whose plain one takes longer than forward and backward of a small
+network.
+
+It is the same arithmetic in another order of rounding, as the stacked tier has it (`engine/stack/fused_update.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+DTYPES = (torch.float32, torch.float64)
+OTHERS = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of a parameter group by which its owner has said how it is updated."""
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], None]:
+    """How to take a step of this optimizer, to which nothing has been added yet: its own `step`, fused where that means
+    the same.
+
+    Whether it is fused depends on the job alone: on the class, its settings, and its parameters' device and dtype.
+    """
+    if type(optimizer) not in (Adam, AdamW) or torch.get_default_dtype() is not torch.float32:
+        return lambda: _own(optimizer)  # of another default dtype torch counts the fused steps in another dtype
+    if "step" in vars(optimizer) or not all(map(_suits, optimizer.param_groups)):
+        return lambda: _own(optimizer)
+    return lambda: _fused(optimizer)
+
+
+def _own(optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def _suits(group: dict[str, Any]) -> bool:
+    if any(group[name] for name in OTHERS) or any(group[name] is not None for name in ("foreach", "fused")):
+        return False
+    return all(p.device.type == "cpu" and p.dtype in DTYPES for p in group["params"])
+
+
+def _fused(optimizer: Optimizer) -> None:
+    """Call the kernel at once, or, where there is more to a step than that, by way of `optimizer.step`."""
+    groups = optimizer.param_groups
+    columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
+    if None not in columns:
+        with torch.no_grad():
+            for group, lists in zip(groups, columns, strict=True):
+                if lists is not None and lists[0]:
+                    _call(group, *lists)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
+        return
+    for group in groups:
+        group["fused"] = True
+    try:
+        optimizer.step()
+    finally:
+        for group in groups:
+            group["fused"] = None  # as in the user's own
+
+
+def _hooked(optimizer: Any) -> bool:
+    """Whether something else is to be called before or after a step."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _columns(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
+    """Parameters, gradients and states of a group; None where torch has to look at them: at the first step, say."""
+    params = [param for param in group["params"] if param.grad is not None]
+    states = [optimizer.state.get(param) for param in params]
+    if not all(states) or any(param.grad.layout is not torch.strided for param in params):
+        return None
+    names = [name for name in STATES if name != "max_exp_avg_sq" or group["amsgrad"]]
+    lists = {name: [state[name] for state in states if state] for name in names}
+    return [params, [param.grad for param in params], *(lists.get(name, []) for name in STATES)]
+
+
+def _call(
+    group: dict[str, Any], params: Any, grads: Any, averages: Any, squares: Any, maxima: Any, steps: list[Any]
+) -> None:
+    kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    torch._foreach_add_(steps, 1)
+    beta1, beta2 = group["betas"]
+    kernel(
+        params, grads, averages, squares, maxima, steps, amsgrad=group["amsgrad"], lr=group["lr"], beta1=beta1,
+        beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+    )  # fmt: skip

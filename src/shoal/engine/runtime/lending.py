@@ -1,0 +1,254 @@
+"""The cores of a CPU for a run with a supervisor: some of its members train in forked processes for a few seconds.
+
+Which members continue is decided here, from all of their values, so nothing can be dealt out for good. A worker gets
+some members as they are now, trains each until it pauses or ends, or until its time is over, and sends them back whole.
+Then those that continue are dealt out anew, by what they have left to do before their next pause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.engine.members.member import Member
+from shoal.engine.planning.planner import Part
+from shoal.engine.runtime.commands import Supervisor
+from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.processes import Line, take
+from shoal.engine.runtime.sharing import Piece, even_shares, kinds_of, load, movable, weight
+from shoal.engine.runtime.workers import MakeRun, Tell, WorkerHandle
+from shoal.reporting.events import happened
+
+if TYPE_CHECKING:
+    from shoal.engine.runtime.run import Run
+
+ROUND_SECONDS = 0.25
+"""Of a round while members are lent: so long may a worker that is done wait for more."""
+LEAST_SECONDS = 0.3
+"""Work that is worth a process."""
+HALF = 0.7
+"""Of a stack's work, what half of it may take, if it is to be halved."""
+SLICE_SECONDS, OVERHEAD = 5.0, 0.05
+"""A worker's time, at least; longer where starting it and getting its members back took more than this share."""
+
+
+def run_lending(
+    members: Sequence[Member],
+    planning: PlanningContext,
+    count: int,
+    make: MakeRun,
+    tell: Tell,
+    supervisor: Supervisor,
+    all_members: list[Member],
+) -> None:
+    """Train these members in `count` processes, this one included, in which the supervisor decides."""
+    lending = Lending(supervisor, planning, count, make, tell)
+    planning.budget /= count
+    planning.executor.most_threads = 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each worker has: more would take their cores
+    try:
+        run = make(members, tell, numbers=lending.numbers(0), all_members=all_members, supervisor=lending)
+        run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
+        try:
+            run.go()
+        except KeyboardInterrupt:
+            lending.cancel()
+            raise
+    finally:
+        torch.set_num_threads(threads)
+        lending.close()
+
+
+class Lending:
+    """A run's supervisor that also lends its members to worker processes and takes them back."""
+
+    def __init__(
+        self, supervisor: Supervisor, planning: PlanningContext, count: int, make: MakeRun, tell: Tell
+    ) -> None:
+        self._supervisor, self._planning, self._count, self._make, self._tell = supervisor, planning, count, make, tell
+        self._workers: list[Borrower] = []
+        self._slice = SLICE_SECONDS
+        self._numbers = [itertools.count(1 + place, count) for place in range(count)]
+
+    def numbers(self, place: int) -> Any:
+        """Numbers for the units of one of the processes."""
+        return self._numbers[place]
+
+    def look(self, run: Run) -> None:
+        """Take back members whose workers are done, let the supervisor decide, and lend members that train now."""
+        self._take_back(run, wait=False)
+        self._supervisor.look(run)
+        while self._workers and not _in_training(run):
+            for worker in self._workers:
+                worker.ask_back()
+            self._take_back(run, wait=True)
+            self._supervisor.look(run)
+        self._lend(run)
+
+    def _take_back(self, run: Run, *, wait: bool) -> None:
+        for worker in list(self._workers):
+            start = time.perf_counter()
+            worker.drain_messages(self._tell, wait=wait)
+            back, worker.back = worker.back, []
+            for member in back:
+                if member.status == "running":
+                    _continue(run, member)
+            if worker.done:
+                worker.close()
+                self._workers.remove(worker)
+                _merge(self._planning.plan.parts, worker.parts)
+                spent = worker.start_seconds + time.perf_counter() - start
+                self._slice = max(SLICE_SECONDS, spent / OVERHEAD)
+
+    def _lend(self, run: Run) -> None:
+        """Deal out the members that train here, where there is enough to do for another process."""
+        free = self._count - 1 - len(self._workers)
+        pieces = _pieces(run) if free > 0 else []
+        if sum(piece.weight for piece in pieces) < 2 * LEAST_SECONDS:
+            return
+        for share in even_shares(pieces, self._planning, free + 1, most=HALF)[1:]:
+            if share and load(share) >= LEAST_SECONDS:
+                self._start(run, [member for piece in share for member in piece.members])
+
+    def _start(self, run: Run, members: list[Member]) -> None:
+        lent = run.take_out({member.index for member in members}, "sharing")
+        for member in lent:
+            run.checkpointing.forget(member)  # it is the worker's now, which saves it itself
+        if run.folder is not None:
+            run.folder.flush()
+        place = next(p for p in range(1, self._count) if all(worker.place != p for worker in self._workers))
+        worker = Borrower(lent, partial(self._make_in_worker, place), place)
+        if worker.start():
+            self._workers.append(worker)
+            return
+        self._tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
+        self._count = 1 + len(self._workers)
+        for member in lent:
+            _continue(run, member)
+
+    def _make_in_worker(self, place: int, share: Sequence[Member], line: Line) -> Run:
+        self._planning.plan.parts = []
+        sending = SendingBack(line, time.monotonic() + self._slice)
+        signal.signal(signal.SIGUSR1, lambda number, frame: sending.stop())
+        run = self._make(share, line.tell, numbers=self._numbers[place], supervisor=sending)
+        run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
+        return run
+
+    def cancel(self) -> None:
+        """Have all workers save their members where they are, and stop."""
+        for worker in self._workers:
+            worker.cancel()
+        for worker in self._workers:
+            worker.drain_messages(self._tell, wait=True)
+
+    def close(self) -> None:
+        """End the processes that have not ended."""
+        for worker in self._workers:
+            worker.close()
+
+
+class Borrower(WorkerHandle):
+    """A worker that has members for a while, as its parent sees it."""
+
+    def __init__(self, members: Sequence[Member], make: Any, place: int) -> None:
+        before = {member.index: member.state() for member in members}
+        super().__init__(members, make, lambda member: member.load_state(before[member.index]))
+        self.place = place
+        self.back: list[Member] = []
+        """Members that have come back."""
+        self.start_seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def start(self) -> bool:
+        start = time.perf_counter()
+        started = super().start()
+        self.start_seconds = time.perf_counter() - start
+        return started
+
+    def ask_back(self) -> None:
+        """Have it send all of its members back now."""
+        if not self._done and self._child is not None:
+            self._child.signal(signal.SIGUSR1)
+
+    def take_message(self, kind: str, *content: Any) -> None:
+        if kind == "back":
+            index, state = content
+            member = self.members.pop(index)
+            take(member, state)
+            self.back.append(member)
+
+
+class SendingBack:
+    """The supervisor in a worker: sends members back when they pause, and all of them when the time is over."""
+
+    def __init__(self, line: Line, until: float) -> None:
+        self._line, self._until = line, until
+
+    def stop(self) -> None:
+        self._until = 0.0
+
+    def look(self, run: Run) -> None:
+        over = time.monotonic() >= self._until
+        leaving = {m.index for m in run.waiting.values() if over or m.pausing}
+        for runner in run.runners:
+            all_leave = over and runner.unit.at_step_boundary
+            leaving |= {member.index for member in runner.members if all_leave or member.pausing}
+        back = run.take_out(leaving, "sharing")
+        if back:
+            run.save()
+            if run.folder is not None:
+                run.folder.flush()  # before the parent trains and saves them
+            for member in back:
+                self._line.give_back(member)
+
+
+def _continue(run: Run, member: Member) -> None:
+    """Let a member that comes back wait for a place, or for what the supervisor says."""
+    if member.pausing:
+        run.paused[member.index] = member
+    else:
+        run.put_back([member])
+
+
+def _in_training(run: Run) -> bool:
+    """Whether members train or wait here that are not about to pause."""
+    running = itertools.chain(*(runner.members for runner in run.runners))
+    return any(not member.pausing for member in (*running, *run.waiting.values()))
+
+
+def _pieces(run: Run) -> list[Piece]:
+    """The units of a run, and what waits for one, with the work of each before its next pause."""
+    pieces = []
+    for runner in run.runners:
+        if any(member.pausing for member in runner.members) or not runner.unit.at_step_boundary:
+            continue
+        batches = max(member.batches_to_stop for member in runner.members)
+        seconds = runner.batch_seconds * batches if runner.batch_seconds else weight(runner.members, run.planning)
+        pieces.append(Piece(list(runner.members), seconds, all(movable(m, run.planning) for m in runner.members)))
+    waiting = [member for member in run.waiting.values() if not member.pausing]
+    for kind in kinds_of(waiting, run.planning):
+        known = [member.seconds / member.batches * member.batches_to_stop for member in kind if member.batches]
+        seconds = sum(known) if len(known) == len(kind) else weight(kind, run.planning)
+        pieces.append(Piece(kind, seconds, movable(kind[0], run.planning)))
+    return pieces
+
+
+def _merge(parts: list[Part], more: Iterable[Part]) -> None:
+    """Add a worker's parts of the plan; those of the same members are one."""
+    for part in more:
+        same = (p for p in parts if p.tier == part.tier and set(p.members) == set(part.members))
+        before = next(same, None)
+        if before is None:
+            parts.append(part)
+        elif "steps" in part.measured:
+            before.note(part.measured["seconds"], int(part.measured["steps"]))

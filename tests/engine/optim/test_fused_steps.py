@@ -1,0 +1,88 @@
+"""Torch's fused update in the serial tier: the same training, and nothing of it in the optimizer's state."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import shoal
+from shoal.engine.optim.fused_steps import step_of
+
+X, Y = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
+
+
+def job(optimizer: type[optim.Optimizer], **hparams: Any) -> shoal.Job:
+    return shoal.Job(
+        model=lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double(), data=(X, Y),
+        loss=F.cross_entropy, optimizer=optimizer, hparams={"lr": 0.01, **hparams}, batch_size=5, epochs=10, seed=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hparams"),
+    [
+        (optim.Adam, {}),
+        (optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+        (optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
+        (optim.AdamW, {"foreach": True}),
+    ],
+)
+def test_it_equals_the_plain_loop(
+    optimizer: type[optim.Optimizer], hparams: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_PACK", raising=False)
+    packed = shoal.train([job(optimizer, **hparams)], device="cpu")[0]
+    alone = shoal.solo(job(optimizer, **hparams))
+    assert packed.tier == "serial"
+    for a, b in zip(packed.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    expected = alone.optimizer_state
+    assert packed.optimizer_state["param_groups"] == expected["param_groups"]
+    for place, entry in expected["state"].items():
+        for name, value in entry.items():
+            assert packed.optimizer_state["state"][place][name].dtype == value.dtype
+            torch.testing.assert_close(packed.optimizer_state["state"][place][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_learning_rate_of_a_schedule_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_PACK", raising=False)
+    scheduled = [dataclasses.replace(job(optim.AdamW), schedule=lambda step: 1 / (1 + step)) for _ in range(2)]
+    packed, alone = shoal.train(scheduled[:1], device="cpu")[0], shoal.solo(scheduled[1])
+    assert packed.tier == "serial"
+    for a, b in zip(packed.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def fused_in_step(optimizer: optim.Optimizer) -> list[Any]:
+    """What a step sees in the parameter groups."""
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.extend(g.get("fused") for g in o.param_groups))
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    step_of(optimizer)()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (lambda p: optim.AdamW([p]), True),
+        (lambda p: optim.AdamW([p], foreach=False), None),
+        (lambda p: optim.AdamW([p], fused=False), False),
+        (lambda p: optim.NAdam([p]), None),
+        (lambda p: type("Mine", (optim.Adam,), {})([p]), None),
+    ],
+)
+def test_what_its_owner_said_stays(make: Any, fused: bool | None) -> None:
+    optimizer = make(nn.Parameter(torch.ones(3)))
+    before = optimizer.param_groups[0].get("fused")
+    with torch.no_grad():
+        assert fused_in_step(optimizer) == [fused]
+    assert optimizer.param_groups[0].get("fused") == before
+
+
+def test_half_precision_weights_are_not_fused() -> None:
+    assert fused_in_step(optim.Adam([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])) == [None]
