@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.split.core.report import Traffic
-from shoal.split.net._wire import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
+from shoal.split.net.messages import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
 
 ASK_SECONDS = 10.0
 """For a worker that has connected to say what it wants."""
