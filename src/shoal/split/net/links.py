@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import selectors
 import socket
 import threading
 import time
@@ -65,6 +66,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.traffic = Traffic()
         self._socket = connection
+        connection.setblocking(False)  # each direction waits with its own limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -77,9 +79,22 @@ class Link:
         until = time.monotonic() + seconds
         with self._errors(), self._sending:
             for data in (message.header.to_bytes(), message.payload.numpy().data):
-                self._socket.settimeout(max(until - time.monotonic(), 0.001))
-                self._socket.sendall(data)
+                self._write(memoryview(data), until)
         self.traffic += Traffic(sent=message.num_bytes)
+
+    def _write(self, rest: memoryview, until: float) -> None:
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._wait(selectors.EVENT_WRITE, until)
+
+    def _wait(self, event: int, until: float) -> None:
+        """Until the socket can be read or written; TimeoutError where that is too late."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, event)
+            if not selector.select(max(until - time.monotonic(), 0.001)):
+                raise TimeoutError
 
     def receive(self, seconds: float) -> Message:
         """The next message, checked; LinkLost where none has come in so many seconds."""
@@ -94,13 +109,21 @@ class Link:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         rest = memoryview(buffer.numpy().data)
         while rest:
-            self._socket.settimeout(max(until - time.monotonic(), 0.001))
-            count = self._socket.recv_into(rest)
+            try:
+                count = self._socket.recv_into(rest)
+            except BlockingIOError:
+                self._wait(selectors.EVENT_READ, until)
+                continue
             if not count:
                 raise ConnectionError
             rest = rest[count:]
             self.traffic += Traffic(received=count)
         return buffer
+
+    @property
+    def local_host(self) -> str:
+        """This side's address, as the other side sees it."""
+        return str(self._socket.getsockname()[0])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -108,7 +131,7 @@ class Link:
             yield
         except TimeoutError as error:
             raise LinkLost("it did not answer in time") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a socket that was closed cannot be waited for
             raise LinkLost("the connection was closed") from error
 
     def cut(self) -> None:
