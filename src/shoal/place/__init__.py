@@ -1,0 +1,1 @@
+"""Layers where their resources are: a network over a server and workers."""
