@@ -104,6 +104,11 @@ class Placement:
     link: Link
     server_link: Link
     predicted: Alternative
+    batch_norm: Literal["joined", "own"] = "joined"
+    """Statistics of batch norm layers on the workers: over the joined batch, as in ordinary training, or over each
+    worker's own rows, as DistributedDataParallel has them."""
+    staleness: int | None = None
+    """None: synchronous. A number: asynchronous, and no worker is more steps ahead of another one than that."""
     alternatives: tuple[Alternative, ...] = ()
     """All that were compared, the fastest first."""
     explanation: str = ""
