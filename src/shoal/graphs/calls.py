@@ -82,6 +82,22 @@ class Calls:
             )
         return tuple(leaves[i] for i in self.input_places)
 
+    def evaluate(self, node: fx.Node, values: dict[fx.Node, Any], model: nn.Module) -> Any:
+        """Compute one node from the values of those before it, with the modules of `model`."""
+        if node.op == "get_attr":
+            name = str(node.target)
+            return self.constants[name] if name in self.constants else _attribute(model, name)
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+        if node.op == "call_module":
+            return model.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "output":
+            return args[0]
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
 
 def as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model is called with: a tensor, a tuple of arguments, or a dict of named ones."""
@@ -108,6 +124,11 @@ def size_for(rows: int, fixed: int, numerator: int, denominator: int) -> int:
 def rows_in(tensor: Tensor, dimension: int, fixed: int, numerator: int, denominator: int) -> int:
     """The number of rows that a tensor's size stands for: the inverse of `size_for`."""
     return (tensor.shape[dimension] - fixed) * denominator // numerator
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    prefix, _, field = name.rpartition(".")
+    return getattr(model.get_submodule(prefix), field)
 
 
 def _shown(structure: pytree.TreeSpec) -> str:

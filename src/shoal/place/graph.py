@@ -15,14 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import GraphError, PlaceError
 from shoal.graphs.calls import Calls, Extent, Value, rows_in
 from shoal.graphs.recording import record_calls
-
-NOMINAL_ROWS = 32
-"""Rows for which tensors are compared in size."""
-RANDOM = ("rand", "randn", "randint", "randperm", "normal", "dropout", "bernoulli", "multinomial")
+from shoal.place._crossing import copy_into, is_size, kinds_of, rows_from, sources_of, total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,11 @@ class Layer:
     """All tensors that it makes; training holds them until the backward pass."""
     operations: Extent
     """Multiplications and additions of the forward pass, of so many rows."""
+    factors: tuple[Value, ...]
+    """Of a linear layer, the tensors whose product is its weight's gradient: its input, and (as large as its output)
+    the gradient of its output. Empty for other layers."""
+    channels: int
+    """Of a batch norm, whose statistics are of all rows; 0 for other layers."""
     first: int
     """Its first call in the recorded list."""
     end: int
@@ -52,6 +55,9 @@ class Layer:
 
     def output_bytes(self, rows: int = 1) -> int:
         return sum(value.bytes_at(rows) for value in self.output)
+
+    def factor_bytes(self, rows: int = 1) -> int:
+        return sum(value.bytes_at(rows) for value in self.factors)
 
     def activation_bytes(self, rows: int = 1) -> int:
         return sum(value.bytes_at(rows) for value in self.activation)
@@ -134,11 +140,11 @@ class LayerGraph:
         front, back = fx.Graph(), fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
         for node in nodes[:border]:
-            _copy(front, node, known)
+            copy_into(front, node, known)
         front.output(tuple(known[node] for node in crossing))
         known = self._entering(back, crossing, border)
         for node in nodes[border:]:
-            _copy(back, node, known)
+            copy_into(back, node, known)
         return self._module(front, model), self._module(back, model)
 
     # --- what crosses -----------------------------------------------------------------------------------------------
@@ -157,8 +163,8 @@ class LayerGraph:
             node for node in self.calls.nodes[:border] if self._kinds[node] != "free" and self._last_use[node] >= border
         ]
         cheap = [node for node in used if self._kinds[node] == "inputs"]
-        sources = _sources(cheap)
-        if _total(sources) <= _total(cheap):
+        sources = sources_of(cheap)
+        if total_bytes(sources) <= total_bytes(cheap):
             used = [node for node in used if node not in cheap]
             used = [*sources, *(node for node in used if node not in sources)]
         for node in used:
@@ -197,8 +203,8 @@ class LayerGraph:
         taken = list(zip(crossing, list(known.values()), strict=True))
         for node in self.calls.nodes[:border]:
             if node.op == "call_function" and node.target is rows_in:
-                known[node] = _rows_from(graph, taken)
-            elif _is_size(node):
+                known[node] = rows_from(graph, taken)
+            elif is_size(node):
                 known[node] = graph.call_function(getattr, (taken[0][1], "device"))
         after = {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
         for node, entering in taken:
@@ -251,7 +257,7 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
     last = calls.nodes[-1].all_input_nodes
     last = last[0].all_input_nodes if len(last) == 1 and "value" not in last[0].meta else last
     outputs = tuple(node.meta["value"] for node in last if "value" in node.meta)
-    return LayerGraph(calls, tuple(layers), inputs, outputs, _kinds(calls), tuple(weights.uses))
+    return LayerGraph(calls, tuple(layers), inputs, outputs, kinds_of(calls), tuple(weights.uses))
 
 
 class _Weights:
@@ -296,7 +302,8 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
     output = [node for node in made if any(user not in inside or user.op == "output" for user in node.users)]
     fresh = {node.meta["storage"]: node.meta["value"] for node in reversed(made)}
     operations = [node.meta["operations"] for node in nodes if "operations" in node.meta]
-    module = next(str(node.target) for node in nodes if node.op == "call_module")
+    call = next(node for node in nodes if node.op == "call_module")
+    module = str(call.target)
     return Layer(
         name=weights.label(module),
         kind=type(weights.modules[module]).__name__,
@@ -307,77 +314,22 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
         output=tuple(node.meta["value"] for node in output),
         activation=tuple(fresh.values()),
         operations=Extent(sum(o.fixed for o in operations), sum((o.factor for o in operations), start=Fraction(0))),
+        channels=_channels(weights.modules[module]),
+        factors=_factors(weights.modules[module], call, params),
         first=first,
         end=end,
     )
 
 
-def _kinds(calls: Calls) -> dict[fx.Node, str]:
-    """For each node: "free" (can be computed anywhere), "inputs" (from the inputs alone), or "computed"."""
-    changed = {node for other in calls.nodes for node in other.meta.get("changes", ())}
-    kinds: dict[fx.Node, str] = {}
-    for node in calls.nodes:
-        sources = {kinds[source] for source in node.all_input_nodes}
-        random = any(word in str(getattr(node.target, "__name__", node.target)) for word in RANDOM)
-        if node.op == "get_attr" or (node.op == "call_function" and "value" not in node.meta and not _is_tuple(node)):
-            kinds[node] = "free"
-        elif node.op == "call_module" or node in changed or node.meta.get("changes") or random or "computed" in sources:
-            kinds[node] = "computed"
-        elif node.op == "placeholder" or "inputs" in sources:
-            kinds[node] = "inputs"
-        else:
-            kinds[node] = "free"
-    return kinds
+def _channels(module: nn.Module) -> int:
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    return sum(norm.num_features for norm in norms)
 
 
-def _is_tuple(node: fx.Node) -> bool:
-    """Whether other nodes take elements of what it gives."""
-    return (
-        node.target is not rows_in
-        and "operations" in node.meta
-        and any(getattr(user.target, "__name__", "") == "getitem" for user in node.users)
-    )
-
-
-def _sources(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs that these are computed from."""
-    known: dict[fx.Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in known or ("value" not in node.meta and node.target is rows_in):
-            continue
-        known[node] = None
-        stack += [source for source in node.all_input_nodes if not _is_size(source)]
-    return [node for node in known if node.op == "placeholder"]
-
-
-def _is_size(node: fx.Node) -> bool:
-    return node.op == "call_function" and (
-        node.target is rows_in or (node.target is getattr and node.args[1] == "device")
-    )
-
-
-def _total(nodes: Sequence[fx.Node]) -> int:
-    return sum(node.meta["value"].bytes_at(NOMINAL_ROWS) if "value" in node.meta else 0 for node in nodes)
-
-
-def _copy(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-    if node not in known:
-        known[node] = graph.node_copy(node, lambda source: _copy(graph, source, known))
-    return known[node]
-
-
-def _rows_from(graph: fx.Graph, taken: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
-    """The number of rows, from the size of a tensor that crosses."""
-    best: tuple[Any, ...] | None = None
-    for node, entering in taken:
-        for dimension, extent in enumerate(node.meta["value"].shape):
-            if extent.factor and (best is None or (extent.fixed, extent.factor) == (0, 1)):
-                factor = extent.factor
-                best = (entering, dimension, extent.fixed, factor.numerator, factor.denominator)
-                if (extent.fixed, factor) == (0, 1):
-                    return graph.call_function(rows_in, best)
-    if best is None:
-        raise PlaceError("no tensor that crosses has the rows of the batch; cut at another layer")
-    return graph.call_function(rows_in, best)
+def _factors(module: nn.Module, call: fx.Node, params: Sequence[tuple[str, Tensor]]) -> tuple[Value, ...]:
+    if not isinstance(module, nn.Linear) or len(call.args) != 1 or len(params) != len(list(module.parameters())):
+        return ()
+    if not all(p.requires_grad for _, p in params):
+        return ()
+    (source,) = call.all_input_nodes
+    return (source.meta["value"], call.meta["value"])

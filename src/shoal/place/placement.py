@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,6 +71,8 @@ class Alternative:
     bytes_down: int
     worker_memory: int
     server_memory: int
+    peer_sync: Sync = "allreduce"
+    """The way among workers, where that is cheaper for a layer than through the server."""
     problem: str = ""
     """Why it cannot be used: a device is too small. Empty: it can."""
 
@@ -165,7 +168,7 @@ class Placement:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
-    def load(path: str | Path) -> Placement:
+    def load(path: str | os.PathLike[str]) -> Placement:
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:

@@ -1,0 +1,257 @@
+"""`shoal.place`: which layers should be computed where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.errors import PlaceError
+from shoal.graphs.calls import rows_of
+from shoal.place.cost import CostModel, pays_below, rows_for
+from shoal.place.devices import Cluster, Device
+from shoal.place.graph import LayerGraph, trace_layers
+from shoal.place.links import Link
+from shoal.place.placement import (
+    DATA_PARALLEL,
+    ONE_MACHINE,
+    PARAMETER_SERVER,
+    PLACED,
+    Alternative,
+    Mode,
+    Placement,
+)
+from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measure_profile
+from shoal.utils.tables import duration, size
+
+STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+"""Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
+KEPT = 40
+"""Alternatives that a placement keeps."""
+MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
+ProfileLike = Profile | str | os.PathLike[str]
+
+
+def place(
+    model: nn.Module,
+    sample: Any,
+    workers: int | Sequence[float] = 4,
+    link: str | Link = "1Gbit",
+    *,
+    batch_size: int | None = None,
+    server_link: str | Link | None = None,
+    cut: int | str | None = None,
+    mode: Mode | None = None,
+    micro_batches: int | None = None,
+    memory: int | str | None = None,
+    server_memory: int | str | None = None,
+    server_speed: float = 1.0,
+    cores: int | None = None,
+    optimizer: str | float = "sgd",
+    batch_norm: Literal["joined", "own"] = "joined",
+    device: str | torch.device = "cpu",
+    measure: bool | None = None,
+    profile: ProfileLike | None = None,
+    server_profile: ProfileLike | None = None,
+    speed: float = DEFAULT_SPEED,
+) -> Placement:
+    """Decide which layers of a network the workers compute and which the server, for the shortest step.
+
+    Nothing is trained, and nothing but this process is needed: layers are timed here, or estimated.
+
+    Args:
+        model: The network; it is not changed. On the meta device it is not timed.
+        sample: What the network is called with: a tensor, a tuple of arguments or a dict of them; rows first.
+        workers: How many; or the speed of each, over that of the profiled device: [1, 1, 0.5].
+        link: Of each worker: "1Gbit", "100Mbit 5ms", or a Link that was measured.
+        batch_size: Rows of one worker in a step; None: those of the sample.
+        server_link: What all workers together share on their way to the server; None: the same as a worker's.
+        cut: The last layer on the workers, or how many are; None: the best.
+        mode: "placed", "parameter server", "data parallel" or "one machine"; None: the fastest.
+        micro_batches: Parts of a worker's rows that follow each other; None: the best of 1, 2, 4 and 8, or 1 where the
+            network has batch norm.
+        memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
+        server_memory: The same of the server.
+        server_speed: Of the server, over that of the profiled device.
+        cores: Where all are processes of one machine, the cores that they share.
+        optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state for each byte of a parameter.
+        batch_norm: Statistics on the workers: "joined", over all rows, or "own".
+        device: Where the layers are timed.
+        measure: Whether to time the layers; None: unless the network is on the meta device.
+        profile: Times from before, or the file that they were saved to.
+        server_profile: The same of the server, where it has another kind of device.
+        speed: Operations a second of a device that is not timed.
+
+    Raises:
+        PlaceError: when the network cannot be traced, or no placement fits the devices.
+    """
+    cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
+    graph = trace_layers(model, sample)
+    rows = _rows(batch_size, sample, cluster)
+    if profile is None:
+        known = _profile(graph, sample, rows, device, measure, speed)
+    else:
+        known = profile if isinstance(profile, Profile) else Profile.load(profile)
+    server = server_profile if isinstance(server_profile, Profile | None) else Profile.load(server_profile)
+    if batch_norm not in ("joined", "own"):
+        raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
+    costs = CostModel(
+        graph, cluster, rows, known, server, state_factor=_state(optimizer), joins_batch_norm=batch_norm == "joined"
+    )
+    return decide(costs, cut=cut, mode=mode, micro_batches=micro_batches)
+
+
+def decide(
+    costs: CostModel, *, cut: int | str | None = None, mode: Mode | None = None, micro_batches: int | None = None
+) -> Placement:
+    """The fastest placement of a cost model, or the best one with this cut or of this mode."""
+    if mode is not None and mode not in MODES:
+        raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
+    if micro_batches is not None and micro_batches < 1:
+        raise PlaceError(f"micro_batches is {micro_batches!r}; use 1 or more, or None for the best")
+    every = costs.alternatives(micro_batches)
+    chosen = _choose(costs, every, cut, mode, micro_batches)
+    kept = [other for i, other in enumerate(every) if i < KEPT or other.mode != PLACED]
+    cluster = costs.cluster
+    return Placement(
+        mode=chosen.mode,
+        cut=chosen.cut,
+        cut_name=chosen.cut_name,
+        layers=costs.placed_layers(chosen, costs.ways_of(chosen)),
+        workers=cluster.size,
+        batch_size=round(sum(costs.rows) / cluster.size),
+        rows=costs.rows,
+        micro_batches=chosen.micro_batches,
+        link=cluster.link,
+        server_link=cluster.server_link,
+        predicted=chosen,
+        batch_norm="joined" if costs.joins_batch_norm else "own",
+        alternatives=tuple(kept),
+        explanation=explain(costs, chosen, every),
+        profile={"device": costs.profile.device, "measured": costs.profile.measured, "cores": cluster.cores},
+    )
+
+
+def _choose(
+    costs: CostModel, every: Sequence[Alternative], cut: int | str | None, mode: Mode | None, micro: int | None
+) -> Alternative:
+    if cut is not None:
+        if mode not in (None, PLACED):
+            raise PlaceError(f"cut is {cut!r} and mode {mode!r}, which has no cut; leave one of them out")
+        return _at(costs, cut, micro)
+    options = [other for other in every if mode is None or other.mode == mode]
+    if not options:
+        raise PlaceError(f"mode is {mode!r}, but {_no_cut(costs.graph)}")
+    if options[0].problem:
+        least = min(options, key=lambda other: other.worker_memory)
+        raise PlaceError(
+            f"no placement fits: with {least.describe()}, which takes least, {least.problem}; "
+            "use more memory or a smaller batch"
+        )
+    return options[0]
+
+
+def _at(costs: CostModel, cut: int | str, micro: int | None) -> Alternative:
+    graph = costs.graph
+    if isinstance(cut, str):
+        where = graph.cut_named(cut)
+    elif isinstance(cut, bool) or not 1 <= cut < len(graph.layers):
+        raise PlaceError(
+            f"cut is {cut!r}; the network has {len(graph.layers)} layers: use 1 to {len(graph.layers) - 1}"
+        )
+    else:
+        where = graph.cuts[cut - 1]
+    chosen = costs.placed_at(where, micro)
+    if chosen.problem:
+        raise PlaceError(f"the cut after {where.name!r} does not fit: {chosen.problem}; use another cut or more memory")
+    return chosen
+
+
+def _no_cut(graph: LayerGraph) -> str:
+    problem = next((cut.problem for cut in graph.cuts if cut.problem), "it has a single layer")
+    return f"the network cannot be cut: {problem}"
+
+
+def _cluster(
+    workers: int | Sequence[float],
+    link: str | Link,
+    server_link: str | Link | None,
+    server_speed: float,
+    memory: int | str | None,
+    server_memory: int | str | None,
+    cores: int | None,
+) -> Cluster:
+    from shoal.training import parse_bytes
+
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlaceError(f"workers is {workers!r}; use 1 or more, or the speed of each, such as [1, 1, 0.5]")
+    speeds = [1.0] * workers if isinstance(workers, int) else [float(speed) for speed in workers]
+    limit = parse_bytes(memory) if memory is not None else None
+    worker_link = Link.parse(link)
+    return Cluster(
+        workers=tuple(Device(speed, limit) for speed in speeds),
+        server=Device(server_speed, parse_bytes(server_memory) if server_memory is not None else None),
+        link=worker_link,
+        server_link=Link.parse(server_link) if server_link is not None else worker_link,
+        cores=cores,
+    )
+
+
+def _rows(batch_size: int | None, sample: Any, cluster: Cluster) -> tuple[int, ...]:
+    if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+        raise PlaceError(f"batch_size is {batch_size!r}; use the rows of one worker in a step, 1 or more")
+    return rows_for((batch_size if batch_size is not None else rows_of(sample)) * cluster.size, cluster)
+
+
+def _profile(
+    graph: LayerGraph, sample: Any, rows: Sequence[int], device: str | torch.device, measure: bool | None, speed: float
+) -> Profile:
+    """Timed at a worker's rows and at those of all of them."""
+    if measure is None:
+        measure = not any(p.is_meta for p in graph.model.parameters())
+    if not measure:
+        return estimate_profile(graph, operations_per_second=speed)
+    return measure_profile(graph, sample, rows=(max(1, min(rows) // 4), max(rows), sum(rows)), device=device)
+
+
+def _state(optimizer: str | float) -> float:
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in STATE_FACTORS:
+            raise PlaceError(f"optimizer is {optimizer!r}; use {', '.join(STATE_FACTORS)}, or bytes for each byte")
+        return STATE_FACTORS[optimizer.lower()]
+    return float(optimizer)
+
+
+def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative]) -> str:
+    """Why this one, in a few sentences."""
+    others = [other for other in every if other.mode not in (chosen.mode, PLACED) and not other.problem]
+    against = [f"{other.describe()} {duration(other.seconds)}" for other in others]
+    beside = f" Others: {', '.join(against)}." if against else ""
+    cluster, graph = costs.cluster, costs.graph
+    place = f"{cluster.size} workers with {costs.rows[0]} rows each, {cluster.link}"
+    if chosen.mode == ONE_MACHINE:
+        return f"One machine is faster than {place}: {duration(chosen.seconds)} a step.{beside}{_fails(graph)}"
+    lines = [f"{chosen.describe().capitalize()}, {place}: {duration(chosen.seconds)} a step."]
+    if chosen.mode == PLACED and chosen.cut < len(graph.layers):
+        cut = graph.cuts[chosen.cut - 1]
+        behind = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
+        whole = sum(layer.trained_bytes for layer in graph.layers)
+        ratio = 2 * whole / max(1, chosen.bytes_both)
+        lines.append(
+            f"{size(behind)} of {size(whole)} of parameters stay at the server, and "
+            f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
+            f"{size(chosen.bytes_both)} a step at each worker, {ratio:.1f} times less than "
+            f"all parameters through a server ({size(2 * whole)}). "
+            f"In bytes it pays below batch {pays_below(graph, cut):,}."
+        )
+    return " ".join(lines) + beside + _fails(graph)
+
+
+def _fails(graph: LayerGraph) -> str:
+    """Why the network cannot be cut anywhere, where that is so."""
+    if len(graph.layers) > 1 and all(cut.problem for cut in graph.cuts):
+        return f" It cannot be cut: {graph.cuts[0].problem}."
+    return ""
