@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -84,6 +85,7 @@ def train(
     policy: str | Policy = "fifo",
     callbacks: Sequence[Callback] | None = None,
     events: Listener | None = None,
+    placement: Any = None,
 ) -> Results:
     """Train all jobs on one device, each exactly as if it were alone, and give their results in the same order.
 
@@ -110,8 +112,15 @@ def train(
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
             this process.
         events: A function that is given each shoal.Event as it happens.
+        placement: What `shoal.place` returned: one job, trained by this process as the server and as many worker
+            processes as the placement has, with the result of ordinary training.
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
+    if placement is not None:
+        placed = import_module("shoal.place.training.api")  # by name: it is built on this module
+        return placed.train_job(  # type: ignore[no-any-return]
+            jobs, placement, settings, out=out, progress=progress, callbacks=callbacks, events=events
+        )
     return carry_out(jobs, settings, out=out, progress=progress, callbacks=callbacks, events=events)
 
 

@@ -184,7 +184,7 @@ class Distributed:
                 self._lobby.changed.notify_all()
             return False
         send_answer(link, yes=True)
-        link.traffic = Traffic()
+        link.forget_traffic()
         shard = request.get("shard")
         with self._lobby.changed:
             self._lobby.waiting.append(Connected(link, name, shard if isinstance(shard, int) else None))
@@ -310,7 +310,7 @@ class Distributed:
         """Count from here on: what went before was not training."""
         self._gone = Traffic()
         for worker in self._workers:
-            worker.link.traffic = Traffic()
+            worker.link.forget_traffic()
 
     def __enter__(self) -> Self:
         return self

@@ -64,7 +64,7 @@ class Link:
     """One side of a connection: it sends and receives messages, and counts their bytes in `traffic`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.traffic = Traffic()
+        self._sent = self._received = 0  # each counted by the thread that sends or receives
         self._socket = connection
         connection.setblocking(False)  # each direction waits with its own limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -74,18 +74,28 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes so far, those of messages on their way too."""
+        return Traffic(self._sent, self._received)
+
+    def forget_traffic(self) -> None:
+        """Count from here on."""
+        self._sent = self._received = 0
+
     def send(self, message: Message, seconds: float) -> None:
         """Send a message; LinkLost where it has not gone out in so many seconds."""
         until = time.monotonic() + seconds
         with self._errors(), self._sending:
             for data in (message.header.to_bytes(), message.payload.numpy().data):
                 self._write(memoryview(data), until)
-        self.traffic += Traffic(sent=message.num_bytes)
 
     def _write(self, rest: memoryview, until: float) -> None:
         while rest:
             try:
-                rest = rest[self._socket.send(rest) :]
+                count = self._socket.send(rest)
+                rest = rest[count:]
+                self._sent += count
             except BlockingIOError:
                 self._wait(selectors.EVENT_WRITE, until)
 
@@ -117,13 +127,18 @@ class Link:
             if not count:
                 raise ConnectionError
             rest = rest[count:]
-            self.traffic += Traffic(received=count)
+            self._received += count
         return buffer
 
     @property
     def local_host(self) -> str:
         """This side's address, as the other side sees it."""
         return str(self._socket.getsockname()[0])
+
+    @property
+    def remote_host(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -209,7 +224,7 @@ def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     if "no" in answer:
         link.close()
         raise Refused(str(answer["no"]))
-    link.traffic = Traffic()
+    link.forget_traffic()
     return link
 
 

@@ -1,0 +1,173 @@
+"""`shoal.train(job, placement=...)`: a job trained by a server and workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.engine.members.member import Member
+from shoal.environment import environment
+from shoal.errors import PlaceError
+from shoal.jobs.job import Job
+from shoal.place.links import Link
+from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
+from shoal.place.training.launch import local_workers
+from shoal.place.training.members import Workers
+from shoal.place.training.roles import Built, Roles
+from shoal.place.training.run import PlacedRun
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callback, Callbacks
+from shoal.reporting.events import Listener, Listeners, happened
+from shoal.reporting.progress import progress_for
+from shoal.results import Results
+from shoal.storage.run_folder import RunFolder
+from shoal.training import Settings, carry_out, collect
+from shoal.utils.torch_flags import torch_flags, training_mode
+
+Server = Callable[[Built], Any]
+"""Gives the workers of a built job: a context manager of `Workers`."""
+
+
+def roles_of(placement: Placement) -> Roles:
+    """What server and workers do, from a placement."""
+    if not isinstance(placement, Placement):
+        raise PlaceError(f"placement is a {type(placement).__name__}; pass what shoal.place returned")
+    everything = placement.mode in (PARAMETER_SERVER, DATA_PARALLEL)
+    usual = "allreduce" if placement.mode == DATA_PARALLEL else "server"
+    ways = {
+        name: (layer.sync or usual)
+        for layer in placement.layers
+        if everything or layer.where == WORKERS
+        for name in layer.parameters
+    }
+    return Roles(
+        cut=len(placement.layers) if everything else placement.cut, ways=ways, workers=placement.workers,
+        shares=tuple(float(rows) for rows in placement.rows), micro_batches=placement.micro_batches,
+        batch_norm=placement.batch_norm, staleness=placement.staleness,
+    )  # fmt: skip
+
+
+def build(job: Job, placement: Placement, device: torch.device) -> Built:
+    """The job's network and data, with its layers; JobError or PlaceError for what is wrong with them."""
+    (member,) = prepare([job], device)
+    return Built(member, roles_of(placement))
+
+
+def one_job(jobs: Any) -> Job:
+    """The job to place."""
+    given = [jobs] if isinstance(jobs, Job) else list(jobs)
+    if len(given) != 1 or not isinstance(given[0], Job):
+        raise PlaceError(f"a placement is of one job; {len(given)} were given: train the others apart")
+    return given[0]
+
+
+def train_job(jobs: Job | Sequence[Job], placement: Placement, settings: Settings, **how: Any) -> Results:
+    """Train one job as a placement says: over several processes, or on this machine where that is faster."""
+    job = one_job(jobs)
+    if roles_of(placement).staleness is None and placement.mode == ONE_MACHINE:
+        return carry_out([job], settings, **how)
+    return train_placed(job, placement, settings, **how)
+
+
+def train_placed(
+    job: Job,
+    placement: Placement,
+    settings: Settings,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] | None = None,
+    events: Listener | None = None,
+    **how: Any,
+) -> Results:
+    """Train one job by a server, which is this process, and forked workers. `how`: settings of `local_workers`."""
+
+    @contextmanager
+    def server(built: Built) -> Iterator[Workers]:
+        device = settings.device if settings.device.type == "cuda" else "cpu"
+        with local_workers(built, placement.workers, **{"device": device, **how}) as (workers, _):
+            yield workers
+
+    return serve_job(
+        job, placement, server, out=out, progress=progress, callbacks=callbacks, events=events, settings=settings
+    )
+
+
+def serve_job(
+    job: Job,
+    placement: Placement,
+    server: Server,
+    *,
+    settings: Settings,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] | None = None,
+    events: Listener | None = None,
+) -> Results:
+    """Train one job as the server of the workers that `server` gives."""
+    assert placement.mode != ONE_MACHINE, "one machine needs no server"
+    calls, home = Callbacks(callbacks), torch.device("cpu")
+    flags = torch_flags(home, settings.threads or 1, settings.deterministic)
+    with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
+        built = build(job, placement, home)
+        member = built.member
+        if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
+            folder.restore(member)
+        with progress_for([member], progress) as watch:
+            tell = Listeners([watch, *calls.listeners(), *([events] if events is not None else [])])
+            tell(happened("start", jobs=1, device=str(settings.device), plan=None))
+            run = _train(built, placement, server, settings, folder, calls, tell)
+            results = _results(member, run)
+            tell(happened("end", statuses={member.status: 1}, seconds=member.seconds, running=1.0))
+        if folder is not None:
+            folder.finish(results)
+        return results
+
+
+def _train(
+    built: Built, placement: Placement, server: Server, settings: Settings, folder: RunFolder | None,
+    calls: Callbacks, tell: Listeners,
+) -> PlacedRun | None:  # fmt: skip
+    if built.member.status != "running":
+        return None
+    with server(built) as workers:
+        workers.tell = lambda line: tell(happened("note", text=line))
+        run = PlacedRun(
+            built, workers, placement, folder=folder, save_every=settings.checkpoint_every, callbacks=calls or None,
+            tell=tell, drifted=_drift(placement),
+        )  # fmt: skip
+        run.go()
+        return run
+
+
+def _drift(placement: Placement) -> Callable[[Link], str | None]:
+    """What to say when a link is no longer as fast as the placement was planned for."""
+    last = [placement.link]
+
+    def drifted(link: Link) -> str | None:
+        if not last[0].drifted(link):
+            return None
+        last[0] = link
+        return f"the link is now {link}, the placement was planned for {placement.link}: place again"
+
+    return drifted
+
+
+def _results(member: Member, run: PlacedRun | None) -> Results:
+    results = collect([member], environment(member.device))
+    if run is not None:
+        results[0].split = run.report
+    return results
+
+
+def with_workers(placement: Placement, workers: int) -> Placement:
+    """The same placement for another number of workers, which share the batch equally."""
+    total = sum(placement.rows)
+    share = [total // workers + (place < total % workers) for place in range(workers)]
+    return replace(placement, workers=workers, rows=tuple(share))

@@ -1,0 +1,112 @@
+"""Batch norm whose rows are on several workers.
+
+"joined": its statistics are those of the joined batch, in both passes, as in ordinary training. Workers exchange two
+numbers for each channel and layer in each pass. "own": each worker uses the statistics of its own rows and the running
+averages of the first worker are taken, as torch's DistributedDataParallel does; nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Gather = Callable[[Tensor], Tensor]
+"""[...] -> [workers, ...]"""
+
+
+class JoinedRows:
+    """What batch norm layers of a worker need of the others."""
+
+    def __init__(self, gather: Gather) -> None:
+        self.gather = gather
+        self.counts = True
+        """Whether this worker's rows count: one without a share computes a row that does not."""
+
+
+def batch_norms(network: nn.Module) -> list[_BatchNorm]:
+    """Layers whose output depends on the other rows of a batch."""
+    return [module for module in network.modules() if isinstance(module, _BatchNorm)]
+
+
+def join_batch_norms(network: nn.Module, joined: JoinedRows) -> None:
+    """Have the batch norm layers of a network use the joined batch's statistics."""
+    for module in batch_norms(network):
+        module.forward = partial(_forward, module, joined)  # type: ignore[method-assign]
+
+
+def _forward(module: _BatchNorm, joined: JoinedRows, x: Tensor) -> Tensor:
+    if not module.training and module.running_mean is not None:
+        return type(module).forward(module, x)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    rows = x.numel() // x.shape[1] if joined.counts else 0
+    with torch.no_grad():
+        mean, variance, total = _statistics(x, dims, rows, joined)
+        if module.training and module.track_running_stats and module.running_mean is not None:
+            _follow(module, mean, variance, total)
+    normed: Tensor = _Normalize.apply(x, mean, variance, total, module.eps, dims, joined)  # type: ignore[no-untyped-call]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    if module.weight is not None:
+        normed = normed * module.weight.view(shape)
+    return normed if module.bias is None else normed + module.bias.view(shape)
+
+
+def _statistics(x: Tensor, dims: list[int], rows: int, joined: JoinedRows) -> tuple[Tensor, Tensor, float]:
+    """Mean and variance of all rows: those of each worker, joined without cancellation."""
+    mean = x.mean(dims)
+    squares = (x - _wide(mean, x)).square().sum(dims)
+    every = joined.gather(torch.cat([mean.new_tensor([float(rows)]), mean, squares]))
+    counts, means, sums = every[:, :1], every[:, 1 : 1 + len(mean)], every[:, 1 + len(mean) :]
+    total = counts.sum()
+    joint = (counts * means).sum(0) / total
+    here = counts > 0
+    variance = (torch.where(here, sums, 0.0).sum(0) + (counts * (means - joint).square()).sum(0)) / total
+    return joint, variance, float(total)
+
+
+def _follow(module: _BatchNorm, mean: Tensor, variance: Tensor, total: float) -> None:
+    """Move the running averages on."""
+    assert module.running_mean is not None and module.running_var is not None
+    factor = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    assert factor is not None
+    module.running_mean.lerp_(mean, factor)
+    module.running_var.lerp_(variance * (total / max(total - 1, 1)), factor)
+
+
+def _wide(channels: Tensor, x: Tensor) -> Tensor:
+    return channels.view([1, -1] + [1] * (x.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / deviation, where both depend on the rows of all workers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, total: float, eps: float, dims: list[int], joined: JoinedRows
+    ) -> Tensor:
+        inverse = (variance + eps).rsqrt()
+        normed = (x - _wide(mean, x)) * _wide(inverse, x)
+        ctx.save_for_backward(normed, inverse)
+        ctx.rest = (total, dims, joined)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        normed, inverse = ctx.saved_tensors
+        total, dims, joined = ctx.rest
+        own = torch.cat([gradient.sum(dims), (gradient * normed).sum(dims)])
+        if not joined.counts:
+            own = torch.zeros_like(own)
+        sums = joined.gather(own).sum(0) / total
+        mean, product = sums[: len(inverse)], sums[len(inverse) :]
+        dx = (gradient - _wide(mean, normed) - normed * _wide(product, normed)) * _wide(inverse, normed)
+        return dx, None, None, None, None, None, None
