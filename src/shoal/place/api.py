@@ -81,8 +81,8 @@ def place(
         batch_norm: Statistics on the workers: "joined", over all rows, or "own".
         device: Where the layers are timed.
         measure: Whether to time the layers; None: unless the network is on the meta device.
-        profile: Times from before, or the file that they were saved to.
-        server_profile: The same of the server, where it has another kind of device.
+        profile: Times from before, or a file with them; where it does not exist, the times are saved to it.
+        server_profile: Those of the server, where it has another kind of device.
         speed: Operations a second of a device that is not timed.
 
     Raises:
@@ -91,11 +91,12 @@ def place(
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = trace_layers(model, sample)
     rows = _rows(batch_size, sample, cluster)
-    if profile is None:
+    known = _known(profile)
+    if known is None:
         known = _profile(graph, sample, rows, device, measure, speed)
-    else:
-        known = profile if isinstance(profile, Profile) else Profile.load(profile)
-    server = server_profile if isinstance(server_profile, Profile | None) else Profile.load(server_profile)
+        if profile is not None and not isinstance(profile, Profile):
+            known.save(profile)
+    server = _known(server_profile, there=True)
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
     costs = CostModel(
@@ -206,6 +207,12 @@ def _rows(batch_size: int | None, sample: Any, cluster: Cluster) -> tuple[int, .
     return rows_for((batch_size if batch_size is not None else rows_of(sample)) * cluster.size, cluster)
 
 
+def _known(profile: ProfileLike | None, *, there: bool = False) -> Profile | None:
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    return Profile.load(profile) if there or os.path.exists(profile) else None
+
+
 def _profile(
     graph: LayerGraph, sample: Any, rows: Sequence[int], device: str | torch.device, measure: bool | None, speed: float
 ) -> Profile:
@@ -231,7 +238,7 @@ def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative])
     against = [f"{other.describe()} {duration(other.seconds)}" for other in others]
     beside = f" Others: {', '.join(against)}." if against else ""
     cluster, graph = costs.cluster, costs.graph
-    place = f"{cluster.size} workers with {costs.rows[0]} rows each, {cluster.link}"
+    place = f"{cluster.size} worker{'s' * (cluster.size > 1)} with {costs.rows[0]} rows each, {cluster.link}"
     if chosen.mode == ONE_MACHINE:
         return f"One machine is faster than {place}: {duration(chosen.seconds)} a step.{beside}{_fails(graph)}"
     lines = [f"{chosen.describe().capitalize()}, {place}: {duration(chosen.seconds)} a step."]

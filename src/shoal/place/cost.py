@@ -100,7 +100,9 @@ class CostModel:
 
     def _fixed_ways(self) -> list[Alternative]:
         whole = len(self.graph.layers)
-        modes: tuple[tuple[Mode, Sync], ...] = ((PARAMETER_SERVER, "server"), (DATA_PARALLEL, "allreduce"))
+        modes: list[tuple[Mode, Sync]] = [(PARAMETER_SERVER, "server")]
+        if self.cluster.size > 1:
+            modes.append((DATA_PARALLEL, "allreduce"))
         return [self._alternative(mode, whole, 1, self._all(whole, way)) for mode, way in modes]
 
     def _all(self, cut: int, way: Sync) -> dict[int, Sync]:

@@ -52,7 +52,7 @@ def _title(placement: Placement) -> str:
 def _folded(layers: list[PlacedLayer]) -> list[tuple[str, str | None]]:
     """Lines of text with the colour's key; the middle of a long column as one line."""
     lines: list[tuple[str, str | None]] = [(_line(layer), layer.sync) for layer in layers]
-    if len(lines) <= MOST_LAYERS:
+    if len(lines) <= MOST_LAYERS + 1:
         return lines
     half = MOST_LAYERS // 2
     middle = layers[half:-half]

@@ -82,7 +82,9 @@ class Alternative:
 
     def describe(self) -> str:
         """Its name for people: the mode, or where it is cut."""
-        return f"cut after {self.cut_name}" if self.mode == PLACED else self.mode
+        if self.mode != PLACED:
+            return self.mode
+        return f"cut after {self.cut_name}" if self.cut_name else "all layers on the workers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

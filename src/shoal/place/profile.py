@@ -93,7 +93,7 @@ class Profile:
         except (KeyError, TypeError) as error:
             raise PlaceError(f"this is no profile ({describe(error)}); write one with Profile.save") from None
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(json.dumps(self.to_dict()) + "\n")
 
     @staticmethod

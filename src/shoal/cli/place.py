@@ -1,0 +1,137 @@
+"""`shoal place TARGET`: which layers of a network to compute where."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.files import check_picture, check_writable
+from shoal.cli.target import FILE_ENDS, check_jobs, load_target
+
+if TYPE_CHECKING:
+    from shoal import Job
+
+TARGET_HELP = (
+    "A job file (.toml, .yaml) of one job, or MODULE:FUNCTION or FILE.py:FUNCTION: a function that takes nothing and "
+    "returns a shoal.Job, or a network and a sample of what it is called with."
+)
+
+
+def place(
+    target: Annotated[str, typer.Argument(help=TARGET_HELP)],
+    workers: Annotated[str, typer.Option(help="Number of workers; or the speed of each, as 1,1,0.5.")] = "4",
+    link: Annotated[str, typer.Option(help="Of each worker: 100Mbit, 1Gbit, '1Gbit 2ms'.")] = "1Gbit",
+    server_link: Annotated[
+        str | None, typer.Option(help="What all workers share on their way to the server; by default a worker's.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows of one worker in a step; by default a job's batch, divided.")
+    ] = None,
+    cut: Annotated[str | None, typer.Option(help="The last layer on the workers; by default the best.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="placed, 'parameter server', 'data parallel' or 'one machine'; by default the fastest."),
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a worker's rows that follow each other; by default the best.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Bytes that each worker may use, such as 8GB.")] = None,
+    server_memory: Annotated[str | None, typer.Option(help="Bytes that the server may use.")] = None,
+    server_speed: Annotated[float, typer.Option(help="Of the server, over that of the timed device.")] = 1.0,
+    cores: Annotated[int | None, typer.Option(help="Cores that all share, where they are on one machine.")] = None,
+    batch_norm: Annotated[
+        str, typer.Option(help="Statistics on the workers: joined (over all rows) or own.")
+    ] = "joined",
+    device: Annotated[str, typer.Option(help="Where the layers are timed: cpu, cuda ...")] = "cpu",
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Time the layers here, or estimate them by their operations.")
+    ] = True,
+    speed: Annotated[float, typer.Option(help="Without times: operations a second of a device.")] = 1e12,
+    profile: Annotated[
+        Path | None, typer.Option(help="File of the layers' times: read where it exists, else written.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the placement into this file, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the placement into this file (.svg, .png, .pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the placement as JSON.")] = False,
+) -> None:
+    """Say which layers of a network the workers compute and which the server, and what a step would cost.
+
+    Nothing is trained, and no cluster is needed.
+    """
+    check_writable(out)
+    check_picture(picture)
+    model, sample, rows, optimizer = load_network(target, _count(workers))
+    import shoal
+
+    placement = shoal.place(
+        model,
+        sample,
+        workers=_workers(workers),
+        link=link,
+        batch_size=batch_size if batch_size is not None else rows,
+        server_link=server_link,
+        cut=int(cut) if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()) else cut,
+        mode=mode,  # type: ignore[arg-type]  # checked there
+        micro_batches=micro_batches,
+        memory=memory,
+        server_memory=server_memory,
+        server_speed=server_speed,
+        cores=cores,
+        optimizer=optimizer,
+        batch_norm=batch_norm,  # type: ignore[arg-type]
+        device=device,
+        measure=None if measure else False,
+        profile=profile,
+        speed=speed,
+    )
+    if out is not None:
+        placement.save(out)
+    if picture is not None:
+        placement.picture(picture)
+    typer.echo(json.dumps(placement.to_dict()) if as_json else str(placement))
+
+
+def _workers(text: str) -> int | list[float]:
+    try:
+        return int(text) if "," not in text else [float(speed) for speed in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--workers is {text!r}; give a number, or the speed of each worker, as 1,1,0.5") from None
+
+
+def _count(text: str) -> int:
+    given = _workers(text)
+    return given if isinstance(given, int) else len(given)
+
+
+def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+    """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
+    from torch import nn
+
+    where, _, name = target.rpartition(":")
+    if where and not target.lower().endswith(FILE_ENDS):
+        from shoal.jobfile.importing import get_attribute, import_code
+
+        value = get_attribute(import_code(where, Path.cwd()), name, where)
+        made = value() if callable(value) and not isinstance(value, nn.Module) else value
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            return made[0], made[1], None, "sgd"
+        return _of_job(check_jobs(made, target), target, workers)
+    return _of_job(load_target(target).jobs, target, workers)
+
+
+def _of_job(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+    import torch
+
+    from shoal.place.training.roles import Built, Roles
+    from shoal.preparation.checks import prepare
+
+    if len(jobs) != 1:
+        raise ValueError(f"{target} has {len(jobs)} jobs; a placement is of one: leave the others out")
+    (member,) = prepare(jobs, torch.device("cpu"))
+    built = Built(member, Roles(cut=1, ways={}, workers=1))
+    rows = max(1, built.job.batch_size // max(1, workers))
+    sample = built.sample(member.data.take(0, min(rows, len(member.data))))
+    kind = built.job.optimizer.__name__.lower()
+    plain = kind == "sgd" and not built.job.hparams.get("momentum")
+    return member.model, sample, rows, "none" if plain else "adam" if "adam" in kind else "sgd"
