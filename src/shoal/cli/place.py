@@ -36,6 +36,9 @@ def place(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts of a worker's rows that follow each other; by default the best.")
     ] = None,
+    sync: Annotated[
+        str | None, typer.Option(help="How layers on the workers stay equal: server, allreduce, sharded, factors.")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes that each worker may use, such as 8GB.")] = None,
     server_memory: Annotated[str | None, typer.Option(help="Bytes that the server may use.")] = None,
     server_speed: Annotated[float, typer.Option(help="Of the server, over that of the timed device.")] = 1.0,
@@ -74,6 +77,7 @@ def place(
         cut=int(cut) if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()) else cut,
         mode=mode,  # type: ignore[arg-type]  # checked there
         micro_batches=micro_batches,
+        sync=sync,  # type: ignore[arg-type]
         memory=memory,
         server_memory=server_memory,
         server_speed=server_speed,

@@ -73,8 +73,8 @@ class _Following:
             return self.device
         if isinstance(one, int) and not isinstance(one, bool) and one != other:
             extent = Extent.through((one, other))
-            factor = extent.factor
-            return self.graph.call_function(size_for, (self.rows, extent.fixed, factor.numerator, factor.denominator))
+            given = (self.rows, extent.fixed, extent.numerator, extent.denominator)
+            return self.graph.call_function(size_for, given)
         if isinstance(one, float | bool) and one != other:
             raise GraphError(OTHER_ROWS)
         return one

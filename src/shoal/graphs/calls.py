@@ -20,13 +20,14 @@ ROWS = (4, 6)
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A size that may follow the number of rows: `fixed + factor * rows`."""
+    """A size that may follow the number of rows: `fixed + rows * numerator / denominator`."""
 
     fixed: int
-    factor: Fraction = Fraction(0)
+    numerator: int = 0
+    denominator: int = 1
 
     def at(self, rows: int) -> int:
-        return self.fixed + int(self.factor * rows)
+        return self.fixed + rows * self.numerator // self.denominator
 
     @staticmethod
     def through(values: Sequence[int], rows: Sequence[int] = ROWS) -> Extent:
@@ -35,7 +36,7 @@ class Extent:
         fixed = values[0] - factor * rows[0]
         if fixed.denominator != 1:
             raise GraphError(f"a size is {values[0]} for {rows[0]} rows and {values[1]} for {rows[1]}: no whole line")
-        return Extent(int(fixed), factor)
+        return Extent(int(fixed), factor.numerator, factor.denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Value:
     @property
     def batched(self) -> bool:
         """Whether its first dimension is the rows of the batch, so that those of several workers can be joined."""
-        return bool(self.shape) and self.shape[0] == Extent(0, Fraction(1))
+        return bool(self.shape) and self.shape[0] == Extent(0, 1)
 
     def bytes_at(self, rows: int) -> int:
         return math.prod(extent.at(rows) for extent in self.shape) * self.dtype.itemsize

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -79,7 +79,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, opaque: set[str]) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = make_fake(model, self.fake)
+        self.real, self.model = model, make_fake(model, self.fake)
         if not model.training:
             self.model.train()
         self.opaque = opaque
@@ -173,12 +173,20 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         before, versions, self.inside = self.counter.get_total_flops(), _versions((args, kwargs)), True
         try:
-            out = plain(module, *args, **kwargs)
+            out = self._whole(name, args, kwargs) if name in self.opaque else plain(module, *args, **kwargs)
         finally:
             self.inside = False
         given, named = self._arguments(args), self._arguments(kwargs)
         self._finish(self.graph.call_module(name, given, named), out, before, _changed(versions))
         return out
+
+    def _whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module gives that cannot run without data: it runs on some, of the same shapes."""
+        with unset_fake_temporarily():
+            module = copy.deepcopy(self.real.get_submodule(name)).train(self.model.training)
+            made = pytree.tree_map_only(Tensor, _some_data, (args, kwargs))
+            out = module(*made[0], **made[1])
+        return pytree.tree_map_only(Tensor, lambda x: self.fake.from_tensor(x.detach()), out)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -265,6 +273,10 @@ class _Recorder(TorchFunctionMode):
     def _describe(self, tensor: Tensor, node: fx.Node) -> None:
         node.meta["tensor"] = (tuple(tensor.shape), tensor.dtype)
         node.meta["storage"] = tensor.untyped_storage()._cdata
+
+
+def _some_data(like: Tensor) -> Tensor:
+    return (torch.randn if like.is_floating_point() else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _versions(value: Any) -> list[tuple[Tensor, int]]:

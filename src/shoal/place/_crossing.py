@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shoal.errors import PlaceError
-from shoal.graphs.calls import Calls, rows_in
+from shoal.graphs.calls import Calls, Extent, rows_in
 
 NOMINAL_ROWS = 32
 """Rows for which tensors are compared in size."""
@@ -76,10 +76,9 @@ def rows_from(graph: fx.Graph, taken: Sequence[tuple[fx.Node, fx.Node]]) -> fx.N
     best: tuple[Any, ...] | None = None
     for node, entering in taken:
         for dimension, extent in enumerate(node.meta["value"].shape):
-            if extent.factor and (best is None or (extent.fixed, extent.factor) == (0, 1)):
-                factor = extent.factor
-                best = (entering, dimension, extent.fixed, factor.numerator, factor.denominator)
-                if (extent.fixed, factor) == (0, 1):
+            if extent.numerator and (best is None or extent == Extent(0, 1)):
+                best = (entering, dimension, extent.fixed, extent.numerator, extent.denominator)
+                if extent == Extent(0, 1):
                     return graph.call_function(rows_in, best)
     if best is None:
         raise PlaceError("no tensor that crosses has the rows of the batch; cut at another layer")

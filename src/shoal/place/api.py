@@ -23,6 +23,7 @@ from shoal.place.placement import (
     Alternative,
     Mode,
     Placement,
+    Sync,
 )
 from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measure_profile
 from shoal.utils.tables import duration, size
@@ -32,11 +33,12 @@ STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 KEPT = 40
 """Alternatives that a placement keeps."""
 MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
+SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
 ProfileLike = Profile | str | os.PathLike[str]
 
 
 def place(
-    model: nn.Module,
+    model: nn.Module | LayerGraph,
     sample: Any,
     workers: int | Sequence[float] = 4,
     link: str | Link = "1Gbit",
@@ -46,6 +48,7 @@ def place(
     cut: int | str | None = None,
     mode: Mode | None = None,
     micro_batches: int | None = None,
+    sync: Sync | None = None,
     memory: int | str | None = None,
     server_memory: int | str | None = None,
     server_speed: float = 1.0,
@@ -63,7 +66,8 @@ def place(
     Nothing is trained, and nothing but this process is needed: layers are timed here, or estimated.
 
     Args:
-        model: The network; it is not changed. On the meta device it is not timed.
+        model: The network, or its layers as `trace_layers` lists them. It is not changed. On the meta device it is not
+            timed.
         sample: What the network is called with: a tensor, a tuple of arguments or a dict of them; rows first.
         workers: How many; or the speed of each, over that of the profiled device: [1, 1, 0.5].
         link: Of each worker: "1Gbit", "100Mbit 5ms", or a Link that was measured.
@@ -73,6 +77,8 @@ def place(
         mode: "placed", "parameter server", "data parallel" or "one machine"; None: the fastest.
         micro_batches: Parts of a worker's rows that follow each other; None: the best of 1, 2, 4 and 8, or 1 where the
             network has batch norm.
+        sync: How the layers on the workers stay equal: "server", "allreduce", "sharded", "factors" (of linear layers
+            alone); None: the cheapest way for each.
         memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
         server_memory: The same of the server.
         server_speed: Of the server, over that of the profiled device.
@@ -89,7 +95,7 @@ def place(
         PlaceError: when the network cannot be traced, or no placement fits the devices.
     """
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
-    graph = trace_layers(model, sample)
+    graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     rows = _rows(batch_size, sample, cluster)
     known = _known(profile)
     if known is None:
@@ -99,9 +105,12 @@ def place(
     server = _known(server_profile, there=True)
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
+    if sync not in (None, *SYNCS):
+        raise PlaceError(f"sync is {sync!r}; use {', '.join(repr(s) for s in SYNCS)}, or None for the cheapest")
     costs = CostModel(
-        graph, cluster, rows, known, server, state_factor=_state(optimizer), joins_batch_norm=batch_norm == "joined"
-    )
+        graph, cluster, rows, known, server,
+        state_factor=_state(optimizer), joins_batch_norm=batch_norm == "joined", sync=sync,
+    )  # fmt: skip
     return decide(costs, cut=cut, mode=mode, micro_batches=micro_batches)
 
 
@@ -221,7 +230,10 @@ def _profile(
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
         return estimate_profile(graph, operations_per_second=speed)
-    return measure_profile(graph, sample, rows=(max(1, min(rows) // 4), max(rows), sum(rows)), device=device)
+    from shoal.training import pick_device
+
+    counts = max(1, min(rows) // 4), max(rows), sum(rows)
+    return measure_profile(graph, sample, rows=counts, device=pick_device(device))
 
 
 def _state(optimizer: str | float) -> float:

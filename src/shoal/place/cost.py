@@ -6,9 +6,9 @@ How the parts of a step overlap is in `timeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from shoal.errors import PlaceError
 from shoal.place.devices import Cluster
@@ -60,14 +60,21 @@ class CostModel:
         *,
         state_factor: float = 1.0,
         joins_batch_norm: bool = True,
+        sync: Sync | None = None,
     ) -> None:
         """`rows`: of each worker in a step. `state_factor`: bytes of optimizer state for each byte of a parameter.
-        `joins_batch_norm`: whether batch norm layers on the workers use the joined batch's statistics."""
+        `joins_batch_norm`: whether batch norm layers on the workers use the joined batch's statistics.
+        `sync`: how all layers on the workers are synchronised; None: the cheapest way for each."""
         self.graph, self.cluster, self.rows = graph, cluster, tuple(rows)
         self.profile, self.server_profile = profile, server_profile if server_profile is not None else profile
-        self.state_factor, self.joins_batch_norm = state_factor, joins_batch_norm
+        self.state_factor, self.joins_batch_norm, self.sync = state_factor, joins_batch_norm, sync
         for known in (self.profile, self.server_profile):
             known.check(graph)
+        self._speeds = [device.speed for device in cluster.workers]
+        self._ways: dict[Sync, dict[int, Sync]] = {}
+        self._syncs: dict[tuple[int, Sync], LayerSync] = {}
+        self._known_times: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
+        self._activations: dict[int, list[int]] = {}
 
     # --- what is compared -------------------------------------------------------------------------------------------
 
@@ -120,22 +127,30 @@ class CostModel:
     @property
     def _peers(self) -> tuple[Sync, ...]:
         """Among workers: an all-reduce begins during the backward pass, shards are updated sooner."""
+        if self.sync is not None:
+            return (self.sync,)
         return ("allreduce", "sharded") if self.cluster.size > 1 else ("allreduce",)
 
     def ways(self, cut: int, peer: Sync = "allreduce") -> dict[int, Sync]:
         """For each layer on the workers, the way that keeps the links busy for the shortest time."""
-        ways: dict[int, Sync] = {}
-        for i, layer in enumerate(self.graph.layers[:cut]):
-            if layer.trained_bytes:
-                possible: list[Sync] = ["server"]
-                if self.cluster.size > 1:
-                    possible += [peer, "factors"] if layer.factors else [peer]
-                ways[i] = min(possible, key=partial(self._way_seconds, layer))
-        return ways
+        if peer not in self._ways:
+            self._ways[peer] = {
+                i: min(self._possible(layer, peer), key=partial(self._way_seconds, i))
+                for i, layer in enumerate(self.graph.layers)
+                if layer.trained_bytes
+            }
+        return {i: way for i, way in self._ways[peer].items() if i < cut}
 
-    def _way_seconds(self, layer: Layer, way: Sync) -> float:
-        sync, count = self._layer_sync(layer, way), self.cluster.size
-        update = self.profile.update_seconds * layer.trained_bytes
+    def _possible(self, layer: Layer, peer: Sync) -> list[Sync]:
+        if self.sync is not None:
+            return ["allreduce"] if self.sync == "factors" and not layer.factors else [self.sync]
+        if self.cluster.size == 1:
+            return ["server"]
+        return ["server", peer, "factors"] if layer.factors else ["server", peer]
+
+    def _way_seconds(self, index: int, way: Sync) -> float:
+        sync, count = self._layer_sync(index, way), self.cluster.size
+        update = self.profile.update_seconds * self.graph.layers[index].trained_bytes
         factor = {"server": 1 + SUM_SHARE * count, "sharded": 1 / count}.get(way, 1.0)
         trips = max(2, sync.hops)  # through the server: gradients there, parameters back
         return sync.up + sync.compute + factor * update + trips * self.cluster.link.latency / 2
@@ -151,14 +166,9 @@ class CostModel:
         both = 2 * layer.trained_bytes * others // count
         return Transfer(both, both, peers=True)
 
-    def _factor_seconds(self, layer: Layer) -> float:
+    def _factor_seconds(self, index: int) -> float:
         """To multiply the factors of all workers."""
-        index = self._index[layer.name]
         return self.cluster.crowding * self.profile.backward(index, sum(self.rows)) / 2
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {layer.name: i for i, layer in enumerate(self.graph.layers)}
 
     def _statistics(self, cut: int) -> list[Transfer]:
         """What batch norm layers on the workers exchange: in the forward and in the backward pass."""
@@ -182,23 +192,30 @@ class CostModel:
 
     def _at_cut(self, cut: int, micro: int = 1) -> Transfer:
         """Of one micro-batch, for the mean over workers."""
-        where, rows = self.graph.cuts[cut - 1], sum(self.rows) / len(self.rows) / micro
-        return Transfer(round(where.bytes_up(1) * rows), round(where.bytes_down(1) * rows))
+        where, rows = self.graph.cuts[cut - 1], round(sum(self.rows) / len(self.rows))
+        return Transfer(where.bytes_up(rows) // micro, where.bytes_down(rows) // micro)
+
+    def _layer_times(self, profile: Profile, rows: float) -> tuple[list[float], list[float]]:
+        """Seconds of every layer's forward and backward pass."""
+        key = (id(profile), rows)
+        if key not in self._known_times:
+            layers = range(len(self.graph.layers))
+            times = [profile.forward(i, rows) for i in layers], [profile.backward(i, rows) for i in layers]
+            self._known_times[key] = times
+        return self._known_times[key]
 
     def _worker_times(self, cut: int, micro: int) -> tuple[float, list[float]]:
         """Seconds of a micro-batch's forward pass, and of each layer's backward pass, on the slowest worker."""
         best: tuple[float, float, list[float]] = (-1.0, 0.0, [])
-        for device, rows in zip(self.cluster.workers, self.rows, strict=True):
-            factor = self.cluster.crowding / device.speed
-            forward = factor * sum(self.profile.forward(i, rows / micro) for i in range(cut))
-            backward = [factor * self.profile.backward(i, rows / micro) for i in range(cut)]
-            best = max(best, (forward + sum(backward), forward, backward))
+        for device, rows in sorted(set(zip(self._speeds, self.rows, strict=True))):
+            factor, (forward, backward) = self.cluster.crowding / device, self._layer_times(self.profile, rows / micro)
+            times = factor * sum(forward[:cut]), [factor * t for t in backward[:cut]]
+            best = max(best, (times[0] + sum(times[1]), *times))
         return best[1], best[2]
 
     def _server_time(self, cut: int, micro: int) -> float:
-        rows, layers = sum(self.rows) / micro, range(cut, len(self.graph.layers))
-        seconds = sum(self.server_profile.forward(i, rows) + self.server_profile.backward(i, rows) for i in layers)
-        return seconds / self.cluster.server.speed
+        forward, backward = self._layer_times(self.server_profile, sum(self.rows) / micro)
+        return (sum(forward[cut:]) + sum(backward[cut:])) / self.cluster.server.speed
 
     def _alternative(self, mode: Mode, cut: int, micro: int, ways: Ways, peer: Sync = "allreduce") -> Alternative:
         times = self._times(cut, micro, ways)
@@ -225,7 +242,7 @@ class CostModel:
         """The parts of a step."""
         layers, latency = self.graph.layers, self.cluster.link.latency
         forward, backward = self._worker_times(cut, micro)
-        syncs = [self._layer_sync(layers[i], ways[i]) if i in ways else None for i in range(cut)]
+        syncs = [self._layer_sync(i, ways[i]) if i in ways else None for i in range(cut)]
         held = {way: sum(layers[i].trained_bytes for i, w in ways.items() if w == way) for way in set(ways.values())}
         through_server = held.pop("server", 0)
         local = sum(held.values()) - held.get("sharded", 0) * (1 - 1 / self.cluster.size)
@@ -242,27 +259,26 @@ class CostModel:
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
         )  # fmt: skip
 
-    def _layer_sync(self, layer: Layer, way: Sync) -> LayerSync:
-        transfer = self.transfer(layer, way)
-        up, down = self._seconds(transfer)
-        hops = {"server": 0, "allreduce": 2 * (self.cluster.size - 1), "sharded": 4, "factors": self.cluster.size - 1}
-        compute = self._factor_seconds(layer) if way == "factors" else 0.0
-        return LayerSync(way=way, up=max(up, down) if transfer.peers else up, hops=hops[way], compute=compute)
+    def _layer_sync(self, index: int, way: Sync) -> LayerSync:
+        if (index, way) not in self._syncs:
+            transfer, count = self.transfer(self.graph.layers[index], way), self.cluster.size
+            up, down = self._seconds(transfer)
+            hops = {"server": 0, "allreduce": 2 * (count - 1), "sharded": 4, "factors": count - 1}
+            compute = self._factor_seconds(index) if way == "factors" else 0.0
+            busy = max(up, down) if transfer.peers else up
+            self._syncs[index, way] = LayerSync(way=way, up=busy, hops=hops[way], compute=compute)
+        return self._syncs[index, way]
 
     def one_machine(self) -> Alternative:
         """The whole batch on the best of the devices."""
-        rows, layers = sum(self.rows), range(len(self.graph.layers))
-        weights = sum(layer.trained_bytes for layer in self.graph.layers)
+        rows, weights = sum(self.rows), sum(layer.trained_bytes for layer in self.graph.layers)
+        memory, options = self._training_bytes(slice(None), rows, self.state_factor), []
         choices = [(self.profile, device) for device in self.cluster.workers]
-        choices.append((self.server_profile, self.cluster.server))
-        memory = self._training_bytes(self.graph.layers, rows, 1.0)
-        options = []
-        for profile, device in choices:
-            seconds = sum(profile.forward(i, rows) + profile.backward(i, rows) for i in layers) / device.speed
-            problem = (
-                "" if device.memory is None or memory <= device.memory else _small("the machine", memory, device.memory)
-            )
-            options.append((bool(problem), seconds + profile.update_seconds * weights / device.speed, problem))
+        for profile, device in [*choices, (self.server_profile, self.cluster.server)]:
+            forward, backward = self._layer_times(profile, rows)
+            seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed
+            fits = device.memory is None or memory <= device.memory
+            options.append((not fits, seconds, "" if fits else _small("the machine", memory, device.memory or 0)))
         _, seconds, problem = min(options)
         return Alternative(
             mode=ONE_MACHINE, cut=0, cut_name="", micro_batches=1, seconds=seconds, worker_seconds=seconds,
@@ -272,26 +288,24 @@ class CostModel:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _training_bytes(self, layers: Iterable[Layer], rows: int, state_factor: float | None = None) -> int:
-        """Weights, gradients, optimizer state and activations."""
-        factor = self.state_factor if state_factor is None else state_factor * self.state_factor
-        total = 0.0
-        for layer in layers:
-            total += layer.parameter_bytes + layer.buffer_bytes + layer.activation_bytes(rows)
-            total += (1 + factor) * layer.trained_bytes
-        return round(total)
+    def _training_bytes(self, layers: slice, rows: int, state_factor: float) -> int:
+        """Weights, gradients, optimizer state (for each byte of a parameter) and activations."""
+        if rows not in self._activations:
+            self._activations[rows] = [layer.activation_bytes(rows) for layer in self.graph.layers]
+        total = sum(self._activations[rows][layers])
+        for layer in self.graph.layers[layers]:
+            total += layer.parameter_bytes + layer.buffer_bytes + round((1 + state_factor) * layer.trained_bytes)
+        return total
 
     def _memory(self, cut: int, micro: int, ways: Ways) -> tuple[int, int]:
         """Of the largest worker and of the server."""
-        front, back = self.graph.layers[:cut], self.graph.layers[cut:]
+        layers, factor = self.graph.layers, self.state_factor
         states = {"server": 0.0, "allreduce": 1.0, "factors": 1.0, "sharded": 1 / self.cluster.size}
-        worker = self._training_bytes(front, max(self.rows), 0.0)
-        worker += round(sum(self.state_factor * states[way] * front[i].trained_bytes for i, way in ways.items()))
-        server = self._training_bytes(back, -(-sum(self.rows) // micro))
-        for i, way in ways.items():
-            if way == "server":
-                server += round((2 + self.state_factor) * front[i].trained_bytes)
-        if back:
+        worker = self._training_bytes(slice(0, cut), max(self.rows), 0.0)
+        worker += round(sum(factor * states[way] * layers[i].trained_bytes for i, way in ways.items()))
+        server = self._training_bytes(slice(cut, None), -(-sum(self.rows) // micro), factor)
+        server += round(sum((2 + factor) * layers[i].trained_bytes for i, way in ways.items() if way == "server"))
+        if cut < len(layers):
             server += self.graph.cuts[cut - 1].bytes_up(sum(self.rows))
         return worker, server
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import GraphError, PlaceError
-from shoal.graphs.calls import Calls, Extent, Value, rows_in
+from shoal.graphs.calls import ROWS, Calls, Extent, Value, rows_in
 from shoal.graphs.recording import record_calls
 from shoal.place._crossing import copy_into, is_size, kinds_of, rows_from, sources_of, total_bytes
 
@@ -313,7 +312,7 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
         buffer_bytes=sum(t.nbytes for _, t in held) - sum(p.nbytes for _, p in params),
         output=tuple(node.meta["value"] for node in output),
         activation=tuple(fresh.values()),
-        operations=Extent(sum(o.fixed for o in operations), sum((o.factor for o in operations), start=Fraction(0))),
+        operations=Extent.through([sum(o.at(rows) for o in operations) for rows in ROWS]),
         channels=_channels(weights.modules[module]),
         factors=_factors(weights.modules[module], call, params),
         first=first,
