@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from shoal.errors import PlaceError
 from shoal.graphs.calls import Calls, Extent, rows_in
@@ -40,6 +41,11 @@ def _is_tuple(node: fx.Node) -> bool:
         and "operations" in node.meta
         and any(getattr(user.target, "__name__", "") == "getitem" for user in node.users)
     )
+
+
+def leaves(node: fx.Node, layer: Collection[fx.Node]) -> bool:
+    """Whether something after these nodes uses it, or it is part of the output."""
+    return any(user not in layer or user.op == "output" or user.target is pytree.tree_unflatten for user in node.users)
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -30,7 +30,7 @@ from shoal.utils.tables import duration, size
 
 STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
-KEPT = 40
+MOST_ALTERNATIVES = 40
 """Alternatives that a placement keeps."""
 MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
@@ -124,7 +124,7 @@ def decide(
         raise PlaceError(f"micro_batches is {micro_batches!r}; use 1 or more, or None for the best")
     every = costs.alternatives(micro_batches)
     chosen = _choose(costs, every, cut, mode, micro_batches)
-    kept = [other for i, other in enumerate(every) if i < KEPT or other.mode != PLACED]
+    saved = [other for i, other in enumerate(every) if i < MOST_ALTERNATIVES or other.mode != PLACED]
     cluster = costs.cluster
     return Placement(
         mode=chosen.mode,
@@ -139,7 +139,7 @@ def decide(
         server_link=cluster.server_link,
         predicted=chosen,
         batch_norm="joined" if costs.joins_batch_norm else "own",
-        alternatives=tuple(kept),
+        alternatives=tuple(saved),
         explanation=explain(costs, chosen, every),
         profile={"device": costs.profile.device, "measured": costs.profile.measured, "cores": cluster.cores},
     )

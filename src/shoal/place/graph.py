@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.errors import GraphError, PlaceError
 from shoal.graphs.calls import ROWS, Calls, Extent, Value, rows_in
 from shoal.graphs.recording import record_calls
-from shoal.place._crossing import copy_into, is_size, kinds_of, rows_from, sources_of, total_bytes
+from shoal.place._crossing import copy_into, is_size, kinds_of, leaves, rows_from, sources_of, total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
     held = weights.add(nodes)
     params = [(name, tensor) for name, tensor in held if isinstance(tensor, nn.Parameter)]
     made = [node for node in nodes if "value" in node.meta and node.op not in ("placeholder", "get_attr")]
-    output = [node for node in made if any(user not in inside or user.op == "output" for user in node.users)]
+    output = [node for node in made if leaves(node, inside)]
     fresh = {node.meta["storage"]: node.meta["value"] for node in reversed(made)}
     operations = [node.meta["operations"] for node in nodes if "operations" in node.meta]
     call = next(node for node in nodes if node.op == "call_module")

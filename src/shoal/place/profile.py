@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import PlaceError, describe
 from shoal.graphs.calls import as_arguments
+from shoal.place._crossing import leaves
 from shoal.place.graph import Layer, LayerGraph
 
 FORMAT = 1
@@ -260,7 +261,7 @@ class _Timing:
             if isinstance(values[node], Tensor)
             and values[node].requires_grad
             and node.op != "get_attr"
-            and any(user not in inside or user.op == "output" for user in node.users)
+            and leaves(node, inside)
         ]
         trained = [p for p in (self.model.get_parameter(name) for name in layer.parameters) if p.requires_grad]
         wanted = [*entering, *trained]
