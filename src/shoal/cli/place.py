@@ -1,6 +1,7 @@
 """`shoal place TARGET`: which layers of a network to compute where."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,20 +58,47 @@ def place(
     out: Annotated[Path | None, typer.Option(help="Write the placement into this file, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the placement into this file (.svg, .png, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the placement as JSON.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", "--train", help="Train the job so, here; started by torchrun it is always trained.")
+    ] = False,
+    placement: Annotated[Path | None, typer.Option(help="With --run: a placement from --out, used as it is.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With --run: a folder for checkpoints; run the same command to resume.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="With --run: seconds to wait for processes.")] = 60.0,
+    progress: Annotated[bool, typer.Option(help="With --run: show progress on stderr.")] = True,
 ) -> None:
     """Say which layers of a network the workers compute and which the server, and what a step would cost.
 
-    Nothing is trained, and no cluster is needed.
+    With --run the job is trained so. Without it nothing is trained, and no cluster is needed. Started by torchrun, its
+    first process is the server, the others are workers, and the job is trained.
     """
+    if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
+        from shoal.cli.placed_run import run_placed
+
+        wanted = {
+            "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
+            "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
+            "server_speed": server_speed, "cores": cores, "batch_norm": batch_norm, "profile": profile,
+            "measure": None if measure else False, "speed": speed,
+        }  # fmt: skip
+        run_placed(
+            target, wanted, placement=placement, folder=folder, device=device, patience=patience, progress=progress,
+            as_json=as_json,
+        )  # fmt: skip
+        return
+    given = next((name for name, value in (("--placement", placement), ("--folder", folder)) if value), None)
+    if given is not None:
+        raise ValueError(f"{given} is for training; give it with --run")
     check_writable(out)
     check_picture(picture)
     model, sample, rows, optimizer = load_network(target, _count(workers))
     import shoal
 
-    placement = shoal.place(
+    planned = shoal.place(
         model,
         sample,
-        workers=_workers(workers),
+        workers=workers_of(workers),
         link=link,
         batch_size=batch_size if batch_size is not None else rows,
         server_link=server_link,
@@ -90,13 +118,13 @@ def place(
         speed=speed,
     )
     if out is not None:
-        placement.save(out)
+        planned.save(out)
     if picture is not None:
-        placement.picture(picture)
-    typer.echo(json.dumps(placement.to_dict()) if as_json else str(placement))
+        planned.picture(picture)
+    typer.echo(json.dumps(planned.to_dict()) if as_json else str(planned))
 
 
-def _workers(text: str) -> int | list[float]:
+def workers_of(text: str) -> int | list[float]:
     try:
         return int(text) if "," not in text else [float(speed) for speed in text.split(",")]
     except ValueError:
@@ -104,7 +132,7 @@ def _workers(text: str) -> int | list[float]:
 
 
 def _count(text: str) -> int:
-    given = _workers(text)
+    given = workers_of(text)
     return given if isinstance(given, int) else len(given)
 
 
@@ -120,11 +148,11 @@ def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
         made = value() if callable(value) and not isinstance(value, nn.Module) else value
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             return made[0], made[1], None, "sgd"
-        return _of_job(check_jobs(made, target), target, workers)
-    return _of_job(load_target(target).jobs, target, workers)
+        return network_of(check_jobs(made, target), target, workers)
+    return network_of(load_target(target).jobs, target, workers)
 
 
-def _of_job(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+def network_of(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, int | None, str]:
     import torch
 
     from shoal.place.training.roles import Built, Roles

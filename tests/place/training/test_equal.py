@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import shoal
 
 
-
 def trained(job: shoal.Job, placement: Any, **settings: Any) -> shoal.Result:
     (result,) = shoal.train([job], placement=placement, **settings)
     return result
@@ -62,8 +61,11 @@ def test_batch_norm_over_the_joined_batch(cut: int, sync: str) -> None:
 
 
 def test_a_last_batch_with_fewer_rows_than_workers() -> None:
-    job = job_of(cnn, rows(1, 8, 8, count=26), optimizer=torch.optim.SGD)
-    assert largest_difference(trained(job, placement_of(job, 8, "allreduce")), job) < 1e-7
+    def network() -> nn.Module:
+        return nn.Sequential(*(layer for layer in cnn() if not isinstance(layer, nn.BatchNorm1d)))
+
+    job = job_of(network, rows(1, 8, 8, count=26), optimizer=torch.optim.SGD)
+    assert largest_difference(trained(job, placement_of(job, 8, "allreduce")), job) < 1e-9
 
 
 def test_workers_with_unequal_shares() -> None:
@@ -86,6 +88,7 @@ def train_whole(job: shoal.Job) -> shoal.Result:
     return trained(job, placement_of(job, 7))
 
 
+@pytest.mark.slow
 def test_bert_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -100,7 +103,7 @@ def test_bert_of_transformers() -> None:
     }  # fmt: skip
     job = job_of(
         lambda: transformers.BertForSequenceClassification(config), data, batch_size=9,
-        step=lambda model, batch: model(**batch).loss, steps=6,
+        step=lambda model, batch: model(**batch).loss, steps=20, optimizer=torch.optim.SGD, hparams={"lr": 0.1},
     )  # fmt: skip
     sample = {name: column[:2] for name, column in data.items()}
     placement = placement_of(job, "bert.encoder.layer.0.output.LayerNorm", workers=2, sample=sample)

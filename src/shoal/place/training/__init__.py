@@ -8,9 +8,11 @@
     back       the layers that the server computes, with the loss
     worker     a worker process
     members    the workers that a server has: who joins, who is lost
+    joining    what workers are given when they join, and what they give back for a checkpoint
     server     one step of all workers
     unit       a placed job as a unit of the engine
-    run        `shoal.train(job, placement=...)`: processes, run folder, progress, results
+    run        the server's loop: turns, checkpoints, the report
+    api        `shoal.train(job, placement=...)` and torchrun: processes, run folder, progress, results
 
 A step, with a joined batch of B rows (the job's batch) of which each of N workers has a share:
 
@@ -23,6 +25,6 @@ A step, with a joined batch of B rows (the job's batch) of which each of N worke
 The server has the optimizer of everything that is not updated by the workers, the run folder and the random stream.
 
 Why TCP between server and workers, and torch.distributed only among workers: a collective over all processes fails for
-everybody when one of them dies, and cannot be repeated with the others. A link fails alone, with a deadline, and what it
-carried is computed again by those that are left. Groups of workers (gloo, NCCL) are made anew when a worker is lost.
+everybody when one of them dies, and cannot be repeated with the others. A link fails alone, with a deadline, and what
+it carried is computed again by those that are left. Groups of workers (gloo, NCCL) are made anew when one is lost.
 """

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +17,28 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.environment import environment
-from shoal.errors import PlaceError
+from shoal.errors import PlaceError, ShoalError, describe
 from shoal.jobs.job import Job
-from shoal.place.links import Link
+from shoal.place.links import Link as LinkRates
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
-from shoal.place.training.launch import local_workers
 from shoal.place.training.members import Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
+from shoal.place.training.worker import ServerEnded, describe_placed, serve_worker
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
-from shoal.reporting.events import Listener, Listeners, happened
+from shoal.reporting.events import Listener as EventListener
+from shoal.reporting.events import Listeners, happened
 from shoal.reporting.progress import progress_for
 from shoal.results import Results
+from shoal.split.net.launch import LocalWorker, Torchrun
+from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
 from shoal.storage.run_folder import RunFolder
 from shoal.training import Settings, carry_out, collect
 from shoal.utils.torch_flags import torch_flags, training_mode
 
+END_SECONDS = 5.0
+"""For local workers to end by themselves after the run."""
 Server = Callable[[Built], Any]
 """Gives the workers of a built job: a context manager of `Workers`."""
 
@@ -83,7 +92,7 @@ def train_placed(
     out: str | os.PathLike[str] | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] | None = None,
-    events: Listener | None = None,
+    events: EventListener | None = None,
     **how: Any,
 ) -> Results:
     """Train one job by a server, which is this process, and forked workers. `how`: settings of `local_workers`."""
@@ -108,7 +117,7 @@ def serve_job(
     out: str | os.PathLike[str] | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] | None = None,
-    events: Listener | None = None,
+    events: EventListener | None = None,
 ) -> Results:
     """Train one job as the server of the workers that `server` gives."""
     assert placement.mode != ONE_MACHINE, "one machine needs no server"
@@ -146,17 +155,72 @@ def _train(
         return run
 
 
-def _drift(placement: Placement) -> Callable[[Link], str | None]:
+def _drift(placement: Placement) -> Callable[[LinkRates], str | None]:
     """What to say when a link is no longer as fast as the placement was planned for."""
     last = [placement.link]
 
-    def drifted(link: Link) -> str | None:
+    def drifted(link: LinkRates) -> str | None:
         if not last[0].drifted(link):
             return None
         last[0] = link
         return f"the link is now {link}, the placement was planned for {placement.link}: place again"
 
     return drifted
+
+
+def run_process(
+    job: Job,
+    placement: Placement | None,
+    settings: Settings,
+    started: Torchrun,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    patience: float = 60.0,
+    tell: Callable[[str], None] | None = None,
+) -> Results | None:
+    """Be the process that torchrun says: rank 0 the server, the others workers. The results, at the server.
+
+    The placement is that of rank 0; the others, which need none, read it from there.
+    """
+    if started.rank > 0:
+        offered = _read_placement(started.where, patience)
+        if offered.mode == ONE_MACHINE:
+            return None
+        built = build(job, offered, torch.device("cpu"))
+        done = serve_worker(built, started.where, device=settings.device, patience=patience, tell=tell)
+        if tell is not None:
+            tell(f"the server at {started.where} is done; {done} batches were computed here")
+        return None
+    assert placement is not None, "rank 0 has a placement"
+    if placement.mode == ONE_MACHINE:
+        listener = Listener(started.where, partial(_answer_placement, placement))
+        try:
+            return carry_out([job], settings, out=out, progress=progress)
+        finally:
+            listener.close()
+
+    @contextmanager
+    def server(built: Built) -> Iterator[Workers]:
+        with serving(
+            built, expected=placement.workers, address=started.where, patience=patience, start_seconds=patience,
+            offer=placement.to_dict(),
+        ) as workers:  # fmt: skip
+            yield workers
+
+    return serve_job(job, placement, server, settings=settings, out=out, progress=progress)
+
+
+def _answer_placement(placement: Placement, link: Link, request: dict[str, Any]) -> bool:
+    send_answer(link, offer=placement.to_dict())
+    return False
+
+
+def _read_placement(where: Address, patience: float) -> Placement:
+    try:
+        return Placement.from_dict(read_offer(where, patience))
+    except LinkLost as error:
+        raise PlaceError(f"{error}; is rank 0 running?") from None
 
 
 def _results(member: Member, run: PlacedRun | None) -> Results:
@@ -171,3 +235,70 @@ def with_workers(placement: Placement, workers: int) -> Placement:
     total = sum(placement.rows)
     share = [total // workers + (place < total % workers) for place in range(workers)]
     return replace(placement, workers=workers, rows=tuple(share))
+
+
+@contextmanager
+def serving(built: Built, **settings: Any) -> Iterator[Workers]:
+    """The workers that join this server, until the block ends; they are told how. `settings` are those of `Workers`."""
+    workers = Workers(describe_placed(built), **settings)
+    why = "the server ended"
+    try:
+        yield workers
+        why = ""
+    except BaseException as error:
+        why = f"the server ended: {describe(error)}"
+        raise
+    finally:
+        workers.close(why)
+
+
+@contextmanager
+def local_workers(
+    built: Built,
+    local: int,
+    *,
+    others: int = 0,
+    device: torch.device | str = "cpu",
+    address: Address | None = None,
+    enter: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[Workers, list[LocalWorker]]]:
+    """A server's workers: so many forked here, and so many others that join from elsewhere.
+
+    They are forked, so a job may hold lambdas and its data is not copied. `settings` are those of `Workers`. `enter`:
+    called in each forked worker first, with its number.
+    """
+    busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if busy and str(device).startswith("cuda"):
+        raise PlaceError("workers cannot be forked once CUDA is in use here; begin this first, or use torchrun")
+    forked = [LocalWorker(partial(_work, built, number, device, enter)) for number in range(local)]
+    try:
+        with serving(built, expected=local + others, address=address, **settings) as workers:
+            for process in forked:
+                process.go(workers.address)
+            yield workers, forked
+    finally:
+        until = time.monotonic() + END_SECONDS
+        for process in forked:
+            process.end(until)
+
+
+def _work(
+    built: Built, number: int, device: torch.device | str, enter: Callable[[int], None] | None, pipe: Connection
+) -> None:
+    """A forked worker: it reports every error in one line, without a traceback."""
+    try:
+        where = pipe.recv()
+    except EOFError:  # there is nothing to do
+        return
+    try:
+        if enter is not None:
+            enter(number)
+        serve_worker(built, where, device=device, patience=20.0)
+    except ServerEnded:  # which reports it in this same terminal
+        raise
+    except Exception as error:
+        print(
+            "shoal: worker:", error if isinstance(error, ShoalError) else describe(error), file=sys.stderr, flush=True
+        )
+        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +48,14 @@ class Back:
             joined.append(tensor.requires_grad_(has_gradient and tensor.is_floating_point()))
         return joined
 
-    def compute(self, tensors: list[Tensor], batch: Any, draws: JoinedDraws, rows: Tensor, factor: float, scaler: Any) -> Computed:
+    def compute(
+        self, tensors: list[Tensor], batch: Any, draws: JoinedDraws, rows: Tensor, factor: float, scaler: Any
+    ) -> Computed:
         """Loss and gradients; those of the server's parameters are added to them. `factor`: times the loss."""
         assert self.part is not None
         part: nn.Module = self.part
-        with autocast(self.job, self.device):
-            with draws.rows(rows) if draws is not None else nullcontext():
-                loss, logs = run_step(self.job, Given(self.built.member.model, lambda: part(*tensors)), batch)
+        with autocast(self.job, self.device), draws.rows(rows):
+            loss, logs = run_step(self.job, Given(self.built.member.model, lambda: part(*tensors)), batch)
         value = number(loss)
         if value - value != 0.0:
             return Computed(value, [])
@@ -75,11 +75,16 @@ class Back:
         with random_state(None), evaluating(self.built.member.model), autocast(self.job, self.device):
             try:
                 whole = self._loss(tensors, batch, slice(0, total))
-                first, second = self._loss(tensors, batch, slice(0, half)), self._loss(tensors, batch, slice(half, total))
+                first, second = (
+                    self._loss(tensors, batch, slice(0, half)),
+                    self._loss(tensors, batch, slice(half, total)),
+                )
             except Exception:  # a step that only takes whole batches
                 return False
         mean = (first * half + second * (total - half)) / total
-        return abs(mean - whole) <= 1e-4 * max(abs(whole), 1e-6)
+        double = next(self.built.member.model.parameters()).dtype == torch.float64
+        close = 1e-2 if self.job.precision is not None else 1e-9 if double else 1e-5
+        return abs(mean - whole) <= close * max(abs(whole), 1e-6)
 
     def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> float:
         some = take_rows(batch, rows)

@@ -90,7 +90,14 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, total: float, eps: float, dims: list[int], joined: JoinedRows
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        total: float,
+        eps: float,
+        dims: list[int],
+        joined: JoinedRows,
     ) -> Tensor:
         inverse = (variance + eps).rsqrt()
         normed = (x - _wide(mean, x)) * _wide(inverse, x)
@@ -107,6 +114,8 @@ class _Normalize(torch.autograd.Function):
         if not joined.counts:
             own = torch.zeros_like(own)
         sums = joined.gather(own).sum(0) / total
+        if not joined.counts:
+            return torch.zeros_like(gradient), None, None, None, None, None, None
         mean, product = sums[: len(inverse)], sums[len(inverse) :]
         dx = (gradient - _wide(mean, normed) - normed * _wide(product, normed)) * _wide(inverse, normed)
         return dx, None, None, None, None, None, None

@@ -19,6 +19,9 @@ from shoal.split.net.messages import END, PROBE, TENSORS, Message, read_tensors,
 DAY = 86400.0
 """For a message to arrive or to go out: whoever waits for it has a limit, and cuts the link."""
 
+URGENT = ("setup", "group", "end")
+"""Messages after which nothing of what was asked for before counts."""
+
 
 @dataclass(slots=True)
 class Arrived:
@@ -44,8 +47,10 @@ class Channel:
         self._in: queue.SimpleQueue[Arrived | ShoalError] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._back: list[Arrived] = []
+        self._urgent_in = self._urgent_out = 0
         self.lost: ShoalError | None = None
         self._seen = (time.monotonic(), 0)
+        self._asked = 0
         self._threads = [
             threading.Thread(target=target, name=f"shoal-{target.__name__}", daemon=True)
             for target in (self._send_all, self._receive_all)
@@ -61,6 +66,7 @@ class Channel:
 
     def send_message(self, message: Message) -> None:
         """Have a message of another kind sent."""
+        self._asked += message.num_bytes if message.header.kind == PROBE else 0
         self._out.put(message)
 
     def _send_all(self) -> None:
@@ -90,6 +96,7 @@ class Channel:
         if isinstance(arrived, ShoalError):
             self._in.put(arrived)  # for whoever asks again
             raise arrived
+        self._urgent_out += arrived.what in URGENT
         return arrived
 
     def put_back(self, arrived: Arrived) -> None:
@@ -97,9 +104,9 @@ class Channel:
         self._back.append(arrived)
 
     @property
-    def waiting(self) -> bool:
-        """Whether a message, or the end of the link, waits to be received."""
-        return bool(self._back) or not self._in.empty()
+    def interrupted(self) -> bool:
+        """Whether a message waits that makes what is under way pointless, or the link has ended."""
+        return self.lost is not None or self._urgent_in > self._urgent_out
 
     def _receive_all(self) -> None:
         try:
@@ -108,14 +115,18 @@ class Channel:
                 if message.header.kind == PROBE:
                     self._probe(message)
                 elif message.header.kind == END:
-                    self._in.put(Arrived("end", 0, {"why": message.text}))
+                    self._deliver(Arrived("end", 0, {"why": message.text}))
                 elif message.header.kind == TENSORS:
                     numbers, tensors = read_tensors(message)
-                    self._in.put(Arrived(str(numbers.pop("what", "")), message.header.round, numbers, tensors))
+                    self._deliver(Arrived(str(numbers.pop("what", "")), message.header.round, numbers, tensors))
                 else:
                     raise LinkLost(f"it sent a message of kind {message.header.kind}")
         except ShoalError as error:
             self._fail(error)
+
+    def _deliver(self, arrived: Arrived) -> None:
+        self._urgent_in += arrived.what in URGENT
+        self._in.put(arrived)
 
     def _probe(self, message: Message) -> None:
         if self._echo:
@@ -125,7 +136,7 @@ class Channel:
 
     def quiet_for(self) -> float:
         """Seconds since this was asked before and bytes have moved, in either direction."""
-        now, moved = time.monotonic(), self.link.traffic.both
+        now, moved = time.monotonic(), self.link.traffic.both - self._asked  # a question is no sign of life
         if moved != self._seen[1]:
             self._seen = (now, moved)
         return now - self._seen[0]

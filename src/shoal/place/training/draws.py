@@ -47,7 +47,9 @@ class JoinedDraws(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if not training or p == 0.0 or len(input) != len(self._rows):
             return func(input, p, training, inplace)  # type: ignore[no-any-return]
         mask = self._mask(func, input, p)
@@ -84,6 +86,6 @@ class JoinedDraws(TorchFunctionMode):
 def _ones(like: Tensor, total: int) -> Tensor:
     """Ones for all rows, laid out in memory as they would be: draws follow the memory."""
     shape = (total, *like.shape[1:])
-    order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
+    order = sorted(range(like.dim()), key=lambda dim: -like.stride()[dim])
     ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
     return ones.permute([order.index(dim) for dim in range(like.dim())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,21 +43,20 @@ class GradientSender:
 
     def __init__(self, network: nn.Module, to_server: Sequence[str], summed: Sequence[str], push: Push) -> None:
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._push, self._group = push, None
+        self._push = push
+        self._group: WorkerGroup | None = None
         self._to_server, self._summed = list(to_server), list(summed)
         self._armed = False
         self._pushed: list[Bucket] = []
         self._sums: list[Bucket] = []
         self._waits: list[Callable[[], None]] = []
         for name in [*self._to_server, *self._summed]:
-            self.parameters[name].register_post_accumulate_grad_hook(self._hook(name))
+            self.parameters[name].register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     def begin(self, group: WorkerGroup | None) -> None:
         """The next backward pass is the last of this batch."""
-        self._group: WorkerGroup | None = group
-        self._pushed, self._sums = (
-            make_buckets(self.parameters, names) for names in (self._to_server, self._summed)
-        )
+        self._group = group
+        self._pushed, self._sums = (make_buckets(self.parameters, names) for names in (self._to_server, self._summed))
         self._waits, self._armed = [], True
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -99,6 +99,10 @@ class GradientSender:
             parameter.grad = None
 
 
+def _note_gradient(pair: list[Tensor], gradient: Tensor) -> None:
+    pair.append(gradient.detach().reshape(-1, gradient.shape[-1]))
+
+
 class Factors:
     """Sufficient factors of linear layers: their inputs and the gradients of their outputs, whose product is the
     gradient of the weight. Where a share has few rows they are smaller than the gradient."""
@@ -121,7 +125,7 @@ class Factors:
             if output.requires_grad:
                 pair = [inputs[0].detach().reshape(-1, inputs[0].shape[-1])]
                 self._pairs[name].append(pair)
-                output.register_hook(lambda gradient: pair.append(gradient.detach().reshape(-1, gradient.shape[-1])))
+                output.register_hook(partial(_note_gradient, pair))  # type: ignore[no-untyped-call]
 
         return computed
 
@@ -136,7 +140,9 @@ class Factors:
             pairs = [pair for pair in self._pairs[name] if len(pair) == 2]
             x, g = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
             if group is not None and group.size > 1:
-                both = torch.zeros(most_rows * (len(x) // rows), x.shape[1] + g.shape[1], dtype=x.dtype, device=x.device)
+                both = torch.zeros(
+                    most_rows * (len(x) // rows), x.shape[1] + g.shape[1], dtype=x.dtype, device=x.device
+                )
                 both[: len(x)] = torch.cat([x, g.to(x.dtype)], 1)
                 every = group.gather(both).flatten(0, 1)
                 x, g = every[:, : x.shape[1]], every[:, x.shape[1] :]
@@ -189,5 +195,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _parts(flat: Tensor, like: dict[str, Any]) -> dict[str, Tensor]:
     sizes = [tensor.numel() for tensor in like.values()]
     return {
-        name: part.view(like[name].shape) for name, part in zip(like, flat.split(sizes) if sizes else (), strict=True)
+        name: part.view(like[name].shape)
+        for name, part in zip(like, torch.split(flat, sizes) if sizes else (), strict=True)
     }

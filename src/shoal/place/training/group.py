@@ -6,6 +6,7 @@ asks for something else), the group is left behind, and those that remain make a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,30 +36,41 @@ class WorkerGroup:
     """The workers that can reach each other now; this one's `rank` among `size`."""
 
     def __init__(
-        self, rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, seconds: float
-    ) -> None:
+        self, rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, seconds: float,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         """`store`: where the server keeps the addresses. `name`: the same for all members of a group and no other.
-        `host`: the address at which the others reach this worker. `seconds`: the most that a transfer may take."""
+        `host`: the address at which the others reach this worker. `seconds`: the most that a transfer may take.
+        `interrupted`: whether to stop waiting, since the server asks for something else."""
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
-        self.interrupted: Callable[[], bool] = lambda: False
-        """Whether to stop waiting, since the server asks for something else."""
+        self.interrupted = interrupted
         self.bytes = 0
         """Sent by this worker, as the algorithms need it; no headers."""
         self._backend: Any = None
         if size == 1:
             return
-        limit = timedelta(seconds=seconds)
-        try:
-            table = dist.PrefixStore(name, dist.TCPStore(*store, is_master=False, timeout=limit))
-            if device.type == "cuda":
-                self._backend = dist.ProcessGroupNCCL(table, rank, size)
-            else:
-                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout, options._threads = limit, 2
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                self._backend = dist.ProcessGroupGloo(table, rank, size, options)
-        except RuntimeError as error:
-            raise GroupLost(f"the group of workers cannot be made ({str(error).splitlines()[0]})") from error
+        self._backend = self._aside(lambda: _make_backend(rank, size, store, name, host, device, seconds))
+
+    def _aside(self, make: Callable[[], Any]) -> Any:
+        """What another thread makes; this one stops waiting where the server asks for something else."""
+        made: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                made.append(make())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="shoal-group", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)
+            if self.interrupted():
+                raise Interrupted("the server asks for something else")
+        if errors:
+            raise GroupLost(f"the group of workers cannot be made ({str(errors[0]).splitlines()[0]})") from errors[0]
+        return made[0]
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Begin to add up tensors over all workers, in place; call the result to wait for it."""
@@ -71,7 +83,7 @@ class WorkerGroup:
         def finish() -> None:
             self._wait(work)
             if len(tensors) > 1 or flat.data_ptr() != tensors[0].data_ptr():
-                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
         return finish
@@ -94,7 +106,7 @@ class WorkerGroup:
         lengths = [len(tensor) for tensor in outgoing]
         self._wait(self._start(lambda: self._backend.alltoall_base(taken, given, list(sizes), lengths)))
         self.bytes += given.nbytes - outgoing[self.rank].nbytes
-        return list(taken.split(list(sizes)))
+        return list(torch.split(taken, list(sizes)))
 
     def _start(self, begin: Callable[[], Any]) -> Any:
         try:
@@ -125,6 +137,21 @@ class WorkerGroup:
         if self._backend is not None:
             _left_behind.append(self._backend)
             self._backend = None
+
+
+def _make_backend(
+    rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, seconds: float
+) -> Any:
+    limit = timedelta(seconds=seconds)
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    table = PrefixStore(name, TCPStore(*store, is_master=False, timeout=limit))
+    if device.type == "cuda":
+        return dist.ProcessGroupNCCL(table, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._threads = limit, 2
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(table, rank, size, options)
 
 
 def _line(error: RuntimeError) -> str:

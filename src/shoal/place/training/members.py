@@ -82,15 +82,17 @@ class Workers:
         deadline: float | None = None,
         start_seconds: float = 60.0,
         patience: float = 60.0,
+        offer: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """`plan`: what a worker must agree with. `expected`: how many the first step waits for, `start_seconds` at most.
-        `patience`: how long a run without any worker waits for one."""
+        """`plan`: what a worker must agree with. `expected`: how many the first step waits for, `start_seconds` at
+        most. `patience`: how long a run without any worker waits for one. `offer`: what workers may read before they
+        join."""
         self.live: list[Connected] = []
         self.lost: list[Lost] = []
         self.deadline = Deadline(fixed=deadline, first=300.0)
         self.tell = tell if tell is not None else lambda line: None
-        self._plan, self._expected = dict(plan), expected
+        self._plan, self._expected, self._offer = dict(plan), expected, dict(offer or {})
         self._start_seconds, self._patience = start_seconds, patience
         self._waiting = _Waiting()
         self._gone, self._gone_group = Traffic(), 0
@@ -102,6 +104,9 @@ class Workers:
 
     def _answer(self, link: Link, request: dict[str, Any]) -> bool:
         """Answer a process that has connected: whether it may join."""
+        if request.get("want") == "offer":
+            send_answer(link, offer=self._offer)
+            return False
         name, other = str(request.get("name", "?")), difference(self._plan, request.get("job") or {})
         if other is not None:
             line = f"worker {name} has another job than the server: {other}; start both with the same file and code"
@@ -119,8 +124,14 @@ class Workers:
             self._waiting.changed.notify_all()
         return True
 
-    def gather(self) -> bool:
-        """Take in those that have joined, and wait where there is none; whether anybody is new.
+    def check(self) -> None:
+        """WorkerLost where a link has ended."""
+        for worker in self.live:
+            if worker.channel.lost is not None:
+                raise WorkerLost(worker, str(worker.channel.lost))
+
+    def gather(self) -> None:
+        """Take in those that have joined, and wait where there is none.
 
         PlaceError where nobody comes.
         """
@@ -136,7 +147,6 @@ class Workers:
         self.live += arrived
         if not self.live:
             raise PlaceError(self._nobody())
-        return bool(arrived)
 
     def _wait_for_first(self) -> None:
         waiting, count, seconds = self._waiting, self._expected, self._start_seconds
@@ -161,8 +171,16 @@ class Workers:
         self._gone_group += worker.group_bytes
         self.lost.append(Lost(step, worker.name, str(error), waited))
         left = f"{len(self.live)} workers are left" if len(self.live) != 1 else "1 worker is left"
-        self.tell(f"step {step}: lost worker {worker.name} after {waited:.1f} s ({error}); {left}, the step is repeated")
+        self.tell(
+            f"step {step}: lost worker {worker.name} after {waited:.1f} s ({error}); {left}, the step is repeated"
+        )
         worker.channel.close()
+
+    def drop_dead(self, step: int) -> None:
+        """Go on without all whose links have ended."""
+        for worker in list(self.live):
+            if worker.channel.lost is not None:
+                self.drop(WorkerLost(worker, str(worker.channel.lost)), step, 0.0)
 
     # --- waiting for one ----------------------------------------------------------------------------------------------
 
@@ -206,7 +224,10 @@ class Workers:
             worker.channel.send_message(probe_message(0))
         until = time.monotonic() + PING_SECONDS
         for worker in quiet:
-            if not worker.channel.answered_probe(until - time.monotonic()) and worker.channel.quiet_for() > PING_SECONDS:
+            if (
+                not worker.channel.answered_probe(until - time.monotonic())
+                and worker.channel.quiet_for() > PING_SECONDS
+            ):
                 raise WorkerLost(worker, f"it did not answer for {worker.channel.quiet_for():.0f} s")
 
     # --- what it cost, and the end ------------------------------------------------------------------------------------

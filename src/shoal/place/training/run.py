@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shoal.engine.members.member import Member
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Outcome
 from shoal.errors import MemberError, PlaceError
 from shoal.place.links import Link
 from shoal.place.training.back import check_job
+from shoal.place.training.joining import StateLost
 from shoal.place.training.members import Workers
 from shoal.place.training.roles import Built
-from shoal.place.training.server import StateLost, build_server
+from shoal.place.training.server import build_server
 from shoal.place.training.unit import PlacedUnit
 from shoal.reporting.callbacks import Callbacks
 from shoal.reporting.events import Listener, happened

@@ -8,27 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import Buffers
-from shoal.errors import PlaceError, ShoalError
+from shoal.errors import PlaceError
 from shoal.place.training.back import Back, Computed, take_rows
 from shoal.place.training.channel import Arrived
 from shoal.place.training.draws import JoinedDraws
+from shoal.place.training.joining import Joining, StateLost
 from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
 from shoal.place.training.roles import Built, chunks, divide
-from shoal.place.training.worker import MOMENT, PARAMETER
-from shoal.split.core.moments import load_moments, moments_of
 
 MOST_BROKEN = 5
 """Times in a row that workers may fail to reach each other."""
-
-
-class StateLost(ShoalError):
-    """A worker was lost with state that only it had: the run goes back to its last checkpoint."""
 
 
 @dataclass(slots=True)
@@ -71,28 +64,17 @@ class _Share:
         return torch.arange(self.first + part.start, self.first + part.stop)
 
 
-class Server:
+class Server(Joining):
     """Computes batches together with the workers, again where one of them is lost on the way."""
 
     def __init__(self, built: Built, workers: Workers) -> None:
-        self.built, self.workers, self.member = built, workers, built.member
+        super().__init__(built, workers)
         self.back = Back(built)
-        self.model = built.member.model
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer: Optimizer | None = None
-        """Set by the unit."""
         self.scaler: Any = None
-        self.attempt = 0
-        self.commit = -1
         self.squares = 0.0
         """Of the gradients that workers have, for clipping."""
-        self._news: dict[str, Any] = {}
-        """What workers are told with the next message: whether the batch before counts, and how it is applied."""
         self._front_draws = True
         self._buffers = Buffers(self.model)
-        self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
-        self._store: Any = None
-        self._groups = 0
         self._broken = 0
 
     # --- one batch ----------------------------------------------------------------------------------------------------
@@ -107,6 +89,7 @@ class Server:
             for parameter in self.parameters.values():
                 parameter.grad = None
             try:
+                self.workers.check()
                 self._take_in()
                 done = self._attempt(batch, began)
             except WorkerLost as error:
@@ -117,8 +100,11 @@ class Server:
                     raise StateLost(f"sharded parameters may differ between workers ({error})") from None
                 self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
                 if self._broken >= MOST_BROKEN:
-                    raise PlaceError(f"workers cannot reach each other ({error}); check the network between them") from None
-                self._regroup(self.workers.live)
+                    raise PlaceError(
+                        f"workers cannot reach each other ({error}); check the network between them"
+                    ) from None
+                time.sleep(0.2)  # where a worker has died, its link ends too
+                self._regroup([worker for worker in self.workers.live if worker.channel.lost is None])
             else:
                 self._broken = 0
                 self._add(held)
@@ -168,31 +154,24 @@ class Server:
         shares = []
         for worker, size in zip(live, sizes, strict=True):
             if size or self.built.needs_group:
-                rows = batch.rows[first : first + size] if size else batch.rows[:1]
-                share = _Share(worker, first, size, chunks(len(rows), count))
-                shares.append(share)
-                self._send_task(share, rows, batch, count, max(sizes), local)
+                shares.append(_Share(worker, first, size, chunks(max(size, 1), count)))
             first += size
+        leader = next(share for share in shares if share.counts)
+        for share in shares:
+            rows = batch.rows[share.first : share.first + share.rows] if share.counts else batch.rows[:1]
+            fields = {"chunks": count, "most_rows": max(sizes), "local": local, "leader": share is leader}
+            self._send_task(share, rows, batch, fields)
         return shares, local
 
-    def _send_task(self, share: _Share, rows: Tensor, batch: Batch, count: int, most: int, local: bool) -> None:
+    def _send_task(self, share: _Share, rows: Tensor, batch: Batch, fields: Mapping[str, Any]) -> None:
         tensors, news = self._update_for(share.worker)
         tensors["rows"] = rows
         if self._front_draws:
             tensors["rng"] = torch.get_rng_state()
         share.worker.channel.send(
             "task", self.attempt, tensors, **news, total=len(batch.rows), first=share.first, counts=share.counts,
-            epoch=batch.epoch, chunks=count, most_rows=most, local=local, scale=batch.factor,
+            epoch=batch.epoch, scale=batch.factor, **fields,
         )  # fmt: skip
-
-    def _update_for(self, worker: Connected) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a worker has to know of the last update, and has not been sent."""
-        if not worker.owed:
-            return {}, {"commit": -1}
-        worker.owed = False
-        changed = self._news.get("apply") and self.built.held_by_server
-        tensors = {PARAMETER + name: self.parameters[name] for name in self.built.held_by_server} if changed else {}
-        return tensors, dict(self._news)
 
     def _exchange(self, batch: Batch, shares: list[_Share], until: float) -> Done:
         """Receive what is at the cut, compute the server's layers, send the gradients back: in micro-batches where the
@@ -222,9 +201,7 @@ class Server:
             self._send_gradients(shares, made, chunk)
         return Done(losses, logs)
 
-    def _whole(
-        self, batch: Batch, shares: list[_Share], every: list[list[list[Tensor]]], draws: JoinedDraws
-    ) -> Done:
+    def _whole(self, batch: Batch, shares: list[_Share], every: list[list[list[Tensor]]], draws: JoinedDraws) -> Done:
         """All rows at once, in the order of the batch."""
         total = len(batch.rows)
         tensors = self._joined(shares, every)
@@ -298,112 +275,6 @@ class Server:
                 self._front_draws = True
                 torch.set_rng_state(end.tensors["rng"].clone())
         return Done(loss, logs)
-
-    def committed(self, *, apply: bool, clip: float | None, options: Sequence[Mapping[str, Any]]) -> None:
-        """The batch counts; `apply`: the optimizer has stepped, and workers have to do the same."""
-        self._news = {"commit": self.attempt, "apply": apply}
-        if apply and self.built.held_by_workers:
-            self._news |= {"clip": clip, "options": [dict(option) for option in options]}
-        for worker in self.workers.live:
-            worker.owed = True
-
-    # --- workers that come and go -------------------------------------------------------------------------------------
-
-    def _lose(self, error: WorkerLost, waited: float) -> None:
-        """Go on without a worker."""
-        self.workers.drop(error, self.member.step, waited)
-        if self.built.held_by_workers and (self._sharded or all(worker.fresh for worker in self.workers.live)):
-            raise StateLost("a worker was lost with optimizer state that only it had")
-        if self.workers.live:
-            self._regroup(self.workers.live)
-
-    def _take_in(self) -> None:
-        """Give workers that have joined the state of the training."""
-        if not self.workers.gather():
-            return
-        old = [worker for worker in self.workers.live if not worker.fresh]
-        if old and (self.built.held_by_workers or any(True for _ in self.model.buffers())):
-            self.pull()
-        for worker, share in zip(self.workers.live, self.built.roles.shares, strict=False):
-            worker.share = share
-        tensors = self._front_state()
-        for worker in self.workers.live:
-            if worker.fresh:
-                numbers = self._group_numbers(worker)
-                worker.channel.send("setup", 0, tensors, **numbers)
-                worker.fresh, worker.owed = False, False
-            elif self.built.needs_group:
-                self._flush(worker)
-                worker.channel.send("group", 0, **self._group_numbers(worker))
-        self._groups += 1
-
-    def _flush(self, worker: Connected) -> None:
-        """Before a new group: what a worker has not been told of the last update."""
-        if worker.owed:
-            tensors, news = self._update_for(worker)
-            worker.channel.send("update", self.attempt, tensors, **news)
-
-    def _regroup(self, live: Sequence[Connected]) -> None:
-        self._groups += 1
-        if self.built.needs_group:
-            for worker in live:
-                self._flush(worker)
-                worker.channel.send("group", 0, **self._group_numbers(worker))
-        self._groups += 1
-
-    def _group_numbers(self, worker: Connected) -> dict[str, Any]:
-        live = self.workers.live
-        numbers: dict[str, Any] = {"rank": live.index(worker), "size": len(live)}
-        if not self.built.needs_group:
-            return numbers
-        if self._store is None:
-            self._store = dist.TCPStore(self.workers.address.host, 0, is_master=True, wait_for_workers=False)
-        seconds = min(max(self.workers.deadline.limit("step"), 10.0), 60.0)
-        return numbers | {"store": self._store.port, "group": f"g{self._groups}", "seconds": seconds}
-
-    def _front_state(self) -> dict[str, Tensor]:
-        """All that a new worker needs."""
-        front = self.built.parts(self.model)[0]
-        tensors = {PARAMETER + name: tensor for name, tensor in front.named_parameters()}
-        tensors |= {PARAMETER + name: tensor for name, tensor in front.named_buffers()}
-        if self.optimizer is not None and self.built.held_by_workers:
-            held = set(self.built.held_by_workers)
-            moments = moments_of(self.optimizer, self.model)
-            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in held}
-        return tensors
-
-    def pull(self) -> None:
-        """Bring what workers have, parameters that they update and buffers, into the server's own network."""
-        while True:
-            began = time.monotonic()
-            ready = [worker for worker in self.workers.live if not worker.fresh]
-            if not ready:
-                return
-            self.attempt += 1
-            try:
-                moments = self._pull(ready, began + self.workers.deadline.limit("state"))
-            except WorkerLost as error:
-                self._lose(error, time.monotonic() - began)
-                continue
-            if self.optimizer is not None and moments:
-                load_moments(self.optimizer, self.model, {**moments_of(self.optimizer, self.model), **moments})
-            return
-
-    @torch.no_grad()
-    def _pull(self, ready: Sequence[Connected], until: float) -> dict[str, Tensor]:
-        for place, worker in enumerate(ready):
-            tensors, news = self._update_for(worker)
-            worker.channel.send("state", self.attempt, tensors, all=place == 0, **news)
-        own = {**self.parameters, **dict(self.model.named_buffers())}
-        moments: dict[str, Tensor] = {}
-        for worker in ready:
-            arrived = self.workers.expect(worker, self.attempt, ("state",), until)
-            for name, value in arrived.tensors.items():
-                if name.startswith(PARAMETER):
-                    own[name.removeprefix(PARAMETER)].copy_(value)
-                else:
-                    moments[name.removeprefix(MOMENT)] = value
-        return moments
 
 
 def build_server(built: Built, workers: Workers) -> Server:

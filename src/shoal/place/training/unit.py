@@ -1,4 +1,4 @@
-"""A placed job as a unit of the engine: turns, validation, early stopping and checkpoints are those of any other job."""
+"""A placed job as a unit of the engine: turns, validation, early stopping, checkpoints are those of any other job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlacedUnit(SerialUnit):
         super().__init__(member)
         if self.closure:
             raise PlaceError(
-                f"{type(self.optimizer).__name__} evaluates the loss itself, several times a step; use another optimizer"
+                f"{type(self.optimizer).__name__} evaluates the loss several times a step; use another optimizer"
             )
         self.server = server
         server.optimizer, server.scaler = self.optimizer, self.scaler
@@ -68,7 +68,7 @@ class PlacedUnit(SerialUnit):
             return None
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
-        factor = min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6))
+        factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
         for gradient in gradients:
             gradient.mul_(factor)
         return factor
@@ -89,5 +89,3 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
         ):
             plain[name] = value
     return plain
-
-

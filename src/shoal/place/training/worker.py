@@ -63,8 +63,8 @@ def serve_worker(
         try:
             link = connect(where, request, patience)
         except LinkLost as error:
-            lost = f"lost the server at {where} and did not find it again in {patience:g} s; start it again, its run resumes"
-            raise PlaceError(lost if joined else str(error)) from None
+            lost = f"lost the server at {where} and did not find it again in {patience:g} s"
+            raise PlaceError(f"{lost}; start it again, its run resumes" if joined else str(error)) from None
         joined, channel = True, Channel(link, echo=True)
         try:
             worker.serve(channel)
@@ -110,6 +110,8 @@ class Worker:
         self.sums: dict[str, Tensor] = {}
         """Gradients of batches that are committed and wait for the end of their group."""
         self.leader = False
+        """Whether it speaks for all of them in this batch."""
+        self.size = 1
         self.done = 0
         self.channel: Channel
         self.attempt = 0
@@ -169,15 +171,14 @@ class Worker:
 
     def _join_group(self, numbers: Mapping[str, Any]) -> None:
         self.leave_group()
-        self.leader = numbers["rank"] == 0
+        self.size = int(numbers["size"]) if "store" in numbers else 1
         if "store" not in numbers:
             return
         host, seconds = self.channel.link.local_host, float(numbers["seconds"])
         self.group = WorkerGroup(
             int(numbers["rank"]), int(numbers["size"]), (self.channel.link.remote_host, int(numbers["store"])),
-            str(numbers["group"]), host, self.device, seconds,
+            str(numbers["group"]), host, self.device, seconds, lambda: self.channel.interrupted,
         )  # fmt: skip
-        self.group.interrupted = lambda: self.channel.waiting
         if self.sharded:
             self.shards = Shards(self.parameters, self.sharded, self.group)
 
@@ -253,7 +254,9 @@ class Worker:
     # --- one batch ----------------------------------------------------------------------------------------------------
 
     def _compute(self, task: Arrived) -> None:
-        numbers, self.attempt = task.numbers, task.attempt
+        numbers, self.attempt, self.leader = task.numbers, task.attempt, bool(task.numbers["leader"])
+        if self.size > 1 and self.group is None:
+            raise GroupLost("the group of workers was not made")
         rows, total, first = task.tensors["rows"], int(numbers["total"]), int(numbers["first"])
         counts = bool(numbers["counts"])
         self.joined.counts = counts
@@ -268,7 +271,9 @@ class Worker:
             if numbers["local"]:
                 results = self._with_loss(rows, index, draws, numbers, counts)
             else:
-                outputs = [self._forward(rows[part], index[part], draws, numbers, i, before) for i, part in enumerate(parts)]
+                outputs = [
+                    self._forward(rows[part], index[part], draws, numbers, i, before) for i, part in enumerate(parts)
+                ]
                 for i, made in enumerate(outputs):
                     self._backward(made, i, counts, last=i == len(outputs) - 1)
             rng = {"rng": torch.get_rng_state()} if numbers["local"] and self.leader and _drew(before) else {}
