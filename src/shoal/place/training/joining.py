@@ -37,9 +37,15 @@ class Joining:
         self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
         self._store: Any = None
         self._groups = 0
+        self.ended: list[float] = []
+        """When each step ended, by `time.monotonic`."""
+        self.pulled = 0
+        """Bytes that were sent for checkpoints and validation."""
 
     def committed(self, *, apply: bool, clip: float | None, options: Sequence[Mapping[str, Any]]) -> None:
         """The batch counts; `apply`: the optimizer has stepped, and workers have to do the same."""
+        if apply:
+            self.ended.append(time.monotonic())
         self._news = {"commit": self.attempt, "apply": apply}
         if apply and self.built.held_by_workers:
             self._news |= {"clip": clip, "options": [dict(option) for option in options]}
@@ -132,11 +138,13 @@ class Joining:
             if not ready:
                 return
             self.attempt += 1
+            before = self.workers.traffic.both
             try:
                 moments = self._pull(ready, began + self.workers.deadline.limit("state"))
             except WorkerLost as error:
                 self._lose(error, time.monotonic() - began)
                 continue
+            self.pulled += self.workers.traffic.both - before
             if self.optimizer is not None and moments:
                 load_moments(self.optimizer, self.model, {**moments_of(self.optimizer, self.model), **moments})
             return

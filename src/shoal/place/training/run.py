@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
@@ -45,13 +47,17 @@ class PlacedReport:
     steps: int = 0
     seconds: float = 0.0
     """Of all steps, validation not included."""
+    seconds_measured: float = 0.0
+    """Of one step: the median, which waits for workers that join or are lost do not move."""
     seconds_predicted: float = 0.0
     """Of one step."""
     bytes_sent: int = 0
-    """From the server to all workers, at its sockets."""
+    """From the server to all workers, at its sockets, those of joining included."""
     bytes_received: int = 0
     bytes_between: int = 0
     """That workers sent to each other."""
+    bytes_measured: float = 0.0
+    """Of one step and worker, both ways, after the first step."""
     bytes_predicted: int = 0
     """Of one step and worker, both ways."""
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -61,17 +67,11 @@ class PlacedReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
-    def seconds_per_step(self) -> float:
-        return self.seconds / max(1, self.steps)
-
     def __str__(self) -> str:
-        steps, workers = max(1, self.steps), max(1, self.workers)
-        each = (self.bytes_sent + self.bytes_received + 2 * self.bytes_between) / steps / workers
         lines = [
             f"{self.mode}: {self.workers} workers" + (f", cut after {self.cut}" if self.cut else ""),
-            f"step     {duration(self.seconds_per_step)} (predicted {duration(self.seconds_predicted)})",
-            f"bytes    {size(int(each))} for a worker and step (predicted {size(self.bytes_predicted)})",
+            f"step     {duration(self.seconds_measured)} (predicted {duration(self.seconds_predicted)})",
+            f"bytes    {size(int(self.bytes_measured))} for a worker and step (predicted {size(self.bytes_predicted)})",
         ]
         if self.lost:
             longest = max(entry["waited"] for entry in self.lost)
@@ -208,6 +208,14 @@ class PlacedRun(UnitListener):
         report, traffic = self.report, self.workers.traffic
         report.bytes_sent, report.bytes_received = traffic.sent, traffic.received
         report.bytes_between = self.workers.group_bytes
+        marks = self.server.marks
+        if len(marks) == 2:
+            first, last = marks
+            moved = last.moved - first.moved + 2 * (last.between - first.between)
+            report.bytes_measured = moved / (last.batches - first.batches) / max(1, report.workers)
+        ends = self.server.ended
+        steps = [after - before for before, after in pairwise(ends)]
+        report.seconds_measured = median(steps) if steps else 0.0
         report.lost = [asdict(lost) for lost in self.workers.lost]
 
     # --- events -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,16 @@ class Batch:
     """Times the loss: of the optimizer step's group of batches."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What had been sent after so many batches."""
+
+    batches: int
+    moved: int
+    """With the server, both ways; what was asked for between steps left out."""
+    between: int
+
+
 @dataclass(slots=True)
 class Done:
     """What came of a batch: the loss; gradients are with the parameters."""
@@ -76,6 +86,9 @@ class Server(Joining):
         self._front_draws = True
         self._buffers = Buffers(self.model)
         self._broken = 0
+        self._batches = 0
+        self.marks: list[Mark] = []
+        """After the first batch and the last one."""
 
     # --- one batch ----------------------------------------------------------------------------------------------------
 
@@ -108,6 +121,9 @@ class Server(Joining):
             else:
                 self._broken = 0
                 self._add(held)
+                self._batches += 1
+                moved = self.workers.traffic.both - self.pulled
+                self.marks = [*self.marks[:1], Mark(self._batches, moved, self.workers.group_bytes)]
                 return done
             self._buffers.restore()
             torch.set_rng_state(drawn)
