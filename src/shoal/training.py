@@ -112,16 +112,14 @@ def train(
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
             this process.
         events: A function that is given each shoal.Event as it happens.
-        placement: What `shoal.place` returned: one job, trained by this process as the server and as many worker
-            processes as the placement has, with the result of ordinary training.
+        placement: What `shoal.place` returned: one job, trained by this process as the server and forked workers.
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
-    if placement is not None:
-        placed = import_module("shoal.place.training.api")  # by name: it is built on this module
-        return placed.train_job(  # type: ignore[no-any-return]
-            jobs, placement, settings, out=out, progress=progress, callbacks=callbacks, events=events
-        )
-    return carry_out(jobs, settings, out=out, progress=progress, callbacks=callbacks, events=events)
+    how: dict[str, Any] = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
+    if placement is None:
+        return carry_out(jobs, settings, **how)
+    placed = import_module("shoal.place.training.api")  # by name: it is built on this module
+    return placed.train_job(jobs, placement, settings, **how)  # type: ignore[no-any-return]
 
 
 def carry_out(
