@@ -23,7 +23,7 @@ def vgg_like() -> tuple[nn.Module, torch.Tensor]:
 
 def test_linear_layers_stay_at_the_server() -> None:
     model, sample = vgg_like()
-    made = shoal.place(model, sample, link="1Gbit", server_link="10Gbit", speed=1e12)
+    made = shoal.place(model, sample, link="1Gbit", server_link="10Gbit", speed=1e11, sync="server")
     assert made.mode == "placed"
     assert {layer.where for layer in made.layers if layer.kind == "Linear"} == {"server"}
     assert {layer.where for layer in made.layers if layer.kind == "Conv2d"} == {"workers"}

@@ -9,7 +9,7 @@ from tests.place.networks import chain
 from torch import nn
 
 from shoal.place.cost import CostModel, Transfer, pays_below, rows_for
-from shoal.place.devices import Cluster, Device
+from shoal.place.devices import Cluster, Device, Handling
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.links import Link
 from shoal.place.profile import LayerTimes, Profile
@@ -38,6 +38,7 @@ def cluster(workers: int = 4, rate: float = 100 * MBIT, server: float | None = N
         server=Device(memory=more.pop("server_memory", None)),
         link=link,
         server_link=Link(server, server) if server is not None else link,
+        handling=Handling(message=0.0, exchange=0.0, step=0.0),
         **more,
     )
 
@@ -157,6 +158,16 @@ def test_memory_limits_take_cuts_out(graph: LayerGraph) -> None:
     usable = [other for other in tight.alternatives() if not other.problem and other.mode != "one machine"]
     assert usable and all(other.worker_memory <= limit for other in usable)
     assert all("a worker needs" in other.problem for other in tight.alternatives() if other.mode == "data parallel")
+
+
+def test_messages_take_time_at_the_server(graph: LayerGraph) -> None:
+    free = cluster()
+    busy = replace(free, handling=Handling(message=0.01, exchange=0.0, step=0.5))
+    one, other = (
+        CostModel(graph, c, [4] * 4, profile(graph), sync="server").placed_at(graph.cuts[1], 1) for c in (free, busy)
+    )
+    assert other.server_seconds - one.server_seconds == pytest.approx(4 * 4 * 0.01 + 0.5)  # four for each worker
+    assert other.seconds > one.seconds + 2 * 0.5
 
 
 def test_pays_below(graph: LayerGraph) -> None:

@@ -97,12 +97,13 @@ def place(
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     rows = _rows(batch_size, sample, cluster)
-    known = _known(profile)
+    known, server = _known(profile), _known(server_profile, there=True)
     if known is None:
-        known = _profile(graph, sample, rows, device, measure, speed)
+        known = _profile(graph, sample, rows, device, measure, speed, 0)
+        if known.measured and cores is not None and cores > 1 and server is None:
+            known, server = _profile(graph, sample, rows, device, measure, speed, min(cores, cluster.size) - 1), known
         if profile is not None and not isinstance(profile, Profile):
             known.save(profile)
-    server = _known(server_profile, there=True)
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
     if sync not in (None, *SYNCS):
@@ -223,7 +224,13 @@ def _known(profile: ProfileLike | None, *, there: bool = False) -> Profile | Non
 
 
 def _profile(
-    graph: LayerGraph, sample: Any, rows: Sequence[int], device: str | torch.device, measure: bool | None, speed: float
+    graph: LayerGraph,
+    sample: Any,
+    rows: Sequence[int],
+    device: str | torch.device,
+    measure: bool | None,
+    speed: float,
+    companions: int,
 ) -> Profile:
     """Timed at a worker's rows and at those of all of them."""
     if measure is None:
@@ -233,7 +240,7 @@ def _profile(
     from shoal.training import pick_device
 
     counts = max(1, min(rows) // 4), max(rows), sum(rows)
-    return measure_profile(graph, sample, rows=counts, device=pick_device(device))
+    return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
 
 
 def _state(optimizer: str | float) -> float:

@@ -31,6 +31,8 @@ from shoal.utils.tables import size
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of micro-batches that are compared."""
+BUCKET = 1 << 20
+"""Bytes of gradients that workers sum in one exchange."""
 SUM_SHARE = 0.5
 """Of an update's seconds: to add one worker's gradient of the same size."""
 Ways = Mapping[int, Sync]
@@ -152,8 +154,8 @@ class CostModel:
         sync, count = self._layer_sync(index, way), self.cluster.size
         update = self.profile.update_seconds * self.graph.layers[index].trained_bytes
         factor = {"server": 1 + SUM_SHARE * count, "sharded": 1 / count}.get(way, 1.0)
-        trips = max(2, sync.hops)  # through the server: gradients there, parameters back
-        return sync.up + sync.compute + factor * update + trips * self.cluster.link.latency / 2
+        delay = sync.hops * self.cluster.link.latency / 2 + sync.handling
+        return sync.up + sync.compute + factor * update + delay
 
     def transfer(self, layer: Layer, way: Sync) -> Transfer:
         """What one worker moves so that a layer's parameters stay equal."""
@@ -242,6 +244,7 @@ class CostModel:
         """The parts of a step."""
         layers, latency = self.graph.layers, self.cluster.link.latency
         forward, backward = self._worker_times(cut, micro)
+        crowding, count, handling = self.cluster.crowding, self.cluster.size, self.cluster.handling
         syncs = [self._layer_sync(i, ways[i]) if i in ways else None for i in range(cut)]
         held = {way: sum(layers[i].trained_bytes for i, w in ways.items() if w == way) for way in set(ways.values())}
         through_server = held.pop("server", 0)
@@ -249,13 +252,18 @@ class CostModel:
         server_update = self.server_profile.update_seconds / self.cluster.server.speed
         placed = cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
+        at_end = handling.step + 2 * count * handling.message  # every worker's last message, and its next task
+        statistics = [
+            max(self._seconds(t)) + (count - 1) * latency / 2 + handling.exchange for t in self._statistics(cut)
+        ]
         return StepTimes(
-            micro_batches=micro, forward=forward, backward=tuple(backward), syncs=tuple(syncs),
-            server=self._server_time(cut, micro) if placed else None, cut_up=cut_up, cut_down=cut_down,
-            statistics=tuple(max(self._seconds(t)) for t in self._statistics(cut)),
-            worker_update=local * self.profile.update_seconds * self.cluster.crowding,
+            micro_batches=micro, forward=forward + handling.message * crowding, backward=tuple(backward),
+            syncs=tuple(syncs),
+            server=self._server_time(cut, micro) + 2 * count * handling.message if placed else None,
+            cut_up=cut_up, cut_down=cut_down, statistics=tuple(statistics),
+            worker_update=(local * self.profile.update_seconds + handling.step + handling.message) * crowding,
             server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:]),
-            late_update=server_update * through_server * (1 + SUM_SHARE * self.cluster.size),
+            late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end,
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
         )  # fmt: skip
 
@@ -264,9 +272,14 @@ class CostModel:
             transfer, count = self.transfer(self.graph.layers[index], way), self.cluster.size
             up, down = self._seconds(transfer)
             hops = {"server": 0, "allreduce": 2 * (count - 1), "sharded": 4, "factors": count - 1}
+            share = self.graph.layers[index].trained_bytes / BUCKET if way != "factors" else 1.0
             compute = self._factor_seconds(index) if way == "factors" else 0.0
             busy = max(up, down) if transfer.peers else up
-            self._syncs[index, way] = LayerSync(way=way, up=busy, hops=hops[way], compute=compute)
+            costs = self.cluster.handling
+            handling = share * self.cluster.crowding * (costs.exchange if transfer.peers else costs.message)
+            self._syncs[index, way] = LayerSync(
+                way=way, up=busy, hops=share * hops[way], compute=compute, handling=handling
+            )
         return self._syncs[index, way]
 
     def one_machine(self) -> Alternative:

@@ -25,6 +25,18 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """Seconds of a process besides layers and bytes; the defaults are those of the training's own code."""
+
+    message: float = 4e-4
+    """To make a message, or to take one in."""
+    exchange: float = 1e-3
+    """For an exchange among workers."""
+    step: float = 2e-3
+    """For each step: rows, updates, random numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The server, its workers, and what joins them."""
 
@@ -34,6 +46,7 @@ class Cluster:
     """Of each worker."""
     server_link: Link
     """Of the server: what all workers send to it passes through. `up` is from the workers."""
+    handling: Handling = Handling()
     cores: int | None = None
     """Where all of these are processes of one machine, the cores that they share; None: machines of their own."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -142,8 +144,12 @@ def measure_profile(
     rows: Sequence[int],
     device: torch.device | str = "cpu",
     budget: float = BUDGET,
+    companions: int = 0,
 ) -> Profile:
-    """Time every layer on a device at these batch sizes; the sample's rows are repeated. The network stays as it is."""
+    """Time every layer on a device at these batch sizes; the sample's rows are repeated. The network stays as it is.
+
+    `companions`: processes that compute the same meanwhile, as on a machine whose cores are shared.
+    """
     place = torch.device(device)
     if any(tensor.is_meta for tensor in (*graph.model.parameters(), *graph.tensors_of(sample))):
         raise PlaceError("the network is on the meta device, so its layers cannot be timed; use measure=False")
@@ -154,7 +160,9 @@ def measure_profile(
         try:
             for count in sizes:
                 batch = pytree.tree_map_only(Tensor, partial(_repeated, count, place), as_arguments(sample))
-                times.append(_Timing(graph, model, place).run(batch, budget / len(sizes)))
+                timing = _Timing(graph, model, place)
+                with accompanied(partial(timing.whole, batch), companions):
+                    times.append(timing.run(batch, budget / len(sizes)))
         except Exception as error:
             raise PlaceError(f"the network does not run on {place} ({describe(error)})") from error
     layers = tuple(
@@ -169,6 +177,26 @@ def measure_profile(
         update_seconds=_time_update(place),
         threads=torch.get_num_threads() if place.type == "cpu" else None,
     )
+
+
+@contextmanager
+def accompanied(compute: Callable[[], Any], companions: int) -> Iterator[None]:
+    """Inside, so many forked processes compute the same, again and again."""
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=_forever, args=(compute,), daemon=True) for _ in range(companions)]
+    try:
+        for process in others:
+            process.start()
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.join()
+
+
+def _forever(compute: Callable[[], Any]) -> None:
+    while True:
+        compute()
 
 
 def device_name(device: torch.device) -> str:
@@ -200,7 +228,7 @@ class _Timing:
         self._one_pass(batch)  # kernels are chosen, memory is allocated
         while len(passes) < REPEATS and (not passes or time.perf_counter() < until):
             passes.append(self._one_pass(batch))
-            wholes.append(self._whole(batch))
+            wholes.append(self.whole(batch))
         forward = [median(one[0][i] for one in passes) for i in range(len(self.graph.layers))]
         backward = [median(one[1][i] for one in passes) for i in range(len(self.graph.layers))]
         scale_forward = median(whole[0] for whole in wholes) / max(sum(forward), 1e-9)
@@ -212,7 +240,7 @@ class _Timing:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _whole(self, batch: Any) -> tuple[float, float]:
+    def whole(self, batch: Any) -> tuple[float, float]:
         args, kwargs = batch
         self.model.zero_grad(set_to_none=True)
         began = self._clock()

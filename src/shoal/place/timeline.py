@@ -20,8 +20,10 @@ class LayerSync:
     way: Sync
     up: float
     """Seconds; for a way among workers, those of the busier direction."""
-    hops: int = 0
-    """Messages of it that wait for one another."""
+    hops: float = 0.0
+    """Messages of it that wait for one another; a share where several layers travel together."""
+    handling: float = 0.0
+    """Seconds of a worker to begin it and to take it in."""
     compute: float = 0.0
     """Seconds of a worker once they are there: to multiply factors."""
 
@@ -43,7 +45,7 @@ class StepTimes:
     """One micro-batch's tensors at the cut."""
     cut_down: float = 0.0
     statistics: tuple[float, ...] = ()
-    """What batch norm layers exchange, one after another."""
+    """What batch norm layers exchange, one after another; the delay of its messages included."""
     worker_update: float = 0.0
     server_update: float = 0.0
     """Of the server's own layers: meanwhile the workers go back through theirs."""
@@ -122,7 +124,7 @@ def _cross(step: StepTimes, clock: _Clock) -> None:
         clock.compute(step.forward)
         made.append(clock.worker)
     for seconds in step.statistics:
-        clock.exchange(seconds, step.half_trip)
+        clock.exchange(seconds, 0.0)
         clock.wait_for_peers()
         made[-1] = clock.worker
     if step.server is None:
@@ -147,6 +149,7 @@ def _synchronise(step: StepTimes, clock: _Clock) -> None:
         clock.compute(seconds)
         if sync is None:
             continue
+        clock.compute(sync.handling)
         if sync.way == "server":
             clock.send_up(clock.worker, sync.up)
         elif sync.way == "allreduce":
