@@ -116,10 +116,9 @@ def train(
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     how: dict[str, Any] = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
-    if placement is None:
-        return carry_out(jobs, settings, **how)
-    placed = import_module("shoal.place.training.api")  # by name: it is built on this module
-    return placed.train_job(jobs, placement, settings, **how)  # type: ignore[no-any-return]
+    if placement is not None:  # by name: it is built on this module
+        return import_module("shoal.place.training.api").train_job(jobs, placement, settings, **how)  # type: ignore[no-any-return]
+    return carry_out(jobs, settings, **how)
 
 
 def carry_out(

@@ -239,7 +239,7 @@ def _profile(
         return estimate_profile(graph, operations_per_second=speed)
     from shoal.training import pick_device
 
-    counts = max(1, min(rows) // 4), max(rows), sum(rows)
+    counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two
     return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
 
 
