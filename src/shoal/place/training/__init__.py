@@ -2,8 +2,7 @@
 
     channel    a link with threads that send and receive, so that traffic and compute overlap
     group      what workers do among themselves (torch.distributed): all-reduce, gather, sharded updates
-    batch_norm statistics over the joined batch
-    draws      dropout masks of the joined batch, of which each process takes its rows
+    joined_batch  dropout and batch norm over rows that are in several places
     front      the layers that a worker computes
     back       the layers that the server computes, with the loss
     worker     a worker process

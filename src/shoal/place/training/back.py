@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import autocast, evaluating, number, run_step
 from shoal.errors import PlaceError
-from shoal.place.training.batch_norm import batch_norms
-from shoal.place.training.draws import JoinedDraws
+from shoal.place.training.joined_batch import JoinedDraws, batch_norms
 from shoal.place.training.roles import Built, Given, random_state
 
 

@@ -52,18 +52,22 @@ class Joining:
         for worker in self.workers.live:
             worker.owed = True
 
+    def committed_alone(self, worker: Connected, attempt: int) -> None:
+        """The server has taken a step with one worker's gradients, which then needs the new parameters."""
+        self.ended.append(time.monotonic())
+        worker.news = {"commit": attempt, "apply": True}
+
     def _update_for(self, worker: Connected) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a worker has to know of the last update, and has not been sent."""
-        if not worker.owed:
-            return {}, {"commit": -1}
-        worker.owed = False
-        changed = self._news.get("apply") and self.built.held_by_server
+        news = worker.news or (self._news if worker.owed else {"commit": -1})
+        worker.owed, worker.news = False, {}
+        changed = news.get("apply") and self.built.held_by_server
         tensors = {PARAMETER + name: self.parameters[name] for name in self.built.held_by_server} if changed else {}
-        return tensors, dict(self._news)
+        return tensors, dict(news)
 
     # --- workers that come and go -------------------------------------------------------------------------------------
 
-    def _lose(self, error: WorkerLost, waited: float) -> None:
+    def lose(self, error: WorkerLost, waited: float) -> None:
         """Go on without a worker."""
         self.workers.drop(error, self.member.step, waited)
         self.workers.drop_dead(self.member.step)
@@ -72,7 +76,7 @@ class Joining:
         if self.workers.live:
             self._regroup(self.workers.live)
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Give workers that have joined the state of the training."""
         self.workers.gather()
         if not any(worker.fresh for worker in self.workers.live):
@@ -142,7 +146,7 @@ class Joining:
             try:
                 moments = self._pull(ready, began + self.workers.deadline.limit("state"))
             except WorkerLost as error:
-                self._lose(error, time.monotonic() - began)
+                self.lose(error, time.monotonic() - began)
                 continue
             self.pulled += self.workers.traffic.both - before
             if self.optimizer is not None and moments:

@@ -46,6 +46,8 @@ class Connected:
     """Whether it has to be given the whole state."""
     owed: bool = False
     """Whether it has not been sent the last update yet."""
+    news: dict[str, Any] = field(default_factory=dict)
+    """Of an asynchronous update with its own gradients, where it has not been sent yet."""
     group_bytes: int = 0
     """What it has sent to other workers."""
 
@@ -197,7 +199,7 @@ class Workers:
             except LinkLost as error:
                 if worker.channel.lost is not None:
                     raise WorkerLost(worker, str(worker.channel.lost)) from error
-                self._check_quiet()
+                self.check_quiet()
                 if time.monotonic() > until:
                     if extensions == MOST_EXTENSIONS:
                         raise WorkerLost(worker, "it answers, but does not finish") from error
@@ -215,7 +217,7 @@ class Workers:
             if arrived.what in kinds:
                 return arrived
 
-    def _check_quiet(self) -> None:
+    def check_quiet(self) -> None:
         """Ask workers that have been quiet whether they are there; WorkerLost for the first one that is not."""
         quiet = [worker for worker in self.live if worker.channel.quiet_for() > QUIET_SECONDS]
         for worker in quiet:

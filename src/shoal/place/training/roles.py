@@ -15,7 +15,7 @@ from shoal.engine.members.member import Member, autocast, run_step
 from shoal.errors import PlaceError
 from shoal.jobs.job import Job
 from shoal.place.graph import LayerGraph, trace_layers
-from shoal.place.training.batch_norm import batch_norms
+from shoal.place.training.joined_batch import batch_norms
 
 WAYS = ("server", "allreduce", "sharded", "factors")
 """How a replicated parameter is synchronised."""
@@ -34,7 +34,7 @@ class Roles:
     """Of the batch, for each worker; empty: equal."""
     micro_batches: int = 1
     batch_norm: str = "joined"
-    """ "joined" or "own", see `batch_norm.py`."""
+    """ "joined" or "own", see `joined_batch.py`."""
     staleness: int | None = None
     """Asynchronous: how many steps a worker may be ahead of the slowest one; None: synchronous."""
 

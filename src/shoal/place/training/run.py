@@ -16,6 +16,7 @@ from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Outcome
 from shoal.errors import MemberError, PlaceError
 from shoal.place.links import Link
+from shoal.place.training.asynchronous import AsynchronousUnit
 from shoal.place.training.back import check_job
 from shoal.place.training.joining import StateLost
 from shoal.place.training.members import Workers
@@ -114,7 +115,8 @@ class PlacedRun(UnitListener):
         """Train the member to its end; Ctrl-C saves it first."""
         with on_interrupt(self._interrupt) if self.folder is not None else nullcontext():
             while self.member.status == "running":
-                runner = UnitRunner(PlacedUnit(self.member, self.server), self, 1)
+                kind = PlacedUnit if self.built.roles.staleness is None else AsynchronousUnit
+                runner = UnitRunner(kind(self.member, self.server), self, 1)
                 self._tell("join", tier="placed", unit=1, size=1)
                 try:
                     self._train(runner)

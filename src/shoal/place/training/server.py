@@ -15,7 +15,7 @@ from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError
 from shoal.place.training.back import Back, Computed, take_rows
 from shoal.place.training.channel import Arrived
-from shoal.place.training.draws import JoinedDraws
+from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.joining import Joining, StateLost
 from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
 from shoal.place.training.roles import Built, chunks, divide
@@ -103,10 +103,10 @@ class Server(Joining):
                 parameter.grad = None
             try:
                 self.workers.check()
-                self._take_in()
+                self.take_in()
                 done = self._attempt(batch, began)
             except WorkerLost as error:
-                self._lose(error, time.monotonic() - began)
+                self.lose(error, time.monotonic() - began)
             except GroupBroken as error:
                 self._broken += 1
                 if self._sharded:
@@ -179,15 +179,26 @@ class Server(Joining):
             self._send_task(share, rows, batch, fields)
         return shares, local
 
-    def _send_task(self, share: _Share, rows: Tensor, batch: Batch, fields: Mapping[str, Any]) -> None:
+    def _send_task(
+        self, share: _Share, rows: Tensor, batch: Batch, fields: Mapping[str, Any], rng: Tensor | None = None
+    ) -> None:
         tensors, news = self._update_for(share.worker)
         tensors["rows"] = rows
         if self._front_draws:
-            tensors["rng"] = torch.get_rng_state()
+            tensors["rng"] = torch.get_rng_state() if rng is None else rng
         share.worker.channel.send(
             "task", self.attempt, tensors, **news, total=len(batch.rows), first=share.first, counts=share.counts,
             epoch=batch.epoch, scale=batch.factor, **fields,
         )  # fmt: skip
+
+    def begin_alone(self, worker: Connected, batch: Batch) -> None:
+        """Have one worker compute a whole batch, with the parameters of this moment."""
+        self.attempt += 1
+        total = len(batch.rows)
+        share = _Share(worker, 0, total, chunks(total, 1))
+        fields = {"chunks": 1, "most_rows": total, "local": self.built.whole, "leader": False}
+        seed = int(torch.randint(2**62, ()))  # its masks are its own: nobody else has its rows
+        self._send_task(share, batch.rows, batch, fields, torch.Generator().manual_seed(seed).get_state())
 
     def _exchange(self, batch: Batch, shares: list[_Share], until: float) -> Done:
         """Receive what is at the cut, compute the server's layers, send the gradients back: in micro-batches where the

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from shoal.engine.members.member import autocast, make_optimizer, number, run_step
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError, describe
-from shoal.place.training.batch_norm import JoinedRows, join_batch_norms
 from shoal.place.training.channel import DAY, Arrived, Channel
-from shoal.place.training.draws import JoinedDraws
 from shoal.place.training.front import Factors, GradientSender, Shards
 from shoal.place.training.group import GroupLost, Interrupted, WorkerGroup
+from shoal.place.training.joined_batch import JoinedDraws, JoinedRows, join_batch_norms
 from shoal.place.training.roles import Built, chunks, random_state
 from shoal.split.core.moments import load_moments, moments_of
 from shoal.split.net.handshake import describe_training
