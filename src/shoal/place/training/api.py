@@ -19,12 +19,13 @@ from shoal.engine.members.member import Member
 from shoal.environment import environment
 from shoal.errors import PlaceError, ShoalError, describe
 from shoal.jobs.job import Job
+from shoal.place.api import place
 from shoal.place.links import Link as LinkRates
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
 from shoal.place.training.members import Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
-from shoal.place.training.worker import ServerEnded, describe_placed, serve_worker
+from shoal.place.training.worker import REPLACED, Replaced, ServerEnded, describe_placed, serve_worker
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
 from shoal.reporting.events import Listener as EventListener
@@ -39,7 +40,7 @@ from shoal.utils.torch_flags import torch_flags, training_mode
 
 END_SECONDS = 5.0
 """For local workers to end by themselves after the run."""
-Server = Callable[[Built], Any]
+Server = Callable[[Built, Placement], Any]
 """Gives the workers of a built job: a context manager of `Workers`."""
 
 
@@ -98,7 +99,7 @@ def train_placed(
     """Train one job by a server, which is this process, and forked workers. `how`: settings of `local_workers`."""
 
     @contextmanager
-    def server(built: Built) -> Iterator[Workers]:
+    def server(built: Built, placement: Placement) -> Iterator[Workers]:
         device = settings.device if settings.device.type == "cuda" else "cpu"
         with local_workers(built, placement.workers, **{"device": device, **how}) as (workers, _):
             yield workers
@@ -145,27 +146,47 @@ def _train(
 ) -> PlacedRun | None:  # fmt: skip
     if built.member.status != "running":
         return None
-    with server(built) as workers:
-        workers.tell = lambda line: tell(happened("note", text=line))
-        run = PlacedRun(
-            built, workers, placement, folder=folder, save_every=settings.checkpoint_every, callbacks=calls or None,
-            tell=tell, drifted=_drift(placement),
-        )  # fmt: skip
-        run.go()
-        return run
+    notes: list[str] = []
+    while True:
+        with server(built, placement) as workers:
+            workers.tell = lambda line: tell(happened("note", text=line))
+            run = PlacedRun(
+                built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
+                callbacks=calls or None, tell=tell, replan=partial(replan, built, placement),
+            )  # fmt: skip
+            run.go()
+            workers.ending = REPLACED if run.next is not None else ""
+        run.report.notes = notes = notes + run.report.notes
+        if run.next is None:
+            return run
+        placement = run.next
+        built = Built(built.member, roles_of(placement))
 
 
-def _drift(placement: Placement) -> Callable[[LinkRates], str | None]:
-    """What to say when a link is no longer as fast as the placement was planned for."""
-    last = [placement.link]
+def replan(built: Built, placement: Placement, times: float) -> Placement | None:
+    """Place again for links that are so many times as fast; None where that gives the same roles."""
+    member, rows = built.member, placement.rows
+    sample = built.sample(member.data.take(0, min(max(2, max(rows)), len(member.data))))
+    mean = sum(rows) / len(rows)
+    given: dict[str, Any] = {
+        "workers": len(rows) if len(set(rows)) == 1 else [count / mean for count in rows],
+        "link": faster(placement.link, times), "server_link": faster(placement.server_link, times),
+        "batch_size": max(1, round(mean)), "batch_norm": placement.batch_norm,
+        "cores": placement.profile.get("cores"),
+    }  # fmt: skip
+    if placement.staleness is not None:
+        given["sync"] = "server"
+    planned = place(built.graph, sample, **given)
+    if planned.mode == ONE_MACHINE:  # the processes are there: the best of what uses them
+        others = [other for other in planned.alternatives if other.mode != ONE_MACHINE and not other.problem]
+        planned = place(built.graph, sample, mode=min(others, key=lambda other: other.seconds).mode, **given)
+    planned = replace(planned, staleness=placement.staleness)
+    return None if roles_of(planned).to_dict() == built.roles.to_dict() else planned
 
-    def drifted(link: LinkRates) -> str | None:
-        if not last[0].drifted(link):
-            return None
-        last[0] = link
-        return f"the link is now {link}, the placement was planned for {placement.link}: place again"
 
-    return drifted
+def faster(link: LinkRates, times: float) -> LinkRates:
+    """A link so many times as fast."""
+    return LinkRates(link.up * times, link.down * times, link.latency)
 
 
 def run_process(
@@ -188,7 +209,10 @@ def run_process(
         if offered.mode == ONE_MACHINE:
             return None
         built = build(job, offered, torch.device("cpu"))
-        done = serve_worker(built, started.where, device=settings.device, patience=patience, tell=tell)
+        try:
+            done = serve_worker(built, started.where, device=settings.device, patience=patience, tell=tell)
+        except Replaced:
+            return run_process(job, None, settings, started, patience=patience, tell=tell)
         if tell is not None:
             tell(f"the server at {started.where} is done; {done} batches were computed here")
         return None
@@ -201,7 +225,7 @@ def run_process(
             listener.close()
 
     @contextmanager
-    def server(built: Built) -> Iterator[Workers]:
+    def server(built: Built, placement: Placement) -> Iterator[Workers]:
         with serving(
             built, expected=placement.workers, address=started.where, patience=patience, start_seconds=patience,
             offer=placement.to_dict(),
@@ -230,13 +254,6 @@ def _results(member: Member, run: PlacedRun | None) -> Results:
     return results
 
 
-def with_workers(placement: Placement, workers: int) -> Placement:
-    """The same placement for another number of workers, which share the batch equally."""
-    total = sum(placement.rows)
-    share = [total // workers + (place < total % workers) for place in range(workers)]
-    return replace(placement, workers=workers, rows=tuple(share))
-
-
 @contextmanager
 def serving(built: Built, **settings: Any) -> Iterator[Workers]:
     """The workers that join this server, until the block ends; they are told how. `settings` are those of `Workers`."""
@@ -244,7 +261,7 @@ def serving(built: Built, **settings: Any) -> Iterator[Workers]:
     why = "the server ended"
     try:
         yield workers
-        why = ""
+        why = workers.ending
     except BaseException as error:
         why = f"the server ended: {describe(error)}"
         raise
@@ -295,6 +312,8 @@ def _work(
         if enter is not None:
             enter(number)
         serve_worker(built, where, device=device, patience=20.0)
+    except Replaced:  # others will be forked
+        return
     except ServerEnded:  # which reports it in this same terminal
         raise
     except Exception as error:

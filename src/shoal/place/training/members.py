@@ -99,6 +99,8 @@ class Workers:
         self._waiting = _Waiting()
         self._gone, self._gone_group = Traffic(), 0
         self._started = False
+        self.ending = ""
+        """What workers are told at the end, where it is no error."""
         self._listener = Listener(address if address is not None else Address("127.0.0.1", 0), self._answer)
         self.address = self._listener.address
 

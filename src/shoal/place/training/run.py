@@ -19,7 +19,7 @@ from shoal.place.links import Link
 from shoal.place.training.asynchronous import AsynchronousUnit
 from shoal.place.training.back import check_job
 from shoal.place.training.joining import StateLost
-from shoal.place.training.members import Workers
+from shoal.place.training.members import WorkerLost, Workers
 from shoal.place.training.roles import Built
 from shoal.place.training.server import build_server
 from shoal.place.training.unit import PlacedUnit
@@ -93,15 +93,19 @@ class PlacedRun(UnitListener):
         save_every: float = 60.0,
         callbacks: Callbacks | None = None,
         tell: Listener | None = None,
-        drifted: Callable[[Link], str | None] | None = None,
+        replan: Callable[[float], Placement | None] | None = None,
     ) -> None:
-        """`drifted`: given the slowest link as measured now and then, what to say about it, if anything."""
+        """`replan`: given how many times faster the links are than they were, another placement, or None."""
         check_job(built)
         self.built, self.workers, self.member = built, workers, built.member
         self.server = build_server(built, workers)
         self.folder, self.save_every, self.callbacks = folder, save_every, callbacks
         self._listener = tell
-        self._drifted = drifted
+        self._replan = replan
+        self._link: Link | None = None
+        self._drifts = 0
+        self.next: Placement | None = None
+        """How to continue, once the links have changed."""
         self._snapshot: dict[str, Any] | None = None
         self._saved = self._probed = time.monotonic()
         self._interrupted = False
@@ -114,7 +118,7 @@ class PlacedRun(UnitListener):
     def go(self) -> None:
         """Train the member to its end; Ctrl-C saves it first."""
         with on_interrupt(self._interrupt) if self.folder is not None else nullcontext():
-            while self.member.status == "running":
+            while self.member.status == "running" and self.next is None:
                 kind = PlacedUnit if self.built.roles.staleness is None else AsynchronousUnit
                 runner = UnitRunner(kind(self.member, self.server), self, 1)
                 self._tell("join", tier="placed", unit=1, size=1)
@@ -138,6 +142,8 @@ class PlacedRun(UnitListener):
             if self._interrupted:
                 runner.cancel()
                 raise KeyboardInterrupt
+            if self.next is not None:
+                return
 
     def _turn(self, runner: UnitRunner, batches: int) -> Outcome:
         runner.begin()
@@ -195,13 +201,27 @@ class PlacedRun(UnitListener):
         self.workers.tell(line)
 
     def _look_at_link(self) -> None:
-        """Measure the links now and then, between two steps."""
-        if self._drifted is None or not self.workers.live:
+        """Measure the links, between two steps; where they have changed by more than a quarter, twice in a row, ask for
+        another placement."""
+        if self._replan is None or not self.workers.live:
             return
-        line = self._drifted(self.workers.probe())
-        if line is not None:
-            self.report.notes.append(line)
-            self.workers.tell(line)
+        try:
+            link = self.workers.probe()
+        except WorkerLost:
+            return  # the next step finds out which
+        if self._link is None:
+            self._link = link
+            return
+        self._drifts = self._drifts + 1 if self._link.drifted(link) else 0
+        if self._drifts < 2:
+            return
+        times = link.up / self._link.up
+        self._link, self._drifts = link, 0
+        self.next = self._replan(times)
+        what = "the placement stays" if self.next is None else f"placed again: {self.next.predicted.describe()}"
+        line = f"step {self.member.step}: the links are {times:.2f} times as fast as they were; {what}"
+        self.report.notes.append(line)
+        self.workers.tell(line)
 
     def _interrupt(self) -> None:
         self._interrupted = True

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.engine.members.member import autocast, make_optimizer, number, run_step
 from shoal.engine.tiers.serial import Buffers
-from shoal.errors import PlaceError, describe
+from shoal.errors import PlaceError, ShoalError, describe
 from shoal.place.training.channel import DAY, Arrived, Channel
 from shoal.place.training.front import Factors, GradientSender, Shards
 from shoal.place.training.group import GroupLost, Interrupted, WorkerGroup
@@ -29,6 +29,14 @@ from shoal.split.net.messages import WireError
 
 PARAMETER, MOMENT = "p:", "m:"
 """Before the names of tensors in messages."""
+
+
+REPLACED = "placed again"
+"""Why a server ends its workers that will begin again, with another placement."""
+
+
+class Replaced(ShoalError):
+    """The server continues with another placement."""
 
 
 class ServerEnded(PlaceError):
@@ -123,6 +131,8 @@ class Worker:
         while True:
             arrived = channel.receive(DAY)
             if arrived.what == "end":
+                if arrived.numbers.get("why") == REPLACED:
+                    raise Replaced(REPLACED)
                 if arrived.numbers.get("why"):
                     raise ServerEnded(str(arrived.numbers["why"]))
                 return
