@@ -75,8 +75,7 @@ def _show(result: Any, as_json: bool) -> None:
 
     report = result.split
     if as_json:
-        content = report.to_dict() if report is not None else None
-        typer.echo(json.dumps(finite({**result.to_dict(), "placed": content})))
+        typer.echo(json.dumps(finite(result.to_dict())))
     else:
         typer.echo(Results([result]).table())
         typer.echo(f"\n{report}" if report is not None else "\ntrained on one machine")
