@@ -48,7 +48,7 @@ def test_a_job_is_placed_and_trained(folder: Path, capsys: pytest.CaptureFixture
     assert run("net.py:job", *PLAN, "--out", "placement.json") == 0
     capsys.readouterr()
     assert run("net.py:job", "--run", "--placement", "placement.json", "--folder", "run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["split"] is None  # the folder has the end of it
+    assert "split" not in json.loads(capsys.readouterr().out)  # the folder has the end of it
 
 
 def test_errors_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

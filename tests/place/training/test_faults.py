@@ -19,6 +19,7 @@ from tests.place.training.jobs import job_of, largest_difference, mlp, placement
 import shoal
 from shoal.place.training import members
 from shoal.place.training.api import train_placed
+from shoal.place.training.joining import Joining
 from shoal.training import make_settings
 
 SETTINGS = make_settings("cpu", None, None, "auto", "60s", False, "fifo")
@@ -85,6 +86,31 @@ def test_a_worker_that_stops_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     result = run(job, placement_of(job, 4, "allreduce"), acting)
     assert time.monotonic() - began < 60
     assert "did not answer" in result.split.lost[0]["why"]
+    assert largest_difference(result, job) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["server", "allreduce"])
+def test_a_worker_that_was_away_joins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
+    monkeypatch.setattr(members, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(members, "PING_SECONDS", 0.5)
+    job = job_of(mlp, rows(12), steps=200)
+    acting = Acting(tmp_path, 4, partial(kill, number=signal.SIGSTOP))
+    sizes: list[int] = []
+    take_in = Joining.take_in
+
+    def note(self: Joining) -> None:
+        take_in(self)
+        sizes.append(len(self.workers.live))
+
+    def listen(event: shoal.Event) -> None:
+        acting(event)
+        if event.kind == "note" and "lost worker" in event.data["text"]:
+            kill([int((tmp_path / "1.pid").read_text())], 0, signal.SIGCONT)
+
+    monkeypatch.setattr(Joining, "take_in", note)
+    (result,) = train_placed(job, placement_of(job, 4, sync), SETTINGS, events=listen, enter=acting.enter)
+    assert min(sizes) == 2 and sizes[-1] == 3
     assert largest_difference(result, job) < 1e-9
 
 

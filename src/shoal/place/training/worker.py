@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,8 @@ class Worker:
         self.leader = False
         """Whether it speaks for all of them in this batch."""
         self.size = 1
+        self.draws = True
+        """Whether the layers here draw random numbers: not where the server has seen that they do not."""
         self.done = 0
         self.channel: Channel
         self.attempt = 0
@@ -272,7 +275,7 @@ class Worker:
         self.buffers.save()
         self.pending = _Pending(task.attempt)
         index = torch.arange(first, first + len(rows)) if counts else torch.zeros(1, dtype=torch.int64)
-        draws = JoinedDraws(total)
+        draws, self.draws = JoinedDraws(total), "rng" in task.tensors
         parts = chunks(len(rows), int(numbers["chunks"]))
         with random_state(task.tensors.get("rng")):
             before = torch.get_rng_state()
@@ -296,7 +299,8 @@ class Worker:
     ) -> tuple[Tensor, ...]:
         """One micro-batch through the front; its tensors at the cut go to the server."""
         batch = self._take(rows, int(numbers["epoch"]))
-        with autocast(self.job, self.device), draws.rows(index):
+        drawing = draws.rows(index) if self.draws else nullcontext()
+        with autocast(self.job, self.device), drawing:
             outputs: tuple[Tensor, ...] = self.front(*self.built.graph.tensors_of(self.built.sample(batch)))
         named = {str(i): output for i, output in enumerate(outputs)}
         if chunk == 0 and self.leader and _drew(before):
