@@ -1,5 +1,6 @@
 """Times of layers: complete, in proportion, saved and read back; the network stays as it is."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from shoal.errors import PlaceError
 from shoal.place.graph import trace_layers
-from shoal.place.profile import LayerTimes, Profile, estimate_profile, measure_profile, repeat_rows
+from shoal.place.profile import LayerTimes, Profile, accompanied, estimate_profile, measure_profile, repeat_rows
 
 
 def test_every_layer_has_times_and_the_network_is_left_alone() -> None:
@@ -34,6 +35,22 @@ def test_networks_of_others_are_timed(make: object) -> None:
     times = measure_profile(graph, sample, rows=(2, 4), budget=1.0)
     heavy = [i for i, layer in enumerate(graph.layers) if layer.trained_bytes]
     assert all(times.backward(i, 3) > 0 for i in heavy)
+
+
+def test_processes_that_compute_meanwhile_end_with_it() -> None:
+    graph = trace_layers(networks.chain(30, 20, 5), torch.randn(4, 30))
+    pids: list[int] = []
+
+    def note() -> None:
+        pids.append(os.getpid())
+
+    with accompanied(note, 2):
+        pass
+    assert not pids  # they have memory of their own
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    times = measure_profile(graph, torch.randn(4, 30), rows=(4,), companions=1, budget=0.5)
+    assert times.forward(0, 4) > 0
 
 
 def test_estimates_follow_operations() -> None:

@@ -2,20 +2,21 @@
 
 Measured: the layers run one after another on the sample's rows, repeated to a few batch sizes; autograd is cut between
 layers, so that each one's backward pass has a time of its own. The sum is then scaled to the time of the whole
-network's forward and backward pass.
+network's forward and backward pass. On a CPU with one thread, its own seconds count, so that other processes of the
+machine do not.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from shoal.engine.runtime.processes import Child
 from shoal.errors import PlaceError, describe
 from shoal.graphs.calls import as_arguments
 from shoal.place._crossing import leaves
@@ -182,19 +184,16 @@ def measure_profile(
 @contextmanager
 def accompanied(compute: Callable[[], Any], companions: int) -> Iterator[None]:
     """Inside, so many forked processes compute the same, again and again."""
-    context = multiprocessing.get_context("fork")
-    others = [context.Process(target=_forever, args=(compute,), daemon=True) for _ in range(companions)]
+    others = [Child(partial(_forever, compute)) for _ in range(companions)]
     try:
-        for process in others:
-            process.start()
         yield
     finally:
-        for process in others:
-            process.kill()
-            process.join()
+        for other in others:
+            other.end()
+            other.close()
 
 
-def _forever(compute: Callable[[], Any]) -> None:
+def _forever(compute: Callable[[], Any], pipe: Connection) -> None:
     while True:
         compute()
 
@@ -212,6 +211,13 @@ def repeat_rows(tensor: Tensor, count: int) -> Tensor:
     if not tensor.dim():
         return tensor
     return tensor[torch.arange(count, device=tensor.device) % len(tensor)]
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, when all that was begun on the device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class _Timing:
@@ -236,9 +242,7 @@ class _Timing:
         return [scale_forward * t for t in forward], [scale_backward * t for t in backward]
 
     def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return clock(self.device)
 
     def whole(self, batch: Any) -> tuple[float, float]:
         args, kwargs = batch
@@ -312,9 +316,7 @@ def _time_update(device: torch.device) -> float:
 def _best(step: Callable[[], Any], device: torch.device) -> float:
     seconds = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        began = clock(device)
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock(device) - began)
     return median(seconds[1:])
