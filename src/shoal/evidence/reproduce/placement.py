@@ -285,9 +285,10 @@ def summary(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         seconds_off += [abs(way["predicted_seconds"] / way["seconds"] - 1) for way in ours if way["predicted_seconds"]]
         bytes_off += [abs(way["predicted_bytes"] / way["bytes"] - 1) for way in ours if way["bytes"]]
         usual = [way["seconds"] for way in ways if way["way"] in (PARAMETER_SERVER, DDP)]
-        if usual:
+        placed = next((way for way in ours if way["way"] == PLACED), None)
+        if usual and placed is not None:
             speed.append({"network": row["network"], "rows": row["rows"], "rate": row["rate"],
-                          "times_faster": min(usual) / chosen["seconds"]})  # fmt: skip
+                          "times_faster": min(usual) / placed["seconds"]})  # fmt: skip
     return {
         "largest_difference_of_bytes": max(bytes_off, default=None),
         "predictions_within_20_percent": sum(off <= 0.2 for off in seconds_off) / max(1, len(seconds_off)),
