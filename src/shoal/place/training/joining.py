@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.place.training.members import Connected, WorkerLost, Workers
+from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
 from shoal.place.training.roles import Built
 from shoal.place.training.worker import MOMENT, PARAMETER
 from shoal.split.core.moments import load_moments, moments_of
@@ -147,6 +147,11 @@ class Joining:
                 moments = self._pull(ready, began + self.workers.deadline.limit("state"))
             except WorkerLost as error:
                 self.lose(error, time.monotonic() - began)
+                continue
+            except GroupBroken as error:
+                if self._sharded:
+                    raise StateLost(f"sharded parameters may differ between workers ({error})") from None
+                self._regroup(self.workers.live)
                 continue
             self.pulled += self.workers.traffic.both - before
             if self.optimizer is not None and moments:

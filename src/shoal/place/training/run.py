@@ -151,10 +151,12 @@ class PlacedRun(UnitListener):
         started, failed = time.perf_counter(), None
         try:
             runner.unit.run(batches)
-        except MemberError as error:
-            if isinstance(error.cause, (StateLost, PlaceError)):
+        except (MemberError, StateLost, PlaceError) as error:
+            cause = error.cause if isinstance(error, MemberError) else error
+            if isinstance(cause, (StateLost, PlaceError)):
                 self._keep_committed(runner)
-                raise error.cause from None
+                raise cause from None
+            assert isinstance(error, MemberError)
             failed = error
         outcome = Outcome(time.perf_counter() - started, failed)
         done = self.member.place - runner._before[0]

@@ -120,6 +120,8 @@ class Worker:
         self.leader = False
         """Whether it speaks for all of them in this batch."""
         self.size = 1
+        self.unusable = ""
+        """Why its state is not the server's, where that is so."""
         self.draws = True
         """Whether the layers here draw random numbers: not where the server has seen that they do not."""
         self.done = 0
@@ -150,14 +152,19 @@ class Worker:
                 raise
             except Exception as error:
                 self._discard()
+                if arrived.what in ("setup", "update"):
+                    self.unusable = describe(error)
                 channel.send("raised", arrived.attempt, why=describe(error))
 
     def _handle(self, arrived: Arrived) -> None:
         if arrived.what == "setup":
+            self.unusable = ""
             self._set_up(arrived)
         elif arrived.what == "group":
             self._discard()
             self._join_group(arrived.numbers)
+        elif self.unusable:
+            raise PlaceError(f"it could not take in the server's state ({self.unusable})")
         elif arrived.what == "task":
             self._update(arrived)
             self._compute(arrived)
