@@ -11,6 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import PlaceError
+from shoal.place import Placement
 
 
 def vgg_like() -> tuple[nn.Module, torch.Tensor]:
@@ -64,6 +65,15 @@ def test_a_profile_is_written_once_and_used_again(tmp_path: Path) -> None:
     again = shoal.place(model, sample, profile=str(path), link="10Gbit")
     assert path.read_text() == written
     assert first.profile == again.profile and first.profile["measured"]
+    assert shoal.place(model, sample, profile=first) == first
+
+
+def test_shared_cores_have_times_of_their_own(tmp_path: Path) -> None:
+    model, sample, path = chain(20, 30, 5), torch.randn(4, 20), tmp_path / "times.json"
+    first = shoal.place(model, sample, profile=path, cores=2)
+    assert first.profile["worker"] != first.profile["server"]
+    assert shoal.place(model, sample, profile=path, cores=2) == first
+    assert shoal.place(model, sample, profile=Placement.from_dict(first.to_dict()), cores=2) == first
 
 
 def test_one_worker_needs_no_distribution() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ MOST_ALTERNATIVES = 40
 """Alternatives that a placement keeps."""
 MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
-ProfileLike = Profile | str | os.PathLike[str]
+ProfileLike = Profile | Placement | str | os.PathLike[str]
 
 
 def place(
@@ -87,7 +88,8 @@ def place(
         batch_norm: Statistics on the workers: "joined", over all rows, or "own".
         device: Where the layers are timed.
         measure: Whether to time the layers; None: unless the network is on the meta device.
-        profile: Times from before, or a file with them; where it does not exist, the times are saved to it.
+        profile: Times from before: a Profile, a Placement, or a file with them; where it does not exist, the times are
+            saved to it.
         server_profile: Those of the server, where it has another kind of device.
         speed: Operations a second of a device that is not timed.
 
@@ -97,13 +99,16 @@ def place(
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     rows = _rows(batch_size, sample, cluster)
-    known, server = _known(profile), _known(server_profile, there=True)
+    known, server = _known(profile)
     if known is None:
-        known = _profile(graph, sample, rows, device, measure, speed, 0)
-        if known.measured and cores is not None and cores > 1 and server is None:
-            known, server = _profile(graph, sample, rows, device, measure, speed, min(cores, cluster.size) - 1), known
-        if profile is not None and not isinstance(profile, Profile):
-            known.save(profile)
+        timed = partial(_profile, graph, sample, rows, device, measure, speed)
+        known = timed(0)
+        if known.measured and cores is not None and cores > 1:
+            known, server = timed(min(cores, cluster.size) - 1), known
+        if isinstance(profile, str | os.PathLike):
+            _save(profile, known, server)
+    if server_profile is not None:
+        server = _known(server_profile, there=True)[0]
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
     if sync not in (None, *SYNCS):
@@ -142,7 +147,13 @@ def decide(
         batch_norm="joined" if costs.joins_batch_norm else "own",
         alternatives=tuple(saved),
         explanation=explain(costs, chosen, every),
-        profile={"device": costs.profile.device, "measured": costs.profile.measured, "cores": cluster.cores},
+        profile={
+            "device": costs.profile.device,
+            "measured": costs.profile.measured,
+            "cores": cluster.cores,
+            "worker": costs.profile.to_dict(),
+            "server": costs.server_profile.to_dict() if costs.server_profile is not costs.profile else None,
+        },
     )
 
 
@@ -217,10 +228,28 @@ def _rows(batch_size: int | None, sample: Any, cluster: Cluster) -> tuple[int, .
     return rows_for((batch_size if batch_size is not None else rows_of(sample)) * cluster.size, cluster)
 
 
-def _known(profile: ProfileLike | None, *, there: bool = False) -> Profile | None:
+def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile | None, Profile | None]:
+    """A worker's times and the server's, where it has its own."""
     if profile is None or isinstance(profile, Profile):
-        return profile
-    return Profile.load(profile) if there or os.path.exists(profile) else None
+        return profile, None
+    if isinstance(profile, Placement):
+        server = profile.profile["server"]
+        return Profile.from_dict(profile.profile["worker"]), None if server is None else Profile.from_dict(server)
+    if not there and not os.path.exists(profile):
+        return None, None
+    beside = _beside(profile)
+    return Profile.load(profile), Profile.load(beside) if os.path.exists(beside) else None
+
+
+def _beside(path: str | os.PathLike[str]) -> str:
+    """The file of the server's times, beside that of a worker's."""
+    return f"{os.path.splitext(path)[0]}.server.json"
+
+
+def _save(path: str | os.PathLike[str], worker: Profile, server: Profile | None) -> None:
+    worker.save(path)
+    if server is not None:
+        server.save(_beside(path))
 
 
 def _profile(

@@ -118,7 +118,8 @@ class Placement:
     """All that were compared, the fastest first."""
     explanation: str = ""
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """Which device the seconds come from, and whether they were measured."""
+    """Which device the seconds come from, and whether they were measured; the layers' times of a worker and of the
+    server, so that the network can be placed again (`shoal.place(..., profile=placement)`)."""
 
     @property
     def seconds(self) -> float:

@@ -79,7 +79,8 @@ class Profile:
             raise PlaceError(f"the profile is of another network (here: {other!r}); profile this one")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        layers = [{"name": x.name, "forward": list(x.forward), "backward": list(x.backward)} for x in self.layers]
+        return {"format": FORMAT, **asdict(self), "rows": list(self.rows), "layers": layers}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Profile:
