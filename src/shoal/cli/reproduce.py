@@ -166,7 +166,10 @@ def placement(
     networks: Annotated[
         list[str] | None, typer.Argument(help="AlexNet, VGG-16, ResNet-50, Inception-v3. None given: all.")
     ] = None,
-    links: Annotated[str, typer.Option(help="Rates of every machine's link, for tc; with commas.")] = "100mbit",
+    links: Annotated[
+        str,
+        typer.Option(help="Rates of every machine's link, for tc; with commas. none: the full-size arithmetic alone."),
+    ] = "100mbit",
     rows: Annotated[str, typer.Option(help="Rows of one worker in a step; with commas.")] = "8",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 4,
     steps: Annotated[int, typer.Option(min=3, help="Steps of each way; their median counts.")] = 8,
@@ -186,15 +189,15 @@ def placement(
     unknown = [name for name in names if name not in paper.PIXELS]
     if unknown:
         raise ValueError(f"network is {unknown[0]!r}; use {', '.join(paper.PIXELS)}")
-    reason = missing()
+    reason = missing() if links != "none" else None
     if reason is not None:
-        raise ValueError(f"{reason}; the arithmetic alone needs none: `shoal place` with the full-size networks")
+        raise ValueError(f"{reason}; --links none gives the arithmetic of the full-size networks alone")
     counts = [2] if quick else [int(count) for count in rows.split(",")]
     cases = [
         paper.Case(name, count, rate.strip(), workers)
         for name in names
         for count in counts
-        for rate in (["500mbit"] if quick else links.split(","))
+        for rate in ([] if links == "none" else ["500mbit"] if quick else links.split(","))
     ]
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:

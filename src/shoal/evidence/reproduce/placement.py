@@ -26,6 +26,8 @@ from shoal.engine.runtime.processes import Child
 from shoal.errors import ShoalError, describe
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.namespaces import Links, shaped
+from shoal.evidence.reproduce.placement_arithmetic import arithmetic
+from shoal.evidence.reproduce.placement_arithmetic import table as arithmetic_table
 from shoal.evidence.reproduce.placement_networks import SHAPES
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
@@ -269,7 +271,10 @@ def placement(
             compared.append(compare(case, steps, tell, validates=validates))
         except (OSError, ShoalError) as error:
             compared.append({"network": case.network, "rows": case.rows, "rate": case.rate, "error": describe(error)})
-    return {**stamp("cpu", 1), "steps": steps, "asked": len(cases), "results": compared, "summary": summary(compared)}
+    return {
+        **stamp("cpu", 1), "steps": steps, "asked": len(cases), "results": compared, "summary": summary(compared),
+        "arithmetic": arithmetic(),
+    }  # fmt: skip
 
 
 def summary(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -322,10 +327,13 @@ def table(result: dict[str, Any], console: Any) -> None:
         if "error" in row:
             shown.add_row(row["network"], str(row["rows"]), row["rate"], row["error"])
         shown.add_section()
-    console.print(shown)
-    console.print("* what shoal.place chose")
-    for name, value in result["summary"].items():
-        console.print(f"{name.replace('_', ' ')}: {value}")
+    if result["results"]:
+        console.print(shown)
+        console.print("* what shoal.place chose")
+        for name, value in result["summary"].items():
+            console.print(f"{name.replace('_', ' ')}: {value}")
+    console.print("\nFull-size networks, MB a step and worker both ways, computed; published in brackets:")
+    console.print(arithmetic_table(result["arithmetic"]))
 
 
 def draw(path: Any, result: dict[str, Any]) -> None:
