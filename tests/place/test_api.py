@@ -1,5 +1,6 @@
 """`shoal.place`: what it decides, and what it says to bad input."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def test_shared_cores_have_times_of_their_own(tmp_path: Path) -> None:
     assert first.profile["worker"] != first.profile["server"]
     assert shoal.place(model, sample, profile=path, cores=2) == first
     assert shoal.place(model, sample, profile=Placement.from_dict(first.to_dict()), cores=2) == first
+
+
+def test_it_says_from_which_link_on_it_would_pay() -> None:
+    model, sample = vgg_like()
+    made = shoal.place(model, sample, link="10Mbit", speed=1e11)
+    assert made.mode == "one machine"
+    found = re.search(r"It would pay from about ([0-9.]+) ([GM]bit)/s on", made.explanation)
+    assert found is not None
+    better = shoal.place(model, sample, link=f"{found[1]}{found[2]}", speed=1e11)
+    assert better.mode != "one machine"
+    alone = shoal.place(chain(20, 30, 5), torch.randn(4, 20), measure=False)
+    assert "No faster link would change that." in alone.explanation
 
 
 def test_one_worker_needs_no_distribution() -> None:

@@ -8,8 +8,9 @@ import torch
 from tests.place.networks import chain
 from torch import nn
 
-from shoal.place.cost import CostModel, Transfer, pays_below, rows_for
-from shoal.place.devices import Cluster, Device, Handling
+from shoal.place.cost import CostModel, Transfer
+from shoal.place.devices import Cluster, Device, Handling, rows_for
+from shoal.place.explanation import pays_below
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.links import Link
 from shoal.place.profile import LayerTimes, Profile

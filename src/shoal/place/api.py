@@ -12,8 +12,9 @@ from torch import nn
 
 from shoal.errors import PlaceError
 from shoal.graphs.calls import rows_of
-from shoal.place.cost import CostModel, pays_below, rows_for
-from shoal.place.devices import Cluster, Device
+from shoal.place.cost import CostModel
+from shoal.place.devices import Cluster, Device, rows_for
+from shoal.place.explanation import explain
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.links import Link
 from shoal.place.placement import (
@@ -27,7 +28,6 @@ from shoal.place.placement import (
     Sync,
 )
 from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measure_profile
-from shoal.utils.tables import duration, size
 
 STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
@@ -278,35 +278,3 @@ def _state(optimizer: str | float) -> float:
             raise PlaceError(f"optimizer is {optimizer!r}; use {', '.join(STATE_FACTORS)}, or bytes for each byte")
         return STATE_FACTORS[optimizer.lower()]
     return float(optimizer)
-
-
-def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative]) -> str:
-    """Why this one, in a few sentences."""
-    others = [other for other in every if other.mode not in (chosen.mode, PLACED) and not other.problem]
-    against = [f"{other.describe()} {duration(other.seconds)}" for other in others]
-    beside = f" Others: {', '.join(against)}." if against else ""
-    cluster, graph = costs.cluster, costs.graph
-    place = f"{cluster.size} worker{'s' * (cluster.size > 1)} with {costs.rows[0]} rows each, {cluster.link}"
-    if chosen.mode == ONE_MACHINE:
-        return f"One machine is faster than {place}: {duration(chosen.seconds)} a step.{beside}{_fails(graph)}"
-    lines = [f"{chosen.describe().capitalize()}, {place}: {duration(chosen.seconds)} a step."]
-    if chosen.mode == PLACED and chosen.cut < len(graph.layers):
-        cut = graph.cuts[chosen.cut - 1]
-        behind = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
-        whole = sum(layer.trained_bytes for layer in graph.layers)
-        ratio = 2 * whole / max(1, chosen.bytes_both)
-        lines.append(
-            f"{size(behind)} of {size(whole)} of parameters stay at the server, and "
-            f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
-            f"{size(chosen.bytes_both)} a step at each worker, {ratio:.1f} times less than "
-            f"all parameters through a server ({size(2 * whole)}). "
-            f"In bytes it pays below batch {pays_below(graph, cut):,}."
-        )
-    return " ".join(lines) + beside + _fails(graph)
-
-
-def _fails(graph: LayerGraph) -> str:
-    """Why the network cannot be cut anywhere, where that is so."""
-    if len(graph.layers) > 1 and all(cut.problem for cut in graph.cuts):
-        return f" It cannot be cut: {graph.cuts[0].problem}."
-    return ""

@@ -7,7 +7,7 @@ How the parts of a step overlap is in `timeline.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal.errors import PlaceError
@@ -78,6 +78,15 @@ class CostModel:
         self._known_times: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
         self._activations: dict[int, list[int]] = {}
 
+    def over_faster_links(self, times: float) -> CostModel:
+        """The same over links of so many times the speed."""
+        link, server_link = self.cluster.link.faster(times), self.cluster.server_link.faster(times)
+        cluster = replace(self.cluster, link=link, server_link=server_link)
+        return CostModel(
+            self.graph, cluster, self.rows, self.profile, self.server_profile,
+            state_factor=self.state_factor, joins_batch_norm=self.joins_batch_norm, sync=self.sync,
+        )  # fmt: skip
+
     # --- what is compared -------------------------------------------------------------------------------------------
 
     def alternatives(self, micro_batches: int | None = None) -> list[Alternative]:
@@ -113,6 +122,10 @@ class CostModel:
         if self.cluster.size > 1:
             modes.append((DATA_PARALLEL, "allreduce"))
         return [self._alternative(mode, whole, 1, self._all(whole, way)) for mode, way in modes]
+
+    def fastest_of(self, cuts: Sequence[Cut]) -> Alternative:
+        """The fastest of a few cuts and of the usual ways."""
+        return min([*self._fixed_ways(), *map(self.placed_at, cuts)], key=lambda other: other.seconds)
 
     def _all(self, cut: int, way: Sync) -> dict[int, Sync]:
         return {i: way for i, layer in enumerate(self.graph.layers[:cut]) if layer.trained_bytes}
@@ -367,20 +380,3 @@ class CostModel:
 
 def _small(which: str, needed: int, there: int) -> str:
     return f"{which} needs {size(needed)} and has {size(there)}"
-
-
-def pays_below(graph: LayerGraph, cut: Cut) -> int:
-    """The rows of a worker below which this cut moves fewer bytes than all parameters through the server do."""
-    moved = 2 * sum(layer.trained_bytes for layer in graph.layers[cut.index :])
-    return int(moved / max(1, cut.bytes_up(1) + cut.bytes_down(1)))
-
-
-def rows_for(total: int, cluster: Cluster) -> tuple[int, ...]:
-    """The joined batch's rows for each worker, in proportion to its speed."""
-    speeds = [device.speed for device in cluster.workers]
-    exact = [total * speed / sum(speeds) for speed in speeds]
-    rows = [max(1, int(x)) for x in exact]
-    order = sorted(range(len(rows)), key=lambda i: (rows[i] - exact[i], i))
-    for i in order[: max(0, total - sum(rows))]:
-        rows[i] += 1
-    return tuple(rows)

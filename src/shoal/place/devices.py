@@ -64,3 +64,14 @@ class Cluster:
     def crowding(self) -> float:
         """How much longer a worker takes while all of them compute."""
         return max(1.0, self.size / self.cores) if self.cores is not None else 1.0
+
+
+def rows_for(total: int, cluster: Cluster) -> tuple[int, ...]:
+    """The joined batch's rows for each worker, in proportion to its speed."""
+    speeds = [device.speed for device in cluster.workers]
+    exact = [total * speed / sum(speeds) for speed in speeds]
+    rows = [max(1, int(x)) for x in exact]
+    order = sorted(range(len(rows)), key=lambda i: (rows[i] - exact[i], i))
+    for i in order[: max(0, total - sum(rows))]:
+        rows[i] += 1
+    return tuple(rows)

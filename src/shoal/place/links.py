@@ -42,6 +42,10 @@ class Link:
             ) from None
         return Link(speed.bits, speed.bits, speed.latency)
 
+    def faster(self, times: float) -> Link:
+        """A link of so many times the speed."""
+        return Link(self.up * times, self.down * times, self.latency)
+
     def seconds_up(self, num_bytes: float) -> float:
         return 8 * num_bytes / self.up
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import shoal
 from shoal.evidence.reproduce.placement_networks import SHAPES, Shape, shape_of
-from shoal.place.cost import pays_below
+from shoal.place.explanation import pays_below
 from shoal.place.graph import trace_layers
 from shoal.utils.tables import render
 
