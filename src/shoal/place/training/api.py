@@ -22,6 +22,7 @@ from shoal.jobs.job import Job
 from shoal.place.api import place
 from shoal.place.links import Link as LinkRates
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
+from shoal.place.training.asynchronous import check_job
 from shoal.place.training.members import Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
@@ -146,6 +147,7 @@ def _train(
 ) -> PlacedRun | None:  # fmt: skip
     if built.member.status != "running":
         return None
+    check_job(built)
     notes: list[str] = []
     while True:
         with server(built, placement) as workers:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.members.member import Member, draws
+from shoal.engine.members.member import Member, draws, make_optimizer, needs_closure, trying
 from shoal.errors import MemberError, PlaceError
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
@@ -29,8 +29,21 @@ IDLE = 0.0005
 """Seconds between two looks at the links."""
 
 
-def check_asynchronous(built: Built) -> None:
-    """PlaceError where a placement cannot run asynchronously."""
+def check_job(built: Built) -> None:
+    """PlaceError for what a placed training cannot do, before any process is started."""
+    job = built.job
+    if job.precision == "fp16" and built.held_by_workers:
+        raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
+    with trying(job):
+        optimizer = make_optimizer(job, built.member.model)
+    if needs_closure(optimizer):
+        name = type(optimizer).__name__
+        raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
+    if built.roles.staleness is not None:
+        _check_asynchronous(built)
+
+
+def _check_asynchronous(built: Built) -> None:
     job, roles = built.job, built.roles
     if roles.staleness is not None and roles.staleness < 0:
         raise PlaceError(f"staleness is {roles.staleness}; use 0 or more steps, or None for synchronous training")
@@ -61,7 +74,6 @@ class AsynchronousUnit(PlacedUnit):
 
     def __init__(self, member: Member, server: Server) -> None:
         super().__init__(member, server)
-        check_asynchronous(server.built)
         self._counts: dict[str, int] = {}
         """Batches of each worker so far."""
 

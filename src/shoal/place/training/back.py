@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import autocast, evaluating, number, run_step
-from shoal.errors import PlaceError
 from shoal.place.training.joined_batch import JoinedDraws, batch_norms
 from shoal.place.training.roles import Built, Given, random_state
 
@@ -98,10 +97,3 @@ def take_rows(batch: Any, rows: slice | Tensor) -> Any:
     """Some rows of a batch."""
     total = next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
     return pytree.tree_map_only(Tensor, lambda x: x[rows] if x.dim() and len(x) == total else x, batch)
-
-
-def check_job(built: Built) -> None:
-    """PlaceError for what a placed training cannot do exactly."""
-    job = built.job
-    if job.precision == "fp16" and built.held_by_workers:
-        raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")

@@ -17,7 +17,6 @@ from shoal.engine.tiers.unit import Outcome
 from shoal.errors import MemberError, PlaceError
 from shoal.place.links import Link
 from shoal.place.training.asynchronous import AsynchronousUnit
-from shoal.place.training.back import check_job
 from shoal.place.training.joining import StateLost
 from shoal.place.training.members import WorkerLost, Workers
 from shoal.place.training.roles import Built
@@ -96,7 +95,6 @@ class PlacedRun(UnitListener):
         replan: Callable[[float], Placement | None] | None = None,
     ) -> None:
         """`replan`: given how many times faster the links are than they were, another placement, or None."""
-        check_job(built)
         self.built, self.workers, self.member = built, workers, built.member
         self.server = build_server(built, workers)
         self.folder, self.save_every, self.callbacks = folder, save_every, callbacks

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import SerialUnit
-from shoal.errors import PlaceError
 from shoal.place.training.server import Batch, Server
 
 
@@ -20,10 +19,6 @@ class PlacedUnit(SerialUnit):
 
     def __init__(self, member: Member, server: Server) -> None:
         super().__init__(member)
-        if self.closure:
-            raise PlaceError(
-                f"{type(self.optimizer).__name__} evaluates the loss several times a step; use another optimizer"
-            )
         self.server = server
         server.optimizer, server.scaler = self.optimizer, self.scaler
 
