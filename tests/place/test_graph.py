@@ -75,6 +75,15 @@ def test_parts_take_any_number_of_rows() -> None:
         assert torch.allclose(out, output(model(**batch)), atol=1e-6)
 
 
+def test_parts_of_another_network_are_its_own() -> None:
+    model, other = networks.chain(6, 5, 4), networks.chain(6, 5, 4)
+    graph = trace_layers(model, torch.randn(2, 6))
+    first, again, theirs = graph.split(1), graph.split(1), graph.split(1, other)
+    assert first[0] is again[0] and first[1] is again[1]
+    assert first[0].get_parameter("0.weight") is model[0].weight
+    assert theirs[0].get_parameter("0.weight") is other[0].weight
+
+
 def test_a_mask_is_computed_again_from_the_smaller_input() -> None:
     graph = trace_layers(*networks.bert()[:2])
     cut = graph.cut_named("bert.encoder.layer.0.output.LayerNorm")

@@ -94,6 +94,8 @@ class LayerGraph:
     _kinds: dict[fx.Node, str] = field(repr=False)
     _uses: tuple[dict[int, str], ...] = field(repr=False)
     """For each layer, the weights and buffers that it uses: id -> name."""
+    _parts: dict[int, tuple[nn.Module, nn.Module, nn.Module]] = field(repr=False, default_factory=dict)
+    """Cut -> a network and its parts, of the last one that was cut there."""
 
     @property
     def model(self) -> nn.Module:
@@ -121,7 +123,8 @@ class LayerGraph:
         """The first `index` layers and the others, as ordinary modules with the names of the network's parameters.
 
         `front(*graph.tensors_of(sample))` gives a tuple of tensors, `back(*tensors)` the network's output. Both share
-        their parameters and modules with the network, or with `model`, another one of the same class.
+        their parameters and modules with the network, or with `model`, another one of the same class; asked again, the
+        same two are given.
 
         >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
         >>> front, back = graph.split(2)
@@ -130,9 +133,15 @@ class LayerGraph:
         """
         if not 1 <= index < len(self.layers):
             raise PlaceError(f"cut {index}: the network has {len(self.layers)} layers; use 1 to {len(self.layers) - 1}")
-        cut = self.cuts[index - 1]
+        cut, network = self.cuts[index - 1], model if model is not None else self.model
         if cut.problem:
             raise PlaceError(f"cut after {cut.name!r}: {cut.problem}")
+        known = self._parts.get(index)
+        if known is None or known[0] is not network:
+            known = self._parts[index] = (network, *self._split(index, network))
+        return known[1:]
+
+    def _split(self, index: int, network: nn.Module) -> tuple[nn.Module, nn.Module]:
         border = self.layers[index].first
         crossing = self._crossing(border)
         nodes = self.calls.nodes
@@ -144,7 +153,7 @@ class LayerGraph:
         known = self._entering(back, crossing, border)
         for node in nodes[border:]:
             copy_into(back, node, known)
-        return self._module(front, model), self._module(back, model)
+        return self._module(front, network), self._module(back, network)
 
     # --- what crosses -----------------------------------------------------------------------------------------------
 
@@ -211,11 +220,10 @@ class LayerGraph:
                 known[node] = graph.call_method("clone", (entering,))
         return known
 
-    def _module(self, graph: fx.Graph, model: nn.Module | None) -> nn.Module:
+    def _module(self, graph: fx.Graph, network: nn.Module) -> nn.Module:
         for node in reversed(list(graph.nodes)):
             if not node.users and node.op in ("get_attr", "call_function") and "changes" not in node.meta:
                 graph.erase_node(node)
-        network = model if model is not None else self.model
         root = copy.copy(network)
         root.__dict__.update(self.calls.constants)
         part = fx.GraphModule(root, graph, type(network).__name__)
