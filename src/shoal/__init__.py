@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.jobs.job import Job as Job
     from shoal.live import LiveRun as LiveRun
     from shoal.live import start as start
+    from shoal.place.api import place as place
     from shoal.preparation.folds import folds as folds
     from shoal.reference import replay as replay
     from shoal.reference import solo as solo
@@ -96,7 +97,7 @@ def __getattr__(name: str) -> Any:
         from shoal.version import version
 
         return version()
-    if name in ("split", "tune"):  # packages; the second is called like a function
+    if name in ("place", "split", "tune"):  # packages; two of them are called like functions
         return import_module(f"shoal.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -25,6 +25,14 @@ class SplitError(ShoalError, ValueError):
     """A network, a job or an executor that cannot be split as asked: the value, the rule and the fix, in one line."""
 
 
+class GraphError(ShoalError, ValueError):
+    """A network whose forward pass cannot be recorded: why, in one line."""
+
+
+class PlaceError(ShoalError, ValueError):
+    """A network that cannot be placed as asked: the value, the rule and the fix, in one line."""
+
+
 class TuneError(ShoalError, ValueError):
     """A search that cannot be run as asked: the value, the rule and the fix, in one line."""
 

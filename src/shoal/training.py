@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -89,6 +90,7 @@ def train(
     policy: str | Policy = "fifo",
     callbacks: Sequence[Callback] | None = None,
     events: Listener | None = None,
+    placement: Any = None,
 ) -> Results:
     """Train all jobs on one device, each exactly as if it were alone, and give their results in the same order.
 
@@ -115,9 +117,13 @@ def train(
         callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
             this process.
         events: A function that is given each shoal.Event as it happens.
+        placement: What `shoal.place` returned: one job, trained by this process as the server and forked workers.
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
-    return carry_out(jobs, settings, out=out, progress=progress, callbacks=callbacks, events=events)
+    how: dict[str, Any] = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
+    if placement is not None:  # by name: it is built on this module
+        return import_module("shoal.place.training.api").train_job(jobs, placement, settings, **how)  # type: ignore[no-any-return]
+    return carry_out(jobs, settings, **how)
 
 
 def carry_out(

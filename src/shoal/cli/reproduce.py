@@ -173,6 +173,51 @@ def sil(
 
 
 @reproduce.command()
+def placement(
+    networks: Annotated[
+        list[str] | None, typer.Argument(help="AlexNet, VGG-16, ResNet-50, Inception-v3. None given: all.")
+    ] = None,
+    links: Annotated[
+        str,
+        typer.Option(help="Rates of every machine's link, for tc; with commas. none: the full-size arithmetic alone."),
+    ] = "100mbit",
+    rows: Annotated[str, typer.Option(help="Rows of one worker in a step; with commas.")] = "8",
+    workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 4,
+    steps: Annotated[int, typer.Option(min=3, help="Steps of each way; their median counts.")] = 8,
+    train: Annotated[bool, typer.Option("--train", help="Also say which accuracy the steps reach.")] = False,
+    limit: Limit = 1200.0,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+) -> None:
+    """Layer placement: bytes and seconds over slow links, against a parameter server, DDP and one machine."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without a name
+    from shoal.evidence.reproduce import placement as paper
+    from shoal.evidence.reproduce.namespaces import missing
+
+    names = networks or list(paper.PIXELS)
+    unknown = [name for name in names if name not in paper.PIXELS]
+    if unknown:
+        raise ValueError(f"network is {unknown[0]!r}; use {', '.join(paper.PIXELS)}")
+    reason = missing() if links != "none" else None
+    if reason is not None:
+        raise ValueError(f"{reason}; --links none gives the arithmetic of the full-size networks alone")
+    counts = [2] if quick else [int(count) for count in rows.split(",")]
+    cases = [
+        paper.Case(name, count, rate.strip(), workers)
+        for name in names
+        for count in counts
+        for rate in ([] if links == "none" else ["500mbit"] if quick else links.split(","))
+    ]
+
+    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        return paper.placement(cases, steps=3 if quick else steps, limit=limit, tell=tell, validates=train)
+
+    report(measure, paper.table, paper.draw, out, plot, as_json)
+
+
+@reproduce.command()
 def ist(
     data: Annotated[
         Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from shoal import Job
 from shoal.errors import SplitError
+from shoal.graphs.symbolic import record
 from shoal.models import CNN, ResNet18
 from shoal.split.core.memory import measure
 from shoal.split.methods._balance import choose
 from shoal.split.methods._cuts import Pieces, candidates, cut
-from shoal.split.methods._tracing import record
 
 
 class Residual(nn.Module):

@@ -18,11 +18,12 @@ import shoal
 from shoal.errors import SplitError
 from shoal.split import LocalSGD, train_split
 from shoal.split.core.parts import Outcome
-from shoal.split.net._handshake import describe_job
-from shoal.split.net._wire import END, OUTCOME, TASK, Header, Message, to_message
+from shoal.split.net._wire import to_message
 from shoal.split.net.coordinator import Distributed
+from shoal.split.net.handshake import describe_job
 from shoal.split.net.launch import fork_workers, local_workers
 from shoal.split.net.links import Address, Link, LinkLost, connect
+from shoal.split.net.messages import END, OUTCOME, TASK, Header, Message
 from shoal.split.net.worker import serve_worker
 
 

@@ -12,11 +12,11 @@ from shoal.errors import SplitError
 from shoal.split import IST, LocalSGD
 from shoal.split.core.report import Traffic
 from shoal.split.net._advice import advise
-from shoal.split.net._deadline import Deadline
-from shoal.split.net._handshake import describe_job, difference
-from shoal.split.net._wire import probe_message
+from shoal.split.net.deadline import Deadline
+from shoal.split.net.handshake import describe_job, difference
 from shoal.split.net.launch import Torchrun, local_workers
 from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed
+from shoal.split.net.messages import probe_message
 from shoal.split.net.run import Place
 from shoal.split.settings import Settings
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.split.core.parts import Outcome, Part, Task, Tensors
 from shoal.split.net._codec import CODECS
-from shoal.split.net._wire import (
+from shoal.split.net._wire import message_bytes, read_outcome, read_task, to_message
+from shoal.split.net.messages import (
     END,
     HEADER_BYTES,
     RAISED,
@@ -18,12 +19,8 @@ from shoal.split.net._wire import (
     Header,
     Message,
     WireError,
-    message_bytes,
     probe_message,
-    read_outcome,
-    read_task,
     text_message,
-    to_message,
 )
 
 KEEP = torch.tensor([0, 3, 4, 9, 31])

@@ -7,7 +7,6 @@ same ledger, in one step of each shape of part.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.engine.members.member import autocast, make_optimizer, run_step, seeded
 from shoal.engine.planning.liveness import Ledger
+from shoal.graphs.recording import make_fake
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Part, Task
@@ -84,14 +84,6 @@ def measure(
             run()
     held = count_bytes([tensors, given]) + ledger.held(start).working
     return Cost(held, int(counter.get_total_flops()), count_bytes([*twin.parameters(), *twin.buffers()]))
-
-
-def make_fake(network: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """A copy of the network with fake weights, tied ones still tied."""
-    swapped: dict[int, Any] = {id(b): fake.from_tensor(b.detach()) for b in network.buffers()}
-    for p in network.parameters():
-        swapped[id(p)] = nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad)
-    return copy.deepcopy(network, swapped)
 
 
 def count_bytes(value: Any) -> int:

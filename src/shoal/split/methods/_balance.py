@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import SplitError, describe
+from shoal.graphs.recording import make_fake
+from shoal.graphs.symbolic import Recorded
 from shoal.jobs.job import Job
-from shoal.split.core.memory import count_bytes, make_fake
+from shoal.split.core.memory import count_bytes
 from shoal.split.core.report import optimizer_state
 from shoal.split.methods._cuts import candidates, weights_before
-from shoal.split.methods._tracing import Recorded
 
 
 @dataclass(frozen=True, slots=True)

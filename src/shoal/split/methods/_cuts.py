@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from shoal.engine.members.member import evaluating
 from shoal.errors import SplitError, describe
+from shoal.graphs.symbolic import Recorded, copy_node, is_mode, record
 from shoal.split.core.state import named_state
-from shoal.split.methods._tracing import Recorded, copy_node, is_mode, record
 
 AFTER = "after:"
 MOST_NAMES = 8

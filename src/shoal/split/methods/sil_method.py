@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.data.pool import batch_rows
 from shoal.engine.members.member import Member, autocast, evaluating, run_step, seeded
 from shoal.errors import SplitError
+from shoal.graphs.symbolic import record
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count, prepare_job
 from shoal.split.core.memory import WHOLE
@@ -29,7 +30,6 @@ from shoal.split.core.reading import Reading, mixed
 from shoal.split.core.state import tensors_of
 from shoal.split.methods._balance import choose
 from shoal.split.methods._cuts import cut
-from shoal.split.methods._tracing import record
 from shoal.split.methods.heads import Head, WithHead, make_head
 from shoal.split.methods.labels import Labels
 

@@ -1,6 +1,7 @@
 """A split over machines: a coordinator that holds the network, and workers that join, train, stall, die and return.
 
-    wire       a task or an outcome as bytes, and back
+    messages   what travels: a header, numbers, the bytes of tensors
+    wire       a task or an outcome as a message, and back
     codec      fewer bits for each number
     links      one TCP connection: how it is made, what it carries, how fast it is
     handshake  whether both processes mean the same job

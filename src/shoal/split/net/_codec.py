@@ -22,6 +22,7 @@ from shoal.errors import SplitError
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Index, Outcome, Slice, Task, Tensors
 from shoal.split.core.state import tensors_of
+from shoal.split.net.messages import tensor_bytes
 
 Shape = tuple[int, ...]
 
@@ -40,10 +41,10 @@ class Codec:
     def encode(self, value: Tensor) -> Tensor:
         """The bytes, a uint8 tensor of one dimension."""
         if self.kind is None:
-            return _bytes(value)
+            return tensor_bytes(value)
         most = torch.finfo(self.kind).max
         limited = torch.where(value.isfinite(), value.clamp(-most, most), value)  # large is not infinite
-        return _bytes(limited.to(self.kind))
+        return tensor_bytes(limited.to(self.kind))
 
     def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         return data.clone().view(self.kind or dtype).view(shape).to(dtype)
@@ -60,7 +61,7 @@ class Int8(Codec):
         scale = rows.abs().amax(1) / 127 if rows.numel() else rows.new_zeros(1)
         steps = rows / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
         whole = steps.nan_to_num().round().clamp(-127, 127).to(torch.int8)
-        return torch.cat([_bytes(scale), _bytes(whole)])
+        return torch.cat([tensor_bytes(scale), tensor_bytes(whole)])
 
     def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         count = _rows(shape)
@@ -71,10 +72,6 @@ class Int8(Codec):
 
 def _rows(shape: Shape) -> int:
     return shape[0] if len(shape) > 1 and 0 not in shape else 1
-
-
-def _bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 EXACT = Codec("exact")

@@ -18,10 +18,11 @@ from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.core.report import Traffic
 from shoal.split.net._codec import OutcomeCodec, codec_named
-from shoal.split.net._deadline import Deadline
-from shoal.split.net._handshake import describe_job, difference
-from shoal.split.net._wire import END, OUTCOME, RAISED, read_outcome, text_message, to_message
+from shoal.split.net._wire import read_outcome, to_message
+from shoal.split.net.deadline import Deadline
+from shoal.split.net.handshake import describe_job, difference
 from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, Listener, probe_link, send_answer
+from shoal.split.net.messages import END, OUTCOME, RAISED, text_message
 
 END_SECONDS = 2.0
 """For a worker to receive that the run has ended."""
@@ -183,7 +184,7 @@ class Distributed:
                 self._lobby.changed.notify_all()
             return False
         send_answer(link, yes=True)
-        link.traffic = Traffic()
+        link.forget_traffic()
         shard = request.get("shard")
         with self._lobby.changed:
             self._lobby.waiting.append(Connected(link, name, shard if isinstance(shard, int) else None))
@@ -309,7 +310,7 @@ class Distributed:
         """Count from here on: what went before was not training."""
         self._gone = Traffic()
         for worker in self._workers:
-            worker.link.traffic = Traffic()
+            worker.link.forget_traffic()
 
     def __enter__(self) -> Self:
         return self

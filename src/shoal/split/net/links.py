@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import selectors
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.split.core.report import Traffic
-from shoal.split.net._wire import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
+from shoal.split.net.messages import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
 
 ASK_SECONDS = 10.0
 """For a worker that has connected to say what it wants."""
@@ -63,8 +64,9 @@ class Link:
     """One side of a connection: it sends and receives messages, and counts their bytes in `traffic`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.traffic = Traffic()
+        self._sent = self._received = 0  # each counted by the thread that sends or receives
         self._socket = connection
+        connection.setblocking(False)  # each direction waits with its own limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,14 +74,37 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes so far, those of messages on their way too."""
+        return Traffic(self._sent, self._received)
+
+    def forget_traffic(self) -> None:
+        """Count from here on."""
+        self._sent = self._received = 0
+
     def send(self, message: Message, seconds: float) -> None:
         """Send a message; LinkLost where it has not gone out in so many seconds."""
         until = time.monotonic() + seconds
         with self._errors(), self._sending:
             for data in (message.header.to_bytes(), message.payload.numpy().data):
-                self._socket.settimeout(max(until - time.monotonic(), 0.001))
-                self._socket.sendall(data)
-        self.traffic += Traffic(sent=message.num_bytes)
+                self._write(memoryview(data), until)
+
+    def _write(self, rest: memoryview, until: float) -> None:
+        while rest:
+            try:
+                count = self._socket.send(rest)
+                rest = rest[count:]
+                self._sent += count
+            except BlockingIOError:
+                self._wait(selectors.EVENT_WRITE, until)
+
+    def _wait(self, event: int, until: float) -> None:
+        """Until the socket can be read or written; TimeoutError where that is too late."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, event)
+            if not selector.select(max(until - time.monotonic(), 0.001)):
+                raise TimeoutError
 
     def receive(self, seconds: float) -> Message:
         """The next message, checked; LinkLost where none has come in so many seconds."""
@@ -94,13 +119,26 @@ class Link:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         rest = memoryview(buffer.numpy().data)
         while rest:
-            self._socket.settimeout(max(until - time.monotonic(), 0.001))
-            count = self._socket.recv_into(rest)
+            try:
+                count = self._socket.recv_into(rest)
+            except BlockingIOError:
+                self._wait(selectors.EVENT_READ, until)
+                continue
             if not count:
                 raise ConnectionError
             rest = rest[count:]
-            self.traffic += Traffic(received=count)
+            self._received += count
         return buffer
+
+    @property
+    def local_host(self) -> str:
+        """This side's address, as the other side sees it."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def remote_host(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -108,7 +146,7 @@ class Link:
             yield
         except TimeoutError as error:
             raise LinkLost("it did not answer in time") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a socket that was closed cannot be waited for
             raise LinkLost("the connection was closed") from error
 
     def cut(self) -> None:
@@ -186,7 +224,7 @@ def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     if "no" in answer:
         link.close()
         raise Refused(str(answer["no"]))
-    link.traffic = Traffic()
+    link.forget_traffic()
     return link
 
 

@@ -15,9 +15,10 @@ from shoal.jobs.job import Job
 from shoal.split.core.method import Method
 from shoal.split.executors.local import train_task
 from shoal.split.net._codec import OutcomeCodec, codec_named
-from shoal.split.net._handshake import describe_job
-from shoal.split.net._wire import END, PROBE, RAISED, TASK, Message, WireError, read_task, text_message, to_message
+from shoal.split.net._wire import read_task, to_message
+from shoal.split.net.handshake import describe_job
 from shoal.split.net.links import Address, Link, LinkLost, connect
+from shoal.split.net.messages import END, PROBE, RAISED, TASK, Message, WireError, text_message
 
 SEND_SECONDS = 3600.0
 """For an outcome to go out: the coordinator cuts the link when it has waited long enough."""

@@ -12,9 +12,10 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.engine.members.member import Member
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
-from shoal.split.net._wire import VERSION
+from shoal.split.net.messages import VERSION
 from shoal.storage.jobtable import describe_settings
 from shoal.version import version
 
@@ -30,18 +31,27 @@ NOT_COMPARED = ("name", "data", "val", "metrics", "stop")
 def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
     """What both sides must agree on, as plain data. `private`: the rows here are this worker's alone, so their number
     may differ."""
-    settings = describe_settings(method.member)
-    described = {
-        "shoal": version(),
-        "wire format": VERSION,
-        "layers": _digest(method.model),
-        **{name: value for name, value in settings.items() if name not in NOT_COMPARED},
-        "loss": _digest(job.loss) if isinstance(job.loss, nn.Module) else settings["loss"],
-        "data": _rows(job.data, private),
-        "method": method.name,
-        "settings": dict(method.settings),
-        "rounds": method.rounds,  # which follow from all of the above
-    }
+    plan = describe_training(job, method.member, method.model, private=private)
+    rounds = method.rounds  # which follow from all of the others
+    return plan | _plain({"method": method.name, "settings": dict(method.settings), "rounds": rounds})
+
+
+def describe_training(job: Job, member: Member, model: nn.Module, *, private: bool = False) -> Plan:
+    """The same of a job alone."""
+    settings = describe_settings(member)
+    return _plain(
+        {
+            "shoal": version(),
+            "wire format": VERSION,
+            "layers": _digest(model),
+            **{name: value for name, value in settings.items() if name not in NOT_COMPARED},
+            "loss": _digest(job.loss) if isinstance(job.loss, nn.Module) else settings["loss"],
+            "data": _rows(job.data, private),
+        }
+    )
+
+
+def _plain(described: dict[str, Any]) -> Plan:
     plain: Plan = json.loads(json.dumps(described, default=repr))
     return plain
 
@@ -50,7 +60,7 @@ def difference(ours: Plan, theirs: Plan) -> str | None:
     """The first thing that differs, in words; None where nothing does."""
     if isinstance(theirs.get("data"), dict) and theirs["data"].get("rows") == PRIVATE:
         ours = {**ours, "data": {**ours["data"], "rows": PRIVATE}}
-        theirs = {**theirs, "rounds": ours["rounds"]}  # which follow from the number of rows
+        theirs = {**theirs, "rounds": ours.get("rounds")}  # which follow from the number of rows
     for name, here in ours.items():
         there = theirs.get(name)
         if json.dumps(here) == json.dumps(there):  # as text: NaN is not itself otherwise

@@ -1,0 +1,169 @@
+"""`shoal place TARGET`: which layers of a network to compute where."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.files import check_picture, check_writable
+from shoal.cli.target import FILE_ENDS, check_jobs, load_target
+
+if TYPE_CHECKING:
+    from shoal import Job
+
+TARGET_HELP = (
+    "A job file (.toml, .yaml) of one job, or MODULE:FUNCTION or FILE.py:FUNCTION: a function that takes nothing and "
+    "returns a shoal.Job, or a network and a sample of what it is called with."
+)
+
+
+def place(
+    target: Annotated[str, typer.Argument(help=TARGET_HELP)],
+    workers: Annotated[str, typer.Option(help="Number of workers; or the speed of each, as 1,1,0.5.")] = "4",
+    link: Annotated[str, typer.Option(help="Of each worker: 100Mbit, 1Gbit, '1Gbit 2ms'.")] = "1Gbit",
+    server_link: Annotated[
+        str | None, typer.Option(help="What all workers share on their way to the server; by default a worker's.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows of one worker in a step; by default a job's batch, divided.")
+    ] = None,
+    cut: Annotated[str | None, typer.Option(help="The last layer on the workers; by default the best.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="placed, 'parameter server', 'data parallel' or 'one machine'; by default the fastest."),
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a worker's rows that follow each other; by default the best.")
+    ] = None,
+    sync: Annotated[
+        str | None, typer.Option(help="How layers on the workers stay equal: server, allreduce, sharded, factors.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Bytes that each worker may use, such as 8GB.")] = None,
+    server_memory: Annotated[str | None, typer.Option(help="Bytes that the server may use.")] = None,
+    server_speed: Annotated[float, typer.Option(help="Of the server, over that of the timed device.")] = 1.0,
+    cores: Annotated[int | None, typer.Option(help="Cores that all share, where they are on one machine.")] = None,
+    batch_norm: Annotated[
+        str, typer.Option(help="Statistics on the workers: joined (over all rows) or own.")
+    ] = "joined",
+    device: Annotated[str, typer.Option(help="Where the layers are timed: cpu, cuda ...")] = "cpu",
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Time the layers here, or estimate them by their operations.")
+    ] = True,
+    speed: Annotated[float, typer.Option(help="Without times: operations a second of a device.")] = 1e12,
+    profile: Annotated[
+        Path | None, typer.Option(help="File of the layers' times: read where it exists, else written.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the placement into this file, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the placement into this file (.svg, .png, .pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the placement as JSON.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", "--train", help="Train the job so, here; started by torchrun it is always trained.")
+    ] = False,
+    placement: Annotated[Path | None, typer.Option(help="With --run: a placement from --out, used as it is.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With --run: a folder for checkpoints; run the same command to resume.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="With --run: seconds to wait for processes.")] = 60.0,
+    progress: Annotated[bool, typer.Option(help="With --run: show progress on stderr.")] = True,
+) -> None:
+    """Say which layers of a network the workers compute and which the server, and what a step would cost.
+
+    With --run the job is trained so. Without it nothing is trained, and no cluster is needed. Started by torchrun, its
+    first process is the server, the others are workers, and the job is trained.
+    """
+    if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
+        from shoal.cli.placed_run import run_placed
+
+        wanted = {
+            "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
+            "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
+            "server_speed": server_speed, "cores": cores, "batch_norm": batch_norm, "profile": profile,
+            "measure": None if measure else False, "speed": speed,
+        }  # fmt: skip
+        run_placed(
+            target, wanted, placement=placement, folder=folder, device=device, patience=patience, progress=progress,
+            as_json=as_json,
+        )  # fmt: skip
+        return
+    given = next((name for name, value in (("--placement", placement), ("--folder", folder)) if value), None)
+    if given is not None:
+        raise ValueError(f"{given} is for training; give it with --run")
+    check_writable(out)
+    check_picture(picture)
+    model, sample, rows, optimizer = load_network(target, _count(workers))
+    import shoal
+
+    planned = shoal.place(
+        model,
+        sample,
+        workers=workers_of(workers),
+        link=link,
+        batch_size=batch_size if batch_size is not None else rows,
+        server_link=server_link,
+        cut=int(cut) if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()) else cut,
+        mode=mode,  # type: ignore[arg-type]  # checked there
+        micro_batches=micro_batches,
+        sync=sync,  # type: ignore[arg-type]
+        memory=memory,
+        server_memory=server_memory,
+        server_speed=server_speed,
+        cores=cores,
+        optimizer=optimizer,
+        batch_norm=batch_norm,  # type: ignore[arg-type]
+        device=device,
+        measure=None if measure else False,
+        profile=profile,
+        speed=speed,
+    )
+    if out is not None:
+        planned.save(out)
+    if picture is not None:
+        planned.picture(picture)
+    typer.echo(json.dumps(planned.to_dict()) if as_json else str(planned))
+
+
+def workers_of(text: str) -> int | list[float]:
+    try:
+        return int(text) if "," not in text else [float(speed) for speed in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--workers is {text!r}; give a number, or the speed of each worker, as 1,1,0.5") from None
+
+
+def _count(text: str) -> int:
+    given = workers_of(text)
+    return given if isinstance(given, int) else len(given)
+
+
+def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+    """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
+    from torch import nn
+
+    where, _, name = target.rpartition(":")
+    if where and not target.lower().endswith(FILE_ENDS):
+        from shoal.jobfile.importing import get_attribute, import_code
+
+        value = get_attribute(import_code(where, Path.cwd()), name, where)
+        made = value() if callable(value) and not isinstance(value, nn.Module) else value
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            return made[0], made[1], None, "sgd"
+        return network_of(check_jobs(made, target), target, workers)
+    return network_of(load_target(target).jobs, target, workers)
+
+
+def network_of(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+    import torch
+
+    from shoal.place.training.roles import Built, Roles
+    from shoal.preparation.checks import prepare
+
+    if len(jobs) != 1:
+        raise ValueError(f"{target} has {len(jobs)} jobs; a placement is of one: leave the others out")
+    (member,) = prepare(jobs, torch.device("cpu"))
+    built = Built(member, Roles(cut=1, ways={}, workers=1))
+    rows = max(1, built.job.batch_size // max(1, workers))
+    sample = built.sample(member.data.take(0, min(rows, len(member.data))))
+    kind = built.job.optimizer.__name__.lower()
+    plain = kind == "sgd" and not built.job.hparams.get("momentum")
+    return member.model, sample, rows, "none" if plain else "adam" if "adam" in kind else "sgd"

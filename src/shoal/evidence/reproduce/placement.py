@@ -1,0 +1,353 @@
+"""Placed training over slow links: bytes and seconds of a step, predicted and measured, against the usual ways.
+
+Every machine, the server too, is a namespace behind a link of its own (see `namespaces.py`), and all share the cores of
+this one. Parameter server and data parallel are Shoal's own, beside torch's DistributedDataParallel and one process
+alone. All of a case run one after another in one run: what counts is their ratio.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine.runtime.processes import Child
+from shoal.errors import ShoalError, describe
+from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.namespaces import Links, shaped
+from shoal.evidence.reproduce.placement_arithmetic import arithmetic
+from shoal.evidence.reproduce.placement_arithmetic import table as arithmetic_table
+from shoal.evidence.reproduce.placement_networks import SHAPES
+from shoal.place.api import place
+from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
+from shoal.place.training.api import train_placed
+from shoal.split.net.links import Address
+from shoal.training import make_settings
+
+WIDTH = 1 / 8
+PIXELS = {"AlexNet": 64, "VGG-16": 32, "ResNet-50": 32, "Inception-v3": 75}
+"""Of the images, so that networks of an eighth of the width fit; widths stay in proportion."""
+CLASSES, ROWS = 10, 512
+DDP = "DistributedDataParallel"
+WAIT = 600.0
+DDP_PORT = 29651
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison."""
+
+    network: str
+    rows: int
+    """Of one worker in a step."""
+    rate: str
+    """Of every machine's link, for tc."""
+    workers: int = 4
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.workers
+
+    @property
+    def link(self) -> str:
+        return self.rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
+
+
+def make_network(name: str) -> nn.Module:
+    """A network with an eighth of the published widths."""
+    shape = next(shape for shape in SHAPES if shape.name == name)
+    return shape.make(WIDTH, CLASSES)
+
+
+def images(name: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Images of noise, each class around a pattern of its own, so that there is something to learn."""
+    draw = torch.Generator().manual_seed(0)
+    pixels = PIXELS[name]
+    patterns = torch.randn(CLASSES, 3, pixels, pixels, generator=draw)
+    y = torch.randint(0, CLASSES, (rows,), generator=draw)
+    return patterns[y] + torch.randn(rows, 3, pixels, pixels, generator=draw), y
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.argmax(1) == targets).float().mean())
+
+
+def job_of(case: Case, steps: int, *, validates: bool = False) -> shoal.Job:
+    """The training that all ways do."""
+    x, y = images(case.network)
+    return shoal.Job(
+        model=partial(make_network, case.network), data=(x, y), val=(x[:256], y[:256]) if validates else None,
+        loss=F.cross_entropy, optimizer=torch.optim.SGD, hparams={"lr": 0.02, "momentum": 0.9},
+        batch_size=case.batch, steps=steps, seed=0, metrics={"accuracy": accuracy} if validates else {},
+        val_every=10_000 if validates else 1,
+    )  # fmt: skip
+
+
+def plan(case: Case, mode: str | None = None, **how: Any) -> Placement:
+    """The placement for a case, of one mode or the fastest; layers are timed here."""
+    model = make_network(case.network)
+    sample = images(case.network, case.batch)[0]
+    given: dict[str, Any] = {"cores": os.cpu_count(), "batch_norm": "own", **how}
+    return place(
+        model, sample, workers=case.workers, link=case.link, batch_size=case.rows, mode=mode,  # type: ignore[arg-type]
+        **given,
+    )  # fmt: skip
+
+
+def measure_way(
+    case: Case, placement: Placement, links: Links, steps: int, *, validates: bool = False
+) -> dict[str, Any]:
+    """One way over these links: seconds and bytes of a step, beside those predicted."""
+    measured = _asked(partial(_serve, case, placement, links, steps, validates))
+    return {
+        "way": placement.mode, "cut": placement.cut_name, "micro_batches": placement.micro_batches,
+        "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.bytes_both, **measured,
+    }  # fmt: skip
+
+
+def _serve(case: Case, placement: Placement, links: Links, steps: int, validates: bool, pipe: Connection) -> None:
+    """The server, in a process of its own behind the first link."""
+    links.enter(0)
+    job = job_of(case, steps, validates=validates)
+    settings = make_settings("cpu", None, 1, "auto", "1h", False, "fifo")
+    try:
+        (result,) = train_placed(
+            job, placement, settings, address=Address(address_of(links, 0), 0), start_seconds=WAIT,
+            enter=lambda number: links.enter(1 + number),
+        )  # fmt: skip
+        report = result.split
+        answer = {"seconds": report.seconds_measured, "bytes": report.bytes_measured, "error": result.error}
+        answer |= {"loss": result.history[-1]["loss"], "accuracy": result.history[-1].get("accuracy")}
+    except ShoalError as error:
+        answer = {"seconds": None, "bytes": None, "error": str(error)}
+    pipe.send(answer)
+
+
+def address_of(links: Links, number: int) -> str:
+    """Of a namespace's end of its link."""
+    return f"{links.host.rpartition('.')[0]}.{10 + number}"
+
+
+def measure_one(case: Case, steps: int, *, validates: bool = False) -> dict[str, Any]:
+    """One process with the whole batch, and no link."""
+    return {"way": ONE_MACHINE, **_asked(partial(_alone, case, steps, validates))}
+
+
+def _alone(case: Case, steps: int, validates: bool, pipe: Connection) -> None:
+    took = list(_steps(case, make_seeded(case), 0, 1, steps, lambda: None))
+    pipe.send({"seconds": median(took[WARM_UP:]), "bytes": 0, "error": None})
+
+
+def measure_ddp(case: Case, links: Links, steps: int) -> dict[str, Any]:
+    """torch's DistributedDataParallel over these links; a worker behind each but the first."""
+    children = [Child(partial(_reduced, case, links, number, steps)) for number in range(case.workers)]
+    try:
+        took = [_answer(child) for child in children]
+        return {"way": DDP, "seconds": max(took), "bytes": None, "error": None}
+    except OSError as error:
+        return {"way": DDP, "seconds": None, "bytes": None, "error": str(error)}
+    finally:
+        for child in children:
+            child.end(time.monotonic() + 10.0)
+            child.close()
+
+
+def make_seeded(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return make_network(case.network)
+
+
+def _reduced(case: Case, links: Links, number: int, steps: int, pipe: Connection) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    links.enter(1 + number)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address_of(links, 1)}:{DDP_PORT}", rank=number, world_size=case.workers
+    )
+    model = DistributedDataParallel(make_seeded(case))
+    took = list(_steps(case, model, number, case.workers, steps, dist.barrier))
+    pipe.send(median(took[WARM_UP:]))
+    with suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _steps(
+    case: Case, model: nn.Module, number: int, of: int, steps: int, barrier: Callable[[], object]
+) -> Iterator[float]:
+    """Plain steps on this worker's rows of each batch; the seconds of each."""
+    x, y = images(case.network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    share = case.batch // of
+    for step in range(WARM_UP + steps):
+        rows = (torch.arange(share) + step * case.batch + number * share) % len(x)
+        barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield time.perf_counter() - start
+
+
+def _asked(body: Callable[[Connection], None]) -> dict[str, Any]:
+    child = Child(body)
+    try:
+        answer: dict[str, Any] = _answer(child)
+        return answer
+    except OSError as error:
+        return {"seconds": None, "bytes": None, "error": str(error)}
+    finally:
+        child.end(time.monotonic() + 10.0)
+        child.close()
+
+
+def _answer(child: Child) -> Any:
+    if not child.pipe.poll(WAIT):
+        raise OSError(f"no answer in {WAIT:g} s")
+    try:
+        return child.pipe.recv()
+    except EOFError:
+        raise OSError(f"the process {child.wait()}") from None
+
+
+def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: bool = False) -> dict[str, Any]:
+    """All ways of one case over the same links."""
+    rows: list[dict[str, Any]] = []
+    with shaped(1 + case.workers, case.rate) as links:
+        planned = plan(case)
+        chosen = planned if planned.mode == PLACED else plan(case, PLACED)
+        usual = [plan_like(case, planned, mode) for mode in (PARAMETER_SERVER, DATA_PARALLEL)]
+        for placement in (chosen, *usual):
+            tell(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")
+            rows.append(measure_way(case, placement, links, steps, validates=validates))
+        tell(f"{case.network}, {case.rows} rows, {case.rate}: {DDP}")
+        rows.append(measure_ddp(case, links, steps))
+        rows.append(measure_one(case, steps))
+    alone = planned.alternative(ONE_MACHINE)
+    rows[-1] |= {"predicted_seconds": alone.seconds if alone is not None else None, "predicted_bytes": 0}
+    return {
+        "network": case.network, "rows": case.rows, "rate": case.rate, "workers": case.workers,
+        "chosen": planned.mode, "ways": rows,
+    }  # fmt: skip
+
+
+def plan_like(case: Case, planned: Placement, mode: str) -> Placement:
+    """One of the usual ways, from the same times of layers."""
+    other = planned.alternative(mode)  # type: ignore[arg-type]
+    assert other is not None
+    where = "server" if mode == PARAMETER_SERVER else "allreduce"
+    layers = tuple(
+        replace(layer, where="workers", sync=where if layer.parameters else None)  # type: ignore[arg-type]
+        for layer in planned.layers
+    )
+    return replace(
+        planned, mode=other.mode, cut=len(layers), cut_name="", layers=layers, micro_batches=1, predicted=other
+    )
+
+
+def placement(
+    cases: Sequence[Case], *, steps: int, limit: float, tell: Callable[[str], None], validates: bool = False
+) -> dict[str, Any]:
+    """All cases, as far as the time goes."""
+    until, compared = time.monotonic() + limit, list[dict[str, Any]]()
+    for case in cases:
+        if time.monotonic() > until:
+            break
+        try:
+            compared.append(compare(case, steps, tell, validates=validates))
+        except (OSError, ShoalError) as error:
+            compared.append({"network": case.network, "rows": case.rows, "rate": case.rate, "error": describe(error)})
+    return {
+        **stamp("cpu", 1), "steps": steps, "asked": len(cases), "results": compared, "summary": summary(compared),
+        "arithmetic": arithmetic(),
+    }  # fmt: skip
+
+
+def summary(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How good the predictions and the choices were."""
+    bytes_off, seconds_off, right, speed = [], [], [], []
+    for row in compared:
+        ways = [way for way in row.get("ways", ()) if way["seconds"]]
+        ours = [way for way in ways if way["way"] != DDP]
+        chosen = next((way for way in ours if way["way"] == row["chosen"]), None)
+        if chosen is None:
+            continue
+        right.append(chosen["seconds"] <= 1.05 * min(way["seconds"] for way in ours))
+        seconds_off += [abs(way["predicted_seconds"] / way["seconds"] - 1) for way in ours if way["predicted_seconds"]]
+        bytes_off += [abs(way["predicted_bytes"] / way["bytes"] - 1) for way in ours if way["bytes"]]
+        usual = [way["seconds"] for way in ways if way["way"] in (PARAMETER_SERVER, DDP)]
+        placed = next((way for way in ours if way["way"] == PLACED), None)
+        if usual and placed is not None:
+            speed.append({"network": row["network"], "rows": row["rows"], "rate": row["rate"],
+                          "times_faster": min(usual) / placed["seconds"]})  # fmt: skip
+    return {
+        "largest_difference_of_bytes": max(bytes_off, default=None),
+        "predictions_within_20_percent": sum(off <= 0.2 for off in seconds_off) / max(1, len(seconds_off)),
+        "median_difference_of_seconds": median(seconds_off) if seconds_off else None,
+        "chosen_is_fastest_or_within_5_percent": sum(right) / max(1, len(right)),
+        "faster_than_the_better_of_parameter_server_and_ddp": speed,
+    }
+
+
+def table(result: dict[str, Any], console: Any) -> None:
+    """A line for each case and way."""
+    from rich.table import Table
+
+    from shoal.utils.tables import duration, size
+
+    shown = Table(
+        "network", "rows", "link", "way", "cut after", "step", "predicted", "bytes/worker", "predicted", "accuracy"
+    )
+    for row in result["results"]:
+        for number, way in enumerate(row.get("ways", ())):
+            first = [row["network"], str(row["rows"]), row["rate"]] if not number else ["", "", ""]
+            mark = " *" if way["way"] == row["chosen"] else ""
+            predicted, moved = way.get("predicted_seconds"), way.get("predicted_bytes")
+            shown.add_row(
+                *first, way["way"] + mark, way.get("cut") or "",
+                duration(way["seconds"]) if way["seconds"] else str(way["error"]),
+                duration(predicted) if predicted else "",
+                size(int(way["bytes"])) if way["bytes"] else "", size(moved) if moved else "",
+                f"{way['accuracy']:.3f}" if way.get("accuracy") is not None else "",
+            )  # fmt: skip
+        if "error" in row:
+            shown.add_row(row["network"], str(row["rows"]), row["rate"], row["error"])
+        shown.add_section()
+    if result["results"]:
+        console.print(shown)
+        console.print("* what shoal.place chose")
+        for name, value in result["summary"].items():
+            console.print(f"{name.replace('_', ' ')}: {value}")
+    console.print("\nFull-size networks, MB a step and worker both ways, computed; published in brackets:")
+    console.print(arithmetic_table(result["arithmetic"]))
+
+
+def draw(path: Any, result: dict[str, Any]) -> None:
+    """Seconds of a step, by case and way."""
+    from shoal.evidence.bench.report import grouped_bars, heading
+
+    compared = [row for row in result["results"] if "ways" in row]
+    labels = [f"{row['network']} {row['rows']} {row['rate']}" for row in compared]
+    names = list(dict.fromkeys(way["way"] for row in compared for way in row["ways"]))
+    series = {
+        name: [
+            next((1000 * w["seconds"] for w in row["ways"] if w["way"] == name and w["seconds"]), None)
+            for row in compared
+        ]
+        for name in names
+    }
+    grouped_bars(path, labels, series, ylabel="ms for a step", title=heading(result), log=True)

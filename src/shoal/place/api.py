@@ -1,0 +1,280 @@
+"""`shoal.place`: which layers should be computed where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.errors import PlaceError
+from shoal.graphs.calls import rows_of
+from shoal.place.cost import CostModel
+from shoal.place.devices import Cluster, Device, rows_for
+from shoal.place.explanation import explain
+from shoal.place.graph import LayerGraph, trace_layers
+from shoal.place.links import Link
+from shoal.place.placement import (
+    DATA_PARALLEL,
+    ONE_MACHINE,
+    PARAMETER_SERVER,
+    PLACED,
+    Alternative,
+    Mode,
+    Placement,
+    Sync,
+)
+from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measure_profile
+
+STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+"""Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
+MOST_ALTERNATIVES = 40
+"""Alternatives that a placement keeps."""
+MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
+SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
+ProfileLike = Profile | Placement | str | os.PathLike[str]
+
+
+def place(
+    model: nn.Module | LayerGraph,
+    sample: Any,
+    workers: int | Sequence[float] = 4,
+    link: str | Link = "1Gbit",
+    *,
+    batch_size: int | None = None,
+    server_link: str | Link | None = None,
+    cut: int | str | None = None,
+    mode: Mode | None = None,
+    micro_batches: int | None = None,
+    sync: Sync | None = None,
+    memory: int | str | None = None,
+    server_memory: int | str | None = None,
+    server_speed: float = 1.0,
+    cores: int | None = None,
+    optimizer: str | float = "sgd",
+    batch_norm: Literal["joined", "own"] = "joined",
+    device: str | torch.device = "cpu",
+    measure: bool | None = None,
+    profile: ProfileLike | None = None,
+    server_profile: ProfileLike | None = None,
+    speed: float = DEFAULT_SPEED,
+) -> Placement:
+    """Decide which layers of a network the workers compute and which the server, for the shortest step.
+
+    Nothing is trained, and nothing but this process is needed: layers are timed here, or estimated.
+
+    Args:
+        model: The network, or its layers as `trace_layers` lists them. It is not changed. On the meta device it is not
+            timed.
+        sample: What the network is called with: a tensor, a tuple of arguments or a dict of them; rows first.
+        workers: How many; or the speed of each, over that of the profiled device: [1, 1, 0.5].
+        link: Of each worker: "1Gbit", "100Mbit 5ms", or a Link that was measured.
+        batch_size: Rows of one worker in a step; None: those of the sample.
+        server_link: What all workers together share on their way to the server; None: the same as a worker's.
+        cut: The last layer on the workers, or how many are; None: the best.
+        mode: "placed", "parameter server", "data parallel" or "one machine"; None: the fastest.
+        micro_batches: Parts of a worker's rows that follow each other; None: the best of 1, 2, 4 and 8, or 1 where the
+            network has batch norm.
+        sync: How the layers on the workers stay equal: "server", "allreduce", "sharded", "factors" (of linear layers
+            alone); None: the cheapest way for each.
+        memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
+        server_memory: The same of the server.
+        server_speed: Of the server, over that of the profiled device.
+        cores: Where all are processes of one machine, the cores that they share.
+        optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state for each byte of a parameter.
+        batch_norm: Statistics on the workers: "joined", over all rows, or "own".
+        device: Where the layers are timed.
+        measure: Whether to time the layers; None: unless the network is on the meta device.
+        profile: Times from before: a Profile, a Placement, or a file with them; where it does not exist, the times are
+            saved to it.
+        server_profile: Those of the server, where it has another kind of device.
+        speed: Operations a second of a device that is not timed.
+
+    Raises:
+        PlaceError: when the network cannot be traced, or no placement fits the devices.
+    """
+    cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
+    graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
+    rows = _rows(batch_size, sample, cluster)
+    known, server = _known(profile)
+    if known is None:
+        timed = partial(_profile, graph, sample, rows, device, measure, speed)
+        known = timed(0)
+        if known.measured and cores is not None and cores > 1:
+            known, server = timed(min(cores, cluster.size) - 1), known
+        if isinstance(profile, str | os.PathLike):
+            _save(profile, known, server)
+    if server_profile is not None:
+        server = _known(server_profile, there=True)[0]
+    if batch_norm not in ("joined", "own"):
+        raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
+    if sync not in (None, *SYNCS):
+        raise PlaceError(f"sync is {sync!r}; use {', '.join(repr(s) for s in SYNCS)}, or None for the cheapest")
+    costs = CostModel(
+        graph, cluster, rows, known, server,
+        state_factor=_state(optimizer), joins_batch_norm=batch_norm == "joined", sync=sync,
+    )  # fmt: skip
+    return decide(costs, cut=cut, mode=mode, micro_batches=micro_batches)
+
+
+def decide(
+    costs: CostModel, *, cut: int | str | None = None, mode: Mode | None = None, micro_batches: int | None = None
+) -> Placement:
+    """The fastest placement of a cost model, or the best one with this cut or of this mode."""
+    if mode is not None and mode not in MODES:
+        raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
+    if micro_batches is not None and micro_batches < 1:
+        raise PlaceError(f"micro_batches is {micro_batches!r}; use 1 or more, or None for the best")
+    every = costs.alternatives(micro_batches)
+    chosen = _choose(costs, every, cut, mode, micro_batches)
+    saved = [other for i, other in enumerate(every) if i < MOST_ALTERNATIVES or other.mode != PLACED]
+    cluster = costs.cluster
+    return Placement(
+        mode=chosen.mode,
+        cut=chosen.cut,
+        cut_name=chosen.cut_name,
+        layers=costs.placed_layers(chosen, costs.ways_of(chosen)),
+        workers=cluster.size,
+        batch_size=round(sum(costs.rows) / cluster.size),
+        rows=costs.rows,
+        micro_batches=chosen.micro_batches,
+        link=cluster.link,
+        server_link=cluster.server_link,
+        predicted=chosen,
+        batch_norm="joined" if costs.joins_batch_norm else "own",
+        alternatives=tuple(saved),
+        explanation=explain(costs, chosen, every),
+        profile={
+            "device": costs.profile.device,
+            "measured": costs.profile.measured,
+            "cores": cluster.cores,
+            "worker": costs.profile.to_dict(),
+            "server": costs.server_profile.to_dict() if costs.server_profile is not costs.profile else None,
+        },
+    )
+
+
+def _choose(
+    costs: CostModel, every: Sequence[Alternative], cut: int | str | None, mode: Mode | None, micro: int | None
+) -> Alternative:
+    if cut is not None:
+        if mode not in (None, PLACED):
+            raise PlaceError(f"cut is {cut!r} and mode {mode!r}, which has no cut; leave one of them out")
+        return _at(costs, cut, micro)
+    options = [other for other in every if mode is None or other.mode == mode]
+    if not options:
+        raise PlaceError(f"mode is {mode!r}, but {_no_cut(costs.graph)}")
+    if options[0].problem:
+        least = min(options, key=lambda other: other.worker_memory)
+        raise PlaceError(
+            f"no placement fits: with {least.describe()}, which takes least, {least.problem}; "
+            "use more memory or a smaller batch"
+        )
+    return options[0]
+
+
+def _at(costs: CostModel, cut: int | str, micro: int | None) -> Alternative:
+    graph = costs.graph
+    if isinstance(cut, str):
+        where = graph.cut_named(cut)
+    elif isinstance(cut, bool) or not 1 <= cut < len(graph.layers):
+        raise PlaceError(
+            f"cut is {cut!r}; the network has {len(graph.layers)} layers: use 1 to {len(graph.layers) - 1}"
+        )
+    else:
+        where = graph.cuts[cut - 1]
+    chosen = costs.placed_at(where, micro)
+    if chosen.problem:
+        raise PlaceError(f"the cut after {where.name!r} does not fit: {chosen.problem}; use another cut or more memory")
+    return chosen
+
+
+def _no_cut(graph: LayerGraph) -> str:
+    problem = next((cut.problem for cut in graph.cuts if cut.problem), "it has a single layer")
+    return f"the network cannot be cut: {problem}"
+
+
+def _cluster(
+    workers: int | Sequence[float],
+    link: str | Link,
+    server_link: str | Link | None,
+    server_speed: float,
+    memory: int | str | None,
+    server_memory: int | str | None,
+    cores: int | None,
+) -> Cluster:
+    from shoal.training import parse_bytes
+
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlaceError(f"workers is {workers!r}; use 1 or more, or the speed of each, such as [1, 1, 0.5]")
+    speeds = [1.0] * workers if isinstance(workers, int) else [float(speed) for speed in workers]
+    limit = parse_bytes(memory) if memory is not None else None
+    worker_link = Link.parse(link)
+    return Cluster(
+        workers=tuple(Device(speed, limit) for speed in speeds),
+        server=Device(server_speed, parse_bytes(server_memory) if server_memory is not None else None),
+        link=worker_link,
+        server_link=Link.parse(server_link) if server_link is not None else worker_link,
+        cores=cores,
+    )
+
+
+def _rows(batch_size: int | None, sample: Any, cluster: Cluster) -> tuple[int, ...]:
+    if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+        raise PlaceError(f"batch_size is {batch_size!r}; use the rows of one worker in a step, 1 or more")
+    return rows_for((batch_size if batch_size is not None else rows_of(sample)) * cluster.size, cluster)
+
+
+def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile | None, Profile | None]:
+    """A worker's times and the server's, where it has its own."""
+    if profile is None or isinstance(profile, Profile):
+        return profile, None
+    if isinstance(profile, Placement):
+        server = profile.profile["server"]
+        return Profile.from_dict(profile.profile["worker"]), None if server is None else Profile.from_dict(server)
+    if not there and not os.path.exists(profile):
+        return None, None
+    beside = _beside(profile)
+    return Profile.load(profile), Profile.load(beside) if os.path.exists(beside) else None
+
+
+def _beside(path: str | os.PathLike[str]) -> str:
+    """The file of the server's times, beside that of a worker's."""
+    return f"{os.path.splitext(path)[0]}.server.json"
+
+
+def _save(path: str | os.PathLike[str], worker: Profile, server: Profile | None) -> None:
+    worker.save(path)
+    if server is not None:
+        server.save(_beside(path))
+
+
+def _profile(
+    graph: LayerGraph,
+    sample: Any,
+    rows: Sequence[int],
+    device: str | torch.device,
+    measure: bool | None,
+    speed: float,
+    companions: int,
+) -> Profile:
+    """Timed at a worker's rows and at those of all of them."""
+    if measure is None:
+        measure = not any(p.is_meta for p in graph.model.parameters())
+    if not measure:
+        return estimate_profile(graph, operations_per_second=speed)
+    from shoal.training import pick_device
+
+    counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two
+    return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
+
+
+def _state(optimizer: str | float) -> float:
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in STATE_FACTORS:
+            raise PlaceError(f"optimizer is {optimizer!r}; use {', '.join(STATE_FACTORS)}, or bytes for each byte")
+        return STATE_FACTORS[optimizer.lower()]
+    return float(optimizer)

@@ -1,0 +1,77 @@
+"""The machines that a network is placed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import PlaceError
+from shoal.place.links import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine's device."""
+
+    speed: float = 1.0
+    """Over that of the profile: 0.5 takes twice as long."""
+    memory: int | None = None
+    """Bytes that may be used; None: enough."""
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise PlaceError(f"speed is {self.speed!r}; it is a factor above 0, 1 for a device like the profiled one")
+        if self.memory is not None and self.memory <= 0:
+            raise PlaceError(f"memory is {self.memory!r}; give bytes, or a size such as 8GB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """Seconds of a process besides layers and bytes; the defaults are those of the training's own code."""
+
+    message: float = 4e-4
+    """To make a message, or to take one in."""
+    exchange: float = 1e-3
+    """For an exchange among workers."""
+    step: float = 2e-3
+    """For each step: rows, updates, random numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The server, its workers, and what joins them."""
+
+    workers: tuple[Device, ...]
+    server: Device
+    link: Link
+    """Of each worker."""
+    server_link: Link
+    """Of the server: what all workers send to it passes through. `up` is from the workers."""
+    handling: Handling = Handling()
+    cores: int | None = None
+    """Where all of these are processes of one machine, the cores that they share; None: machines of their own."""
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise PlaceError("workers is 0; use 1 or more")
+        if self.cores is not None and self.cores < 1:
+            raise PlaceError(f"cores is {self.cores!r}; use 1 or more, or None for machines of their own")
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def crowding(self) -> float:
+        """How much longer a worker takes while all of them compute."""
+        return max(1.0, self.size / self.cores) if self.cores is not None else 1.0
+
+
+def rows_for(total: int, cluster: Cluster) -> tuple[int, ...]:
+    """The joined batch's rows for each worker, in proportion to its speed."""
+    speeds = [device.speed for device in cluster.workers]
+    exact = [total * speed / sum(speeds) for speed in speeds]
+    rows = [max(1, int(x)) for x in exact]
+    order = sorted(range(len(rows)), key=lambda i: (rows[i] - exact[i], i))
+    for i in order[: max(0, total - sum(rows))]:
+        rows[i] += 1
+    return tuple(rows)

@@ -1,0 +1,64 @@
+"""Why a placement was chosen, in a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.place.cost import CostModel
+from shoal.place.graph import Cut, LayerGraph
+from shoal.place.placement import ONE_MACHINE, PLACED, Alternative
+from shoal.utils.tables import duration, size
+
+FASTER = tuple(2**power for power in range(1, 13))
+"""How many times faster links are tried where one machine is the fastest."""
+
+
+def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative]) -> str:
+    """Why this one, in a few sentences."""
+    others = [other for other in every if other.mode not in (chosen.mode, PLACED) and not other.problem]
+    against = [f"{other.describe()} {duration(other.seconds)}" for other in others]
+    beside = f" Others: {', '.join(against)}." if against else ""
+    cluster, graph = costs.cluster, costs.graph
+    place = f"{cluster.size} worker{'s' * (cluster.size > 1)} with {costs.rows[0]} rows each, {cluster.link}"
+    if chosen.mode == ONE_MACHINE:
+        pays = _pays_from(costs, chosen, every)
+        return f"One machine is faster than {place}: {duration(chosen.seconds)} a step.{pays}{beside}{_fails(graph)}"
+    lines = [f"{chosen.describe().capitalize()}, {place}: {duration(chosen.seconds)} a step."]
+    if chosen.mode == PLACED and chosen.cut < len(graph.layers):
+        cut = graph.cuts[chosen.cut - 1]
+        behind = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
+        whole = sum(layer.trained_bytes for layer in graph.layers)
+        ratio = 2 * whole / max(1, chosen.bytes_both)
+        lines.append(
+            f"{size(behind)} of {size(whole)} of parameters stay at the server, and "
+            f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
+            f"{size(chosen.bytes_both)} a step at each worker, {ratio:.1f} times less than "
+            f"all parameters through a server ({size(2 * whole)}). "
+            f"In bytes it pays below batch {pays_below(graph, cut):,}."
+        )
+    return " ".join(lines) + beside + _fails(graph)
+
+
+def _pays_from(costs: CostModel, alone: Alternative, every: Sequence[Alternative]) -> str:
+    """From which speed of the links on it pays to distribute."""
+    places = range(1, len(costs.graph.layers))
+    cuts = [costs.graph.cuts[other.cut - 1] for other in every if other.mode == PLACED and other.cut in places]
+    for times in FASTER:
+        model = costs.over_faster_links(times)
+        other = model.fastest_of(cuts[:3])
+        if other.seconds < alone.seconds:
+            return f" It would pay from about {model.cluster.link} on ({other.describe()}, {duration(other.seconds)})."
+    return " No faster link would change that."
+
+
+def _fails(graph: LayerGraph) -> str:
+    """Why the network cannot be cut anywhere, where that is so."""
+    if len(graph.layers) > 1 and all(cut.problem for cut in graph.cuts):
+        return f" It cannot be cut: {graph.cuts[0].problem}."
+    return ""
+
+
+def pays_below(graph: LayerGraph, cut: Cut) -> int:
+    """The rows of a worker below which this cut moves fewer bytes than all parameters through the server do."""
+    moved = 2 * sum(layer.trained_bytes for layer in graph.layers[cut.index :])
+    return int(moved / max(1, cut.bytes_up(1) + cut.bytes_down(1)))

@@ -1,0 +1,342 @@
+"""A network as an ordered list of layers, with what each one holds and what crosses a cut after it.
+
+A layer is a call of one of torch's own modules (or of a module without modules in it), with the plain torch functions
+that follow it. A cut comes after a layer; whatever was computed before it and is used after it crosses: the activation,
+what residual connections carry, masks. What can be computed again from the inputs is, where the inputs are smaller.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.errors import GraphError, PlaceError
+from shoal.graphs.calls import ROWS, Calls, Extent, Value, rows_in
+from shoal.graphs.recording import record_calls
+from shoal.place._crossing import copy_into, is_size, kinds_of, leaves, rows_from, sources_of, total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer, and what it costs that does not depend on a device."""
+
+    name: str
+    """Of the module; with "#2" where it is its second call."""
+    kind: str
+    """The module's class."""
+    parameters: tuple[str, ...]
+    """Names in the user's network; a tied weight belongs to the first layer that uses it."""
+    parameter_bytes: int
+    trained_bytes: int
+    """Those of parameters that are trained: their gradients have the same size."""
+    buffer_bytes: int
+    output: tuple[Value, ...]
+    """What it computes that a later layer uses, or that is the output."""
+    activation: tuple[Value, ...]
+    """All tensors that it makes; training holds them until the backward pass."""
+    operations: Extent
+    """Multiplications and additions of the forward pass, of so many rows."""
+    factors: tuple[Value, ...]
+    """Of a linear layer, the tensors whose product is its weight's gradient: its input, and (as large as its output)
+    the gradient of its output. Empty for other layers."""
+    channels: int
+    """Of a batch norm, whose statistics are of all rows; 0 for other layers."""
+    first: int
+    """Its first call in the recorded list."""
+    end: int
+    """The first call that is no longer its own."""
+
+    def output_bytes(self, rows: int = 1) -> int:
+        return sum(value.bytes_at(rows) for value in self.output)
+
+    def factor_bytes(self, rows: int = 1) -> int:
+        return sum(value.bytes_at(rows) for value in self.factors)
+
+    def activation_bytes(self, rows: int = 1) -> int:
+        return sum(value.bytes_at(rows) for value in self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The place after the first `index` layers."""
+
+    index: int
+    name: str
+    """Of the last layer before it."""
+    values: tuple[Value, ...]
+    """What crosses, in the order in which the front gives it and the back takes it."""
+    problem: str = ""
+    """Why the network cannot be cut here; empty: it can."""
+
+    def bytes_up(self, rows: int) -> int:
+        """From a worker to the server, for so many rows."""
+        return sum(value.bytes_at(rows) for value in self.values)
+
+    def bytes_down(self, rows: int) -> int:
+        """Gradients, from the server to a worker."""
+        return sum(value.bytes_at(rows) for value in self.values if value.has_gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGraph:
+    """A network's layers, in the order they are computed in."""
+
+    calls: Calls
+    layers: tuple[Layer, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    _kinds: dict[fx.Node, str] = field(repr=False)
+    _uses: tuple[dict[int, str], ...] = field(repr=False)
+    """For each layer, the weights and buffers that it uses: id -> name."""
+    _parts: dict[int, tuple[nn.Module, nn.Module, nn.Module]] = field(repr=False, default_factory=dict)
+    """Cut -> a network and its parts, of the last one that was cut there."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own network; the parts that `split` gives share its parameters."""
+        return self.calls.model
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """All places between two layers, those too where it cannot be cut."""
+        return tuple(self._cut(index) for index in range(1, len(self.layers)))
+
+    def cut_named(self, name: str) -> Cut:
+        """The cut after a layer."""
+        for cut in self.cuts:
+            if cut.name == name:
+                return cut
+        names = ", ".join(cut.name for cut in self.cuts[:8])
+        raise PlaceError(f"cut {name!r}: there is no such layer to cut after; there are {names}, ...")
+
+    def tensors_of(self, sample: Any) -> tuple[Tensor, ...]:
+        """A sample's tensors in the order in which the front takes them."""
+        return self.calls.tensors_of(sample)
+
+    def split(self, index: int, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
+        """The first `index` layers and the others, as ordinary modules with the names of the network's parameters.
+
+        `front(*graph.tensors_of(sample))` gives a tuple of tensors, `back(*tensors)` the network's output. Both share
+        their parameters and modules with the network, or with `model`, another one of the same class; asked again, the
+        same two are given.
+
+        >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
+        >>> front, back = graph.split(2)
+        >>> [name for name, _ in back.named_parameters()], back(*front(torch.zeros(5, 4))).shape
+        (['2.weight', '2.bias'], torch.Size([5, 2]))
+        """
+        if not 1 <= index < len(self.layers):
+            raise PlaceError(f"cut {index}: the network has {len(self.layers)} layers; use 1 to {len(self.layers) - 1}")
+        cut, network = self.cuts[index - 1], model if model is not None else self.model
+        if cut.problem:
+            raise PlaceError(f"cut after {cut.name!r}: {cut.problem}")
+        known = self._parts.get(index)
+        if known is None or known[0] is not network:
+            known = self._parts[index] = (network, *self._split(index, network))
+        return known[1:]
+
+    def _split(self, index: int, network: nn.Module) -> tuple[nn.Module, nn.Module]:
+        border = self.layers[index].first
+        crossing = self._crossing(border)
+        nodes = self.calls.nodes
+        front, back = fx.Graph(), fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        for node in nodes[:border]:
+            copy_into(front, node, known)
+        front.output(tuple(known[node] for node in crossing))
+        known = self._entering(back, crossing, border)
+        for node in nodes[border:]:
+            copy_into(back, node, known)
+        return self._module(front, network), self._module(back, network)
+
+    # --- what crosses -----------------------------------------------------------------------------------------------
+
+    def _cut(self, index: int) -> Cut:
+        border, name = self.layers[index].first, self.layers[index - 1].name
+        try:
+            values = tuple(node.meta["value"] for node in self._crossing(border))
+        except PlaceError as error:
+            return Cut(index, name, (), str(error))
+        return Cut(index, name, values, self._problem(index))
+
+    def _crossing(self, border: int) -> list[fx.Node]:
+        """The tensors that cross; PlaceError where something crosses that is no tensor."""
+        used = [
+            node for node in self.calls.nodes[:border] if self._kinds[node] != "free" and self._last_use[node] >= border
+        ]
+        cheap = [node for node in used if self._kinds[node] == "inputs"]
+        sources = sources_of(cheap)
+        if total_bytes(sources) <= total_bytes(cheap):
+            used = [node for node in used if node not in cheap]
+            used = [*sources, *(node for node in used if node not in sources)]
+        for node in used:
+            if "value" not in node.meta:
+                raise PlaceError(f"{node.name} crosses it, which is no tensor; cut at another layer")
+        return used
+
+    def _problem(self, index: int) -> str:
+        shared = self._shared_at(index)
+        if shared:
+            return f"{shared!r} is used on both sides, so it must stay in one place; cut where both uses are together"
+        border = self.layers[index].first
+        crossing = self._crossing(border)
+        after = {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
+        for node in after.intersection(crossing):
+            if any(other is not node and other.meta["storage"] == node.meta["storage"] for other in crossing):
+                return f"{node.name} is changed in place after it crosses, and another tensor shares its memory"
+        return ""
+
+    @cached_property
+    def _last_use(self) -> dict[fx.Node, int]:
+        place = {node: i for i, node in enumerate(self.calls.nodes)}
+        return {node: max((place[user] for user in node.users), default=-1) for node in self.calls.nodes}
+
+    def _shared_at(self, index: int) -> str | None:
+        """A weight, or a module's buffer, that both sides use."""
+        before = {key: name for uses in self._uses[:index] for key, name in uses.items()}
+        after = {key for uses in self._uses[index:] for key in uses}
+        return next((name for key, name in before.items() if key in after), None)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _entering(self, graph: fx.Graph, crossing: Sequence[fx.Node], border: int) -> dict[fx.Node, fx.Node]:
+        """The back's inputs, as what the nodes before the border are to it."""
+        known = {node: graph.placeholder(node.name) for node in crossing}
+        taken = list(zip(crossing, list(known.values()), strict=True))
+        for node in self.calls.nodes[:border]:
+            if node.op == "call_function" and node.target is rows_in:
+                known[node] = rows_from(graph, taken)
+            elif is_size(node):
+                known[node] = graph.call_function(getattr, (taken[0][1], "device"))
+        after = {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
+        for node, entering in taken:
+            if node in after:  # a leaf of autograd cannot be changed in place
+                known[node] = graph.call_method("clone", (entering,))
+        return known
+
+    def _module(self, graph: fx.Graph, network: nn.Module) -> nn.Module:
+        for node in reversed(list(graph.nodes)):
+            if not node.users and node.op in ("get_attr", "call_function") and "changes" not in node.meta:
+                graph.erase_node(node)
+        root = copy.copy(network)
+        root.__dict__.update(self.calls.constants)
+        part = fx.GraphModule(root, graph, type(network).__name__)
+        for name in self.calls.constants:
+            if name in part._buffers:
+                part._non_persistent_buffers_set.add(name)
+        for prefix, module in part.named_modules():
+            own = network.get_submodule(prefix) if prefix and hasattr(network, prefix.split(".")[0]) else network
+            module._non_persistent_buffers_set |= own._non_persistent_buffers_set & set(module._buffers)
+        return part
+
+
+def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
+    """List a network's layers; `sample` is what it is called with: a tensor, a tuple or a dict, batch dimension first.
+
+    Works on tensors without data, also for a network on the meta device.
+
+    >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
+    >>> [(layer.name, layer.kind, layer.parameter_bytes) for layer in graph.layers]
+    [('0', 'Linear', 60), ('1', 'ReLU', 0), ('2', 'Linear', 32)]
+
+    Raises:
+        PlaceError: when the network cannot be traced.
+    """
+    try:
+        calls = record_calls(model, sample)
+    except GraphError as error:
+        raise PlaceError(str(error)) from error
+    borders = [i for i, node in enumerate(calls.nodes) if node.op == "call_module"]
+    if not borders:
+        raise PlaceError("the network calls no modules, so it has no layers to place")
+    weights = _Weights(model)
+    layers = [
+        _layer(calls, weights, first, end)
+        for first, end in zip([0, *borders[1:]], [*borders[1:], len(calls.nodes)], strict=True)
+    ]
+    inputs = tuple(node.meta["value"] for node in calls.nodes if node.op == "placeholder")
+    last = calls.nodes[-1].all_input_nodes
+    last = last[0].all_input_nodes if len(last) == 1 and "value" not in last[0].meta else last
+    outputs = tuple(node.meta["value"] for node in last if "value" in node.meta)
+    return LayerGraph(calls, tuple(layers), inputs, outputs, kinds_of(calls), tuple(weights.uses))
+
+
+class _Weights:
+    """Which layer uses which of a network's parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.first_names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.calls: dict[str, int] = {}
+        self.uses: list[dict[int, str]] = []
+        self._counted: set[int] = set()
+
+    def label(self, name: str) -> str:
+        """The name of a module's next call."""
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return name if self.calls[name] == 1 else f"{name}#{self.calls[name]}"
+
+    def add(self, nodes: Sequence[fx.Node]) -> list[tuple[str, Tensor]]:
+        """Note what a layer uses; what no layer before it used is its own."""
+        used: dict[int, Tensor] = {}
+        for node in nodes:
+            tensors: list[Tensor] = []
+            if node.op == "call_module":
+                module = self.modules[str(node.target)]
+                tensors = [*module.parameters(), *module.buffers()]
+            fetched = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+            tensors += [self.parameters[name] for name in fetched if name in self.parameters]
+            used.update({id(tensor): tensor for tensor in tensors})
+        self.uses.append({key: self.first_names[key] for key in used})
+        fresh = {key: tensor for key, tensor in used.items() if key not in self._counted}
+        self._counted |= set(fresh)
+        return [(self.first_names[key], tensor) for key, tensor in fresh.items()]
+
+
+def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
+    nodes = calls.nodes[first:end]
+    inside = set(nodes)
+    held = weights.add(nodes)
+    params = [(name, tensor) for name, tensor in held if isinstance(tensor, nn.Parameter)]
+    made = [node for node in nodes if "value" in node.meta and node.op not in ("placeholder", "get_attr")]
+    output = [node for node in made if leaves(node, inside)]
+    fresh = {node.meta["storage"]: node.meta["value"] for node in reversed(made)}
+    operations = [node.meta["operations"] for node in nodes if "operations" in node.meta]
+    call = next(node for node in nodes if node.op == "call_module")
+    module = str(call.target)
+    return Layer(
+        name=weights.label(module),
+        kind=type(weights.modules[module]).__name__,
+        parameters=tuple(name for name, _ in params),
+        parameter_bytes=sum(p.nbytes for _, p in params),
+        trained_bytes=sum(p.nbytes for _, p in params if p.requires_grad),
+        buffer_bytes=sum(t.nbytes for _, t in held) - sum(p.nbytes for _, p in params),
+        output=tuple(node.meta["value"] for node in output),
+        activation=tuple(fresh.values()),
+        operations=Extent.through([sum(o.at(rows) for o in operations) for rows in ROWS]),
+        channels=_channels(weights.modules[module]),
+        factors=_factors(weights.modules[module], call, params),
+        first=first,
+        end=end,
+    )
+
+
+def _channels(module: nn.Module) -> int:
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    return sum(norm.num_features for norm in norms)
+
+
+def _factors(module: nn.Module, call: fx.Node, params: Sequence[tuple[str, Tensor]]) -> tuple[Value, ...]:
+    if not isinstance(module, nn.Linear) or len(call.args) != 1 or len(params) != len(list(module.parameters())):
+        return ()
+    if not all(p.requires_grad for _, p in params):
+        return ()
+    (source,) = call.all_input_nodes
+    return (source.meta["value"], call.meta["value"])

@@ -1,0 +1,64 @@
+"""How fast links are, each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import PlaceError, SplitError
+from shoal.split.net.links import LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A machine's link: bits in a second each way, and seconds there and back of a message without content.
+
+    >>> Link.parse("1Gbit, 5ms")
+    Link(up=1000000000.0, down=1000000000.0, latency=0.005)
+    >>> Link.parse("100Mbit").seconds_up(12_500_000)
+    1.0
+    """
+
+    up: float
+    """From the worker."""
+    down: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.up > 0 and self.down > 0 and self.latency >= 0):
+            raise PlaceError(f"link {self.up:g} / {self.down:g} bit/s, {self.latency:g} s: speeds must be above 0")
+
+    @staticmethod
+    def parse(text: str | Link | LinkSpeed) -> Link:
+        """From "1Gbit", "100Mbit 5ms", or a link that was measured."""
+        if isinstance(text, Link):
+            return text
+        if isinstance(text, LinkSpeed):
+            return Link(text.bits, text.bits, text.latency)
+        try:
+            speed = LinkSpeed.parse(text)
+        except (SplitError, TypeError):
+            raise PlaceError(
+                f"link is {text!r}; give its speed, such as 100Mbit, 1Gbit or '100Mbit 5ms', or a shoal.place.Link"
+            ) from None
+        return Link(speed.bits, speed.bits, speed.latency)
+
+    def faster(self, times: float) -> Link:
+        """A link of so many times the speed."""
+        return Link(self.up * times, self.down * times, self.latency)
+
+    def seconds_up(self, num_bytes: float) -> float:
+        return 8 * num_bytes / self.up
+
+    def seconds_down(self, num_bytes: float) -> float:
+        return 8 * num_bytes / self.down
+
+    def drifted(self, other: Link, share: float = 0.25) -> bool:
+        """Whether another measurement differs by more than this share, in either direction."""
+        return any(abs(a - b) > share * a for a, b in ((self.up, other.up), (self.down, other.down)))
+
+    def __str__(self) -> str:
+        if self.up == self.down:
+            return str(LinkSpeed(self.up, self.latency)).replace(", 0 ms there and back", "")
+        return f"{LinkSpeed(self.up)} up, {LinkSpeed(self.down, self.latency)} down".replace(
+            ", 0 ms there and back", ""
+        )

@@ -1,0 +1,164 @@
+"""One step of all workers, followed through the workers' compute, the way up, the server's compute and the way down.
+
+Each micro-batch passes through them in order, so that they overlap where there are several:
+
+    worker forward -> up: tensors at the cut -> server: its layers, forward and backward -> down: gradients at the cut
+    -> worker backward -> gradients of the replicated layers, each as soon as it is made -> updates -> parameters
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.place.placement import Sync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSync:
+    """How long the links are busy with one layer's gradients."""
+
+    way: Sync
+    up: float
+    """Seconds; for a way among workers, those of the busier direction."""
+    hops: float = 0.0
+    """Messages of it that wait for one another; a share where several layers travel together."""
+    handling: float = 0.0
+    """Seconds of a worker to begin it and to take it in."""
+    compute: float = 0.0
+    """Seconds of a worker once they are there: to multiply factors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The parts that a step is made of, in seconds. A worker's are those of the slowest."""
+
+    micro_batches: int
+    forward: float
+    """Of one micro-batch on a worker."""
+    backward: tuple[float, ...]
+    """The same, for each layer on the workers."""
+    syncs: tuple[LayerSync | None, ...]
+    """For each layer on the workers; None: it has nothing to train."""
+    server: float | None = None
+    """One micro-batch of all workers at the server; None: all layers are on the workers."""
+    cut_up: float = 0.0
+    """One micro-batch's tensors at the cut."""
+    cut_down: float = 0.0
+    statistics: tuple[float, ...] = ()
+    """What batch norm layers exchange, one after another; the delay of its messages included."""
+    worker_update: float = 0.0
+    server_update: float = 0.0
+    """Of the server's own layers: meanwhile the workers go back through theirs."""
+    late_update: float = 0.0
+    """At the server, of the workers' layers, once all gradients are there."""
+    parameters_down: float = 0.0
+    half_trip: float = 0.0
+    """Seconds for a message without content, one way."""
+
+
+@dataclass(slots=True)
+class Busy:
+    """When a step ends, and how long each resource was busy in it."""
+
+    seconds: float = 0.0
+    worker: float = 0.0
+    server: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When each resource is free again."""
+
+    busy: Busy = field(default_factory=Busy)
+    worker: float = 0.0
+    server: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.worker += seconds
+        self.busy.worker += seconds
+
+    def serve(self, moment: float, seconds: float) -> None:
+        self.server = max(self.server, moment) + seconds
+        self.busy.server += seconds
+
+    def send_up(self, moment: float, seconds: float) -> None:
+        self.up = max(self.up, moment) + seconds
+        self.busy.up += seconds
+
+    def send_down(self, moment: float, seconds: float) -> None:
+        self.down = max(self.down, moment) + seconds
+        self.busy.down += seconds
+
+    def exchange(self, seconds: float, delay: float) -> None:
+        """Among workers: both ways are busy; messages that wait for one another take a delay besides."""
+        self.up = self.down = max(self.worker, self.up, self.down) + seconds + delay
+        self.busy.up += seconds
+        self.busy.down += seconds
+
+    def wait_for_peers(self) -> None:
+        self.worker = max(self.worker, self.up, self.down)
+
+
+def follow(step: StepTimes) -> Busy:
+    """When a step ends that begins with every resource free."""
+    clock = _Clock()
+    _cross(step, clock)
+    _synchronise(step, clock)
+    clock.compute(step.worker_update)
+    through_server = any(sync is not None and sync.way == "server" for sync in step.syncs)
+    pushed = max(clock.worker, clock.up if through_server else 0.0) + step.half_trip
+    clock.serve(pushed, step.late_update)
+    clock.send_down(clock.server, step.parameters_down)
+    clock.busy.seconds = clock.down + step.half_trip
+    return clock.busy
+
+
+def _cross(step: StepTimes, clock: _Clock) -> None:
+    """All forward passes, the server's layers, and all backward passes but the last."""
+    made = []
+    for _ in range(step.micro_batches):
+        clock.compute(step.forward)
+        made.append(clock.worker)
+    for seconds in step.statistics:
+        clock.exchange(seconds, 0.0)
+        clock.wait_for_peers()
+        made[-1] = clock.worker
+    if step.server is None:
+        return
+    back = []
+    for moment in made:
+        clock.send_up(moment, step.cut_up)
+        clock.serve(clock.up + step.half_trip, step.server)
+        clock.send_down(clock.server, step.cut_down)
+        back.append(clock.down + step.half_trip)
+    for number, moment in enumerate(back, 1):
+        clock.worker = max(clock.worker, moment)
+        if number < step.micro_batches:
+            clock.compute(sum(step.backward))
+    clock.serve(0.0, step.server_update)
+
+
+def _synchronise(step: StepTimes, clock: _Clock) -> None:
+    """The last backward pass, and the gradients that leave while it runs; some ways begin at its end."""
+    late = []
+    for seconds, sync in zip(reversed(step.backward), reversed(step.syncs), strict=True):
+        clock.compute(seconds)
+        if sync is None:
+            continue
+        clock.compute(sync.handling)
+        if sync.way == "server":
+            clock.send_up(clock.worker, sync.up)
+        elif sync.way == "allreduce":
+            clock.exchange(sync.up, sync.hops * step.half_trip)
+        else:
+            late.append(sync)
+    for sync in late:
+        clock.exchange(sync.up, sync.hops * step.half_trip)
+        clock.wait_for_peers()
+        clock.compute(sync.compute)
+    if any(sync is not None and sync.way == "allreduce" for sync in step.syncs):
+        clock.wait_for_peers()

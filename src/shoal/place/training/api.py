@@ -1,0 +1,325 @@
+"""`shoal.train(job, placement=...)`: a job trained by a server and workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.engine.members.member import Member
+from shoal.environment import environment
+from shoal.errors import PlaceError, ShoalError, describe
+from shoal.jobs.job import Job
+from shoal.place.api import place
+from shoal.place.links import Link as LinkRates
+from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
+from shoal.place.training.asynchronous import check_job
+from shoal.place.training.members import Workers
+from shoal.place.training.roles import Built, Roles
+from shoal.place.training.run import PlacedRun
+from shoal.place.training.worker import REPLACED, Replaced, ServerEnded, describe_placed, serve_worker
+from shoal.preparation.checks import prepare
+from shoal.reporting.callbacks import Callback, Callbacks
+from shoal.reporting.events import Listener as EventListener
+from shoal.reporting.events import Listeners, happened
+from shoal.reporting.progress import progress_for
+from shoal.results import Results
+from shoal.split.net.launch import LocalWorker, Torchrun
+from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
+from shoal.storage.run_folder import RunFolder
+from shoal.training import Settings, carry_out, collect
+from shoal.utils.torch_flags import torch_flags, training_mode
+
+END_SECONDS = 5.0
+"""For local workers to end by themselves after the run."""
+Server = Callable[[Built, Placement], Any]
+"""Gives the workers of a built job: a context manager of `Workers`."""
+
+
+def roles_of(placement: Placement) -> Roles:
+    """What server and workers do, from a placement."""
+    if not isinstance(placement, Placement):
+        raise PlaceError(f"placement is a {type(placement).__name__}; pass what shoal.place returned")
+    everything = placement.mode in (PARAMETER_SERVER, DATA_PARALLEL)
+    usual = "allreduce" if placement.mode == DATA_PARALLEL else "server"
+    ways = {
+        name: (layer.sync or usual)
+        for layer in placement.layers
+        if everything or layer.where == WORKERS
+        for name in layer.parameters
+    }
+    return Roles(
+        cut=len(placement.layers) if everything else placement.cut, ways=ways, workers=placement.workers,
+        shares=tuple(float(rows) for rows in placement.rows), micro_batches=placement.micro_batches,
+        batch_norm=placement.batch_norm, staleness=placement.staleness,
+    )  # fmt: skip
+
+
+def build(job: Job, placement: Placement, device: torch.device) -> Built:
+    """The job's network and data, with its layers; JobError or PlaceError for what is wrong with them."""
+    (member,) = prepare([job], device)
+    return Built(member, roles_of(placement))
+
+
+def one_job(jobs: Any) -> Job:
+    """The job to place."""
+    given = [jobs] if isinstance(jobs, Job) else list(jobs)
+    if len(given) != 1 or not isinstance(given[0], Job):
+        raise PlaceError(f"a placement is of one job; {len(given)} were given: train the others apart")
+    return given[0]
+
+
+def train_job(jobs: Job | Sequence[Job], placement: Placement, settings: Settings, **how: Any) -> Results:
+    """Train one job as a placement says: over several processes, or on this machine where that is faster."""
+    job = one_job(jobs)
+    if roles_of(placement).staleness is None and placement.mode == ONE_MACHINE:
+        return carry_out([job], settings, **how)
+    return train_placed(job, placement, settings, **how)
+
+
+def train_placed(
+    job: Job,
+    placement: Placement,
+    settings: Settings,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] | None = None,
+    events: EventListener | None = None,
+    **how: Any,
+) -> Results:
+    """Train one job by a server, which is this process, and forked workers. `how`: settings of `local_workers`."""
+
+    @contextmanager
+    def server(built: Built, placement: Placement) -> Iterator[Workers]:
+        device = settings.device if settings.device.type == "cuda" else "cpu"
+        with local_workers(built, placement.workers, **{"device": device, **how}) as (workers, _):
+            yield workers
+
+    return serve_job(
+        job, placement, server, out=out, progress=progress, callbacks=callbacks, events=events, settings=settings
+    )
+
+
+def serve_job(
+    job: Job,
+    placement: Placement,
+    server: Server,
+    *,
+    settings: Settings,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] | None = None,
+    events: EventListener | None = None,
+) -> Results:
+    """Train one job as the server of the workers that `server` gives."""
+    assert placement.mode != ONE_MACHINE, "one machine needs no server"
+    calls, home = Callbacks(callbacks), torch.device("cpu")
+    flags = torch_flags(home, settings.threads or 1, settings.deterministic)
+    with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
+        built = build(job, placement, home)
+        member = built.member
+        if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
+            folder.restore(member)
+        with progress_for([member], progress) as watch:
+            tell = Listeners([watch, *calls.listeners(), *([events] if events is not None else [])])
+            tell(happened("start", jobs=1, device=str(settings.device), plan=None))
+            run = _train(built, placement, server, settings, folder, calls, tell)
+            results = _results(member, run)
+            tell(happened("end", statuses={member.status: 1}, seconds=member.seconds, running=1.0))
+        if folder is not None:
+            folder.finish(results)
+        return results
+
+
+def _train(
+    built: Built, placement: Placement, server: Server, settings: Settings, folder: RunFolder | None,
+    calls: Callbacks, tell: Listeners,
+) -> PlacedRun | None:  # fmt: skip
+    if built.member.status != "running":
+        return None
+    check_job(built)
+    notes: list[str] = []
+    while True:
+        with server(built, placement) as workers:
+            workers.tell = lambda line: tell(happened("note", text=line))
+            run = PlacedRun(
+                built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
+                callbacks=calls or None, tell=tell, replan=partial(replan, built, placement),
+            )  # fmt: skip
+            run.go()
+            workers.ending = REPLACED if run.next is not None else ""
+        run.report.notes = notes = notes + run.report.notes
+        if run.next is None:
+            return run
+        placement = run.next
+        built = Built(built.member, roles_of(placement))
+
+
+def replan(built: Built, placement: Placement, times: float) -> Placement | None:
+    """Place again for links that are so many times as fast; None where that gives the same roles."""
+    member, rows = built.member, placement.rows
+    sample = built.sample(member.data.take(0, min(max(2, max(rows)), len(member.data))))
+    mean = sum(rows) / len(rows)
+    given: dict[str, Any] = {
+        "workers": len(rows) if len(set(rows)) == 1 else [count / mean for count in rows],
+        "link": faster(placement.link, times), "server_link": faster(placement.server_link, times),
+        "batch_size": max(1, round(mean)), "batch_norm": placement.batch_norm,
+        "cores": placement.profile.get("cores"),
+    }  # fmt: skip
+    if placement.staleness is not None:
+        given["sync"] = "server"
+    planned = place(built.graph, sample, **given)
+    if planned.mode == ONE_MACHINE:  # the processes are there: the best of what uses them
+        others = [other for other in planned.alternatives if other.mode != ONE_MACHINE and not other.problem]
+        planned = place(built.graph, sample, mode=min(others, key=lambda other: other.seconds).mode, **given)
+    planned = replace(planned, staleness=placement.staleness)
+    return None if roles_of(planned).to_dict() == built.roles.to_dict() else planned
+
+
+def faster(link: LinkRates, times: float) -> LinkRates:
+    """A link so many times as fast."""
+    return LinkRates(link.up * times, link.down * times, link.latency)
+
+
+def run_process(
+    job: Job,
+    placement: Placement | None,
+    settings: Settings,
+    started: Torchrun,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    patience: float = 60.0,
+    tell: Callable[[str], None] | None = None,
+) -> Results | None:
+    """Be the process that torchrun says: rank 0 the server, the others workers. The results, at the server.
+
+    The placement is that of rank 0; the others, which need none, read it from there.
+    """
+    if started.rank > 0:
+        offered = _read_placement(started.where, patience)
+        if offered.mode == ONE_MACHINE:
+            return None
+        built = build(job, offered, torch.device("cpu"))
+        try:
+            done = serve_worker(built, started.where, device=settings.device, patience=patience, tell=tell)
+        except Replaced:
+            return run_process(job, None, settings, started, patience=patience, tell=tell)
+        if tell is not None:
+            tell(f"the server at {started.where} is done; {done} batches were computed here")
+        return None
+    assert placement is not None, "rank 0 has a placement"
+    if placement.mode == ONE_MACHINE:
+        listener = Listener(started.where, partial(_answer_placement, placement))
+        try:
+            return carry_out([job], settings, out=out, progress=progress)
+        finally:
+            listener.close()
+
+    @contextmanager
+    def server(built: Built, placement: Placement) -> Iterator[Workers]:
+        with serving(
+            built, expected=placement.workers, address=started.where, patience=patience, start_seconds=patience,
+            offer=placement.to_dict(),
+        ) as workers:  # fmt: skip
+            yield workers
+
+    return serve_job(job, placement, server, settings=settings, out=out, progress=progress)
+
+
+def _answer_placement(placement: Placement, link: Link, request: dict[str, Any]) -> bool:
+    send_answer(link, offer=placement.to_dict())
+    return False
+
+
+def _read_placement(where: Address, patience: float) -> Placement:
+    try:
+        return Placement.from_dict(read_offer(where, patience))
+    except LinkLost as error:
+        raise PlaceError(f"{error}; is rank 0 running?") from None
+
+
+def _results(member: Member, run: PlacedRun | None) -> Results:
+    results = collect([member], environment(member.device))
+    if run is not None:
+        results[0].split = run.report
+    return results
+
+
+@contextmanager
+def serving(built: Built, **settings: Any) -> Iterator[Workers]:
+    """The workers that join this server, until the block ends; they are told how. `settings` are those of `Workers`."""
+    workers = Workers(describe_placed(built), **settings)
+    why = "the server ended"
+    try:
+        yield workers
+        why = workers.ending
+    except BaseException as error:
+        why = f"the server ended: {describe(error)}"
+        raise
+    finally:
+        workers.close(why)
+
+
+@contextmanager
+def local_workers(
+    built: Built,
+    local: int,
+    *,
+    others: int = 0,
+    device: torch.device | str = "cpu",
+    address: Address | None = None,
+    enter: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[Workers, list[LocalWorker]]]:
+    """A server's workers: so many forked here, and so many others that join from elsewhere.
+
+    They are forked, so a job may hold lambdas and its data is not copied. `settings` are those of `Workers`. `enter`:
+    called in each forked worker first, with its number.
+    """
+    busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if busy and str(device).startswith("cuda"):
+        raise PlaceError("workers cannot be forked once CUDA is in use here; begin this first, or use torchrun")
+    forked = [LocalWorker(partial(_work, built, number, device, enter)) for number in range(local)]
+    try:
+        with serving(built, expected=local + others, address=address, **settings) as workers:
+            for process in forked:
+                process.go(workers.address)
+            yield workers, forked
+    finally:
+        until = time.monotonic() + END_SECONDS
+        for process in forked:
+            process.end(until)
+
+
+def _work(
+    built: Built, number: int, device: torch.device | str, enter: Callable[[int], None] | None, pipe: Connection
+) -> None:
+    """A forked worker: it reports every error in one line, without a traceback."""
+    try:
+        where = pipe.recv()
+    except EOFError:  # there is nothing to do
+        return
+    try:
+        if enter is not None:
+            enter(number)
+        serve_worker(built, where, device=device, patience=20.0)
+    except Replaced:  # others will be forked
+        return
+    except ServerEnded:  # which reports it in this same terminal
+        raise
+    except Exception as error:
+        print(
+            "shoal: worker:", error if isinstance(error, ShoalError) else describe(error), file=sys.stderr, flush=True
+        )
+        raise

@@ -1,0 +1,201 @@
+"""Asynchronous training: workers do not wait for each other, and nothing is exact.
+
+Every worker computes whole batches of the job. As soon as its gradients are there, the server takes a step with them
+and gives it the next batch, with the parameters of that moment. No worker is more than `staleness` batches ahead of the
+slowest one. Replicated layers are synchronised through the server, and batch norm uses each worker's own rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member, draws, make_optimizer, needs_closure, trying
+from shoal.errors import MemberError, PlaceError
+from shoal.place.training.channel import Arrived
+from shoal.place.training.joined_batch import JoinedDraws
+from shoal.place.training.members import Connected, WorkerLost, WorkerRaised
+from shoal.place.training.roles import Built
+from shoal.place.training.server import Batch, Server
+from shoal.place.training.unit import PlacedUnit
+from shoal.split.net.links import LinkLost
+
+IDLE = 0.0005
+"""Seconds between two looks at the links."""
+
+
+def check_job(built: Built) -> None:
+    """PlaceError for what a placed training cannot do, before any process is started."""
+    job = built.job
+    if job.precision == "fp16" and built.held_by_workers:
+        raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
+    with trying(job):
+        optimizer = make_optimizer(job, built.member.model)
+    if needs_closure(optimizer):
+        name = type(optimizer).__name__
+        raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
+    if built.roles.staleness is not None:
+        _check_asynchronous(built)
+
+
+def _check_asynchronous(built: Built) -> None:
+    job, roles = built.job, built.roles
+    if roles.staleness is not None and roles.staleness < 0:
+        raise PlaceError(f"staleness is {roles.staleness}; use 0 or more steps, or None for synchronous training")
+    if built.held_by_workers:
+        raise PlaceError("asynchronous workers do not wait for each other: place with sync='server', not among workers")
+    if built.joins_batch_norms:
+        raise PlaceError("asynchronous workers have no joined batch: place with batch_norm='own'")
+    if job.accumulate > 1 or job.precision == "fp16":
+        raise PlaceError("asynchronous training takes a step after each batch, without accumulate or fp16")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch that a worker computes."""
+
+    batch: Batch
+    worker: Connected
+    attempt: int
+    began: float
+    loss: float = float("nan")
+    logs: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the server's layers, and those that the worker has pushed."""
+
+
+class AsynchronousUnit(PlacedUnit):
+    """One member, whose batches are computed by workers that do not wait for each other."""
+
+    def __init__(self, member: Member, server: Server) -> None:
+        super().__init__(member, server)
+        self._counts: dict[str, int] = {}
+        """Batches of each worker so far."""
+
+    def run(self, batches: int) -> None:
+        """So many batches, in whatever order they come back; all of them have when it returns."""
+        member, server = self.member, self.server
+        feed, flights = self._batches(batches), dict[int, _Flight]()
+        again: list[Batch] = []
+        left = batches
+        with draws(member):
+            while left:
+                server.take_in()
+                self._hand_out(feed, again, flights)
+                done = self._wait(flights, again)
+                if done is None:
+                    continue
+                left -= 1
+                member.batches += 1
+                member.place += 1
+                member.losses.append(done.loss)
+                if done.logs or member.logs:
+                    member.log(1, {name: [value] for name, value in done.logs.items()})
+                if done.loss - done.loss != 0.0:
+                    member.losses += [float("nan")] * (left)
+                    member.place += left
+                    break
+        self._stream.went(member)
+
+    def _batches(self, count: int) -> Iterator[Batch]:
+        member, size = self.member, self.job.batch_size
+        assert member.order is not None
+        feed, order, first = self._stream.at(member), member.order, member.place
+        for place in range(first, first + count):
+            yield Batch(next(feed), order[place * size : (place + 1) * size].cpu(), member.epoch, 1.0)
+
+    def _hand_out(self, feed: Iterator[Batch], again: list[Batch], flights: dict[int, _Flight]) -> None:
+        """Give a batch to every worker that has none and is not too far ahead."""
+        server = self.server
+        live, busy = server.workers.live, {flight.worker.name for flight in flights.values()}
+        slowest = min((self._counts.setdefault(worker.name, self._slowest()) for worker in live), default=0)
+        limit = server.built.roles.staleness
+        for worker in live:
+            ahead = self._counts[worker.name] - slowest
+            if worker.name in busy or (limit is not None and ahead > limit):
+                continue
+            batch = again.pop() if again else next(feed, None)
+            if batch is None:
+                return
+            server.begin_alone(worker, batch)
+            flights[server.attempt] = _Flight(batch, worker, server.attempt, time.monotonic())
+
+    def _slowest(self) -> int:
+        return min(self._counts.values(), default=0)
+
+    def _wait(self, flights: dict[int, _Flight], again: list[Batch]) -> _Flight | None:
+        """The next batch that is done, applied; None where a worker was lost."""
+        while True:
+            for flight in list(flights.values()):
+                try:
+                    finished = self._look(flight)
+                except WorkerLost as error:
+                    del flights[flight.attempt]
+                    again.append(flight.batch)
+                    self.server.lose(error, time.monotonic() - flight.began)
+                    return None
+                if finished:
+                    del flights[flight.attempt]
+                    self._counts[flight.worker.name] += 1
+                    return flight
+            time.sleep(IDLE)
+
+    def _look(self, flight: _Flight) -> bool:
+        """Work off what has come from one worker; whether its batch is done."""
+        channel = flight.worker.channel
+        try:
+            arrived = channel.receive(0.0)
+        except LinkLost:
+            if channel.lost is not None:
+                raise WorkerLost(flight.worker, str(channel.lost)) from None
+            if channel.quiet_for() > 1.0:
+                self.server.workers.check_quiet()
+            return False
+        if arrived.attempt != flight.attempt:
+            return False
+        if arrived.what == "raised":
+            error = WorkerRaised(f"worker {flight.worker.name} raised {arrived.numbers.get('why')}")
+            raise MemberError(0, error) from None
+        if arrived.what == "cut":
+            return self._cross(flight, arrived)
+        if arrived.what == "pushed":
+            flight.gradients |= arrived.tensors
+        if arrived.what == "done":
+            self._take(flight, arrived)
+            return True
+        return False
+
+    def _cross(self, flight: _Flight, arrived: Arrived) -> bool:
+        """The server's layers for one worker's batch. A loss that is not finite ends the training here."""
+        back, rows = self.server.back, torch.arange(len(flight.batch.rows))
+        tensors = back.join([[arrived.tensors[str(i)] for i in range(len(back.batched))]])
+        self._clear()
+        made = back.compute(tensors, flight.batch.content, JoinedDraws(len(rows)), rows, 1.0, None)
+        flight.loss, flight.logs = made.loss, made.logs
+        if made.loss - made.loss != 0.0:
+            return True
+        flight.gradients |= {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients: dict[str, Any] = {str(i): g for i, g in enumerate(made.gradients) if g is not None}
+        flight.worker.channel.send("gradients", flight.attempt, gradients, chunk=0)
+        return False
+
+    def _take(self, flight: _Flight, end: Arrived) -> None:
+        """A step with one worker's gradients, on the parameters of this moment."""
+        if "loss" in end.numbers:
+            flight.loss, flight.logs = float(end.numbers["loss"]), dict(end.numbers["logs"])
+            if flight.loss - flight.loss != 0.0:
+                return
+        self._clear()
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = flight.gradients.get(name)
+        self._clip()
+        self.optimizer.step()
+        self.server.committed_alone(flight.worker, flight.attempt)
+        if self.schedule is not None and self.job.schedule_every == "step":
+            self._rate = self._current_rate()
+            self._move()

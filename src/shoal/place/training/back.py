@@ -1,0 +1,99 @@
+"""The layers that the server computes, with the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.engine.members.member import autocast, evaluating, number, run_step
+from shoal.place.training.joined_batch import JoinedDraws, batch_norms
+from shoal.place.training.roles import Built, Given, random_state
+
+
+@dataclass(slots=True)
+class Computed:
+    """What the server makes of some rows: their loss, and the gradients at the cut."""
+
+    loss: float
+    gradients: list[Tensor | None]
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class Back:
+    """The server's layers and the job's loss."""
+
+    def __init__(self, built: Built) -> None:
+        self.built, self.job = built, built.job
+        self.device = built.member.device
+        _, self.part = built.parts(built.member.model)
+        values = () if built.whole else built.graph.cuts[built.roles.cut - 1].values
+        self.batched = [value.batched for value in values]
+        self.has_gradient = [value.has_gradient for value in values]
+        self.splits: bool | None = None
+        """Whether a batch may be computed in parts: no layer looks at other rows, the loss is a mean over rows."""
+
+    def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The tensors at the cut of several workers as those of one batch, ready to be differentiated."""
+        joined = []
+        for place, (batched, has_gradient) in enumerate(zip(self.batched, self.has_gradient, strict=True)):
+            tensor = torch.cat([part[place] for part in parts]) if batched else parts[0][place].clone()
+            tensor = tensor.to(self.device)
+            joined.append(tensor.requires_grad_(has_gradient and tensor.is_floating_point()))
+        return joined
+
+    def compute(
+        self, tensors: list[Tensor], batch: Any, draws: JoinedDraws, rows: Tensor, factor: float, scaler: Any
+    ) -> Computed:
+        """Loss and gradients; those of the server's parameters are added to them. `factor`: times the loss."""
+        assert self.part is not None
+        part: nn.Module = self.part
+        with autocast(self.job, self.device), draws.rows(rows):
+            loss, logs = run_step(self.job, Given(self.built.member.model, lambda: part(*tensors)), batch)
+        value = number(loss)
+        if value - value != 0.0:
+            return Computed(value, [])
+        loss = loss * factor if factor != 1.0 else loss
+        (scaler.scale(loss) if scaler is not None else loss).backward()
+        return Computed(value, [tensor.grad for tensor in tensors], {name: number(x) for name, x in logs.items()})
+
+    def can_split(self, tensors: list[Tensor] | None, batch: Any, total: int) -> bool:
+        """Whether this batch's loss is that of its halves, weighted by rows. Measured once."""
+        if self.splits is None:
+            looks_around = self.part is not None and bool(batch_norms(self.part))
+            self.splits = total > 1 and not looks_around and self._loss_is_a_mean(tensors, batch, total)
+        return self.splits
+
+    def _loss_is_a_mean(self, tensors: list[Tensor] | None, batch: Any, total: int) -> bool:
+        half = total // 2
+        with random_state(None), evaluating(self.built.member.model), autocast(self.job, self.device):
+            try:
+                whole = self._loss(tensors, batch, slice(0, total))
+                first, second = (
+                    self._loss(tensors, batch, slice(0, half)),
+                    self._loss(tensors, batch, slice(half, total)),
+                )
+            except Exception:  # a step that only takes whole batches
+                return False
+        mean = (first * half + second * (total - half)) / total
+        double = next(self.built.member.model.parameters()).dtype == torch.float64
+        close = 1e-2 if self.job.precision is not None else 1e-9 if double else 1e-5
+        return abs(mean - whole) <= close * max(abs(whole), 1e-6)
+
+    def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> float:
+        some = take_rows(batch, rows)
+        if tensors is None or self.part is None:
+            return number(run_step(self.job, self.built.member.model, some)[0])
+        part = self.part
+        own = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
+        return number(run_step(self.job, Given(self.built.member.model, lambda: part(*own)), some)[0])
+
+
+def take_rows(batch: Any, rows: slice | Tensor) -> Any:
+    """Some rows of a batch."""
+    total = next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
+    return pytree.tree_map_only(Tensor, lambda x: x[rows] if x.dim() and len(x) == total else x, batch)

@@ -1,0 +1,165 @@
+"""A link whose messages are sent and received by threads of their own, so that traffic and compute overlap."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.split.net.links import Link, LinkLost
+from shoal.split.net.messages import END, PROBE, TENSORS, Message, read_tensors, tensor_message
+
+DAY = 86400.0
+"""For a message to arrive or to go out: whoever waits for it has a limit, and cuts the link."""
+
+URGENT = ("setup", "group", "end")
+"""Messages after which nothing of what was asked for before counts."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A message that has come: what it is about, and its tensors."""
+
+    what: str
+    attempt: int
+    """The step's attempt that it belongs to: those of earlier ones are out of date."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Channel:
+    """One side of a link between server and worker.
+
+    Pings are answered by the receiving thread, so that a process that computes is not taken for one that is gone.
+    """
+
+    def __init__(self, link: Link, *, echo: bool = False) -> None:
+        """`echo`: send probes back, as a worker does."""
+        self.link, self._echo = link, echo
+        self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[Arrived | ShoalError] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._back: list[Arrived] = []
+        self._urgent_in = self._urgent_out = 0
+        self.lost: ShoalError | None = None
+        self._seen = (time.monotonic(), 0)
+        self._asked = 0
+        self._threads = [
+            threading.Thread(target=target, name=f"shoal-{target.__name__}", daemon=True)
+            for target in (self._send_all, self._receive_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, what: str, attempt: int = 0, tensors: Mapping[str, Tensor] | None = None, /, **numbers: Any) -> None:
+        """Have a message sent; returns at once. The tensors are copied."""
+        self._out.put(tensor_message({"what": what, **numbers}, tensors or {}, round=attempt))
+
+    def send_message(self, message: Message) -> None:
+        """Have a message of another kind sent."""
+        self._asked += message.num_bytes if message.header.kind == PROBE else 0
+        self._out.put(message)
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._out.get()) is not None:
+                self.link.send(message, DAY)
+        except ShoalError as error:
+            self._fail(error)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything has gone out; LinkLost where it does not."""
+        self._out.put(None)
+        self._threads[0].join(seconds)
+        if self._threads[0].is_alive():
+            raise LinkLost("it did not take what was sent in time")
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def receive(self, seconds: float) -> Arrived:
+        """The next message; LinkLost where none comes in so many seconds."""
+        if self._back:
+            return self._back.pop()
+        try:
+            arrived = self._in.get(timeout=max(seconds, 0.0)) if seconds > 0 else self._in.get_nowait()
+        except queue.Empty:
+            raise LinkLost("it did not answer in time") from None
+        if isinstance(arrived, ShoalError):
+            self._in.put(arrived)  # for whoever asks again
+            raise arrived
+        self._urgent_out += arrived.what in URGENT
+        return arrived
+
+    def put_back(self, arrived: Arrived) -> None:
+        """Have `receive` return this message again."""
+        self._back.append(arrived)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a message waits that makes what is under way pointless, or the link has ended."""
+        return self.lost is not None or self._urgent_in > self._urgent_out
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                message = self.link.receive(DAY)
+                if message.header.kind == PROBE:
+                    self._probe(message)
+                elif message.header.kind == END:
+                    self._deliver(Arrived("end", 0, {"why": message.text}))
+                elif message.header.kind == TENSORS:
+                    numbers, tensors = read_tensors(message)
+                    self._deliver(Arrived(str(numbers.pop("what", "")), message.header.round, numbers, tensors))
+                else:
+                    raise LinkLost(f"it sent a message of kind {message.header.kind}")
+        except ShoalError as error:
+            self._fail(error)
+
+    def _deliver(self, arrived: Arrived) -> None:
+        self._urgent_in += arrived.what in URGENT
+        self._in.put(arrived)
+
+    def _probe(self, message: Message) -> None:
+        if self._echo:
+            self._out.put(message)
+        else:
+            self._probes.put(message)
+
+    def quiet_for(self) -> float:
+        """Seconds since this was asked before and bytes have moved, in either direction."""
+        now, moved = time.monotonic(), self.link.traffic.both - self._asked  # a question is no sign of life
+        if moved != self._seen[1]:
+            self._seen = (now, moved)
+        return now - self._seen[0]
+
+    def answered_probe(self, seconds: float) -> bool:
+        """Whether a probe comes back in so many seconds."""
+        with suppress(queue.Empty):
+            self._probes.get(timeout=max(seconds, 0.001))
+            return True
+        return False
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: ShoalError) -> None:
+        if self.lost is None:
+            self.lost = error
+            self._in.put(error)
+        self.link.cut()
+
+    def close(self) -> None:
+        """End the link and its threads."""
+        self._out.put(None)
+        self.link.cut()
+        for thread in self._threads:
+            thread.join(5.0)
+        self.link.close()

@@ -1,0 +1,175 @@
+"""What workers are given when they join or after an update, and what they give back for a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import ShoalError
+from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
+from shoal.place.training.roles import Built
+from shoal.place.training.worker import MOMENT, PARAMETER
+from shoal.split.core.moments import load_moments, moments_of
+
+
+class StateLost(ShoalError):
+    """A worker was lost with state that only it had: the run goes back to its last checkpoint."""
+
+
+class Joining:
+    """The state that server and workers share, while workers come and go."""
+
+    def __init__(self, built: Built, workers: Workers) -> None:
+        self.built, self.workers, self.member = built, workers, built.member
+        self.model = built.member.model
+        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.optimizer: Optimizer | None = None
+        """Set by the unit."""
+        self.attempt = 0
+        """Of all batches: those of workers that belong to an earlier one are out of date."""
+        self._news: dict[str, Any] = {}
+        """What workers are told with the next message: whether the batch before counts, and how it is applied."""
+        self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
+        self._store: Any = None
+        self._groups = 0
+        self.ended: list[float] = []
+        """When each step ended, by `time.monotonic`."""
+        self.pulled = 0
+        """Bytes that were sent for checkpoints and validation."""
+
+    def committed(self, *, apply: bool, clip: float | None, options: Sequence[Mapping[str, Any]]) -> None:
+        """The batch counts; `apply`: the optimizer has stepped, and workers have to do the same."""
+        if apply:
+            self.ended.append(time.monotonic())
+        self._news = {"commit": self.attempt, "apply": apply}
+        if apply and self.built.held_by_workers:
+            self._news |= {"clip": clip, "options": [dict(option) for option in options]}
+        for worker in self.workers.live:
+            worker.owed = True
+
+    def committed_alone(self, worker: Connected, attempt: int) -> None:
+        """The server has taken a step with one worker's gradients, which then needs the new parameters."""
+        self.ended.append(time.monotonic())
+        worker.news = {"commit": attempt, "apply": True}
+
+    def _update_for(self, worker: Connected) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a worker has to know of the last update, and has not been sent."""
+        news = worker.news or (self._news if worker.owed else {"commit": -1})
+        worker.owed, worker.news = False, {}
+        changed = news.get("apply") and self.built.held_by_server
+        tensors = {PARAMETER + name: self.parameters[name] for name in self.built.held_by_server} if changed else {}
+        return tensors, dict(news)
+
+    # --- workers that come and go -------------------------------------------------------------------------------------
+
+    def lose(self, error: WorkerLost, waited: float) -> None:
+        """Go on without a worker."""
+        self.workers.drop(error, self.member.step, waited)
+        self.workers.drop_dead(self.member.step)
+        if self.built.held_by_workers and (self._sharded or all(worker.fresh for worker in self.workers.live)):
+            raise StateLost("a worker was lost with optimizer state that only it had")
+        if self.workers.live:
+            self._regroup(self.workers.live)
+
+    def take_in(self) -> None:
+        """Give workers that have joined the state of the training."""
+        self.workers.gather()
+        if not any(worker.fresh for worker in self.workers.live):
+            return
+        old = [worker for worker in self.workers.live if not worker.fresh]
+        if old and (self.built.held_by_workers or any(True for _ in self.model.buffers())):
+            self.pull()
+        for worker, share in zip(self.workers.live, self.built.roles.shares, strict=False):
+            worker.share = share
+        tensors = self._front_state()
+        for worker in self.workers.live:
+            if worker.fresh:
+                numbers = self._group_numbers(worker)
+                worker.channel.send("setup", 0, tensors, **numbers)
+                worker.fresh, worker.owed = False, False
+            elif self.built.needs_group:
+                self._flush(worker)
+                worker.channel.send("group", 0, **self._group_numbers(worker))
+        self._groups += 1
+
+    def _flush(self, worker: Connected) -> None:
+        """Before a new group: what a worker has not been told of the last update."""
+        if worker.owed:
+            tensors, news = self._update_for(worker)
+            worker.channel.send("update", self.attempt, tensors, **news)
+
+    def _regroup(self, live: Sequence[Connected]) -> None:
+        self._groups += 1
+        if self.built.needs_group:
+            for worker in live:
+                self._flush(worker)
+                worker.channel.send("group", 0, **self._group_numbers(worker))
+        self._groups += 1
+
+    def _group_numbers(self, worker: Connected) -> dict[str, Any]:
+        live = self.workers.live
+        numbers: dict[str, Any] = {"rank": live.index(worker), "size": len(live)}
+        if not self.built.needs_group:
+            return numbers
+        if self._store is None:
+            from torch._C._distributed_c10d import TCPStore
+
+            self._store = TCPStore(self.workers.address.host, 0, is_master=True, wait_for_workers=False)
+        seconds = min(max(self.workers.deadline.limit("step"), 10.0), 60.0)
+        return numbers | {"store": self._store.port, "group": f"g{self._groups}", "seconds": seconds}
+
+    def _front_state(self) -> dict[str, Tensor]:
+        """All that a new worker needs."""
+        front = self.built.parts(self.model)[0]
+        tensors: dict[str, Tensor] = {PARAMETER + name: tensor for name, tensor in front.named_parameters()}
+        tensors |= {PARAMETER + name: tensor for name, tensor in front.named_buffers()}
+        if self.optimizer is not None and self.built.held_by_workers:
+            held = set(self.built.held_by_workers)
+            moments = moments_of(self.optimizer, self.model)
+            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in held}
+        return tensors
+
+    def pull(self) -> None:
+        """Bring what workers have, parameters that they update and buffers, into the server's own network."""
+        while True:
+            began = time.monotonic()
+            ready = [worker for worker in self.workers.live if not worker.fresh]
+            if not ready:
+                return
+            self.attempt += 1
+            before = self.workers.traffic.both
+            try:
+                moments = self._pull(ready, began + self.workers.deadline.limit("state"))
+            except WorkerLost as error:
+                self.lose(error, time.monotonic() - began)
+                continue
+            except GroupBroken as error:
+                if self._sharded:
+                    raise StateLost(f"sharded parameters may differ between workers ({error})") from None
+                self._regroup(self.workers.live)
+                continue
+            self.pulled += self.workers.traffic.both - before
+            if self.optimizer is not None and moments:
+                load_moments(self.optimizer, self.model, {**moments_of(self.optimizer, self.model), **moments})
+            return
+
+    @torch.no_grad()
+    def _pull(self, ready: Sequence[Connected], until: float) -> dict[str, Tensor]:
+        for place, worker in enumerate(ready):
+            tensors, news = self._update_for(worker)
+            worker.channel.send("state", self.attempt, tensors, all=place == 0, **news)
+        own = {**self.parameters, **dict(self.model.named_buffers())}
+        moments: dict[str, Tensor] = {}
+        for worker in ready:
+            arrived = self.workers.expect(worker, self.attempt, ("state",), until)
+            for name, value in arrived.tensors.items():
+                if name.startswith(PARAMETER):
+                    own[name.removeprefix(PARAMETER)].copy_(value)
+                else:
+                    moments[name.removeprefix(MOMENT)] = value
+        return moments

@@ -1,0 +1,311 @@
+"""The server's side of a step: shares out, tensors at the cut in, gradients out, gradients in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member
+from shoal.engine.tiers.serial import Buffers
+from shoal.errors import PlaceError
+from shoal.place.training.back import Back, Computed, take_rows
+from shoal.place.training.channel import Arrived
+from shoal.place.training.joined_batch import JoinedDraws
+from shoal.place.training.joining import Joining, StateLost
+from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
+from shoal.place.training.roles import Built, chunks, divide
+
+MOST_BROKEN = 5
+"""Times in a row that workers may fail to reach each other."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch of the job, as the server sees it."""
+
+    content: Any
+    rows: Tensor
+    """Of the source."""
+    epoch: int
+    factor: float
+    """Times the loss: of the optimizer step's group of batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What had been sent after so many batches."""
+
+    batches: int
+    moved: int
+    """With the server, both ways; what was asked for between steps left out."""
+    between: int
+
+
+@dataclass(slots=True)
+class Done:
+    """What came of a batch: the loss; gradients are with the parameters."""
+
+    loss: float
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one worker computes of a batch."""
+
+    worker: Connected
+    first: int
+    rows: int
+    parts: list[slice]
+    """Micro-batches, as rows of the share."""
+
+    @property
+    def counts(self) -> bool:
+        return self.rows > 0
+
+    def index(self, chunk: int) -> Tensor:
+        """Rows of a micro-batch in the joined batch."""
+        part = self.parts[chunk]
+        return torch.arange(self.first + part.start, self.first + part.stop)
+
+
+class Server(Joining):
+    """Computes batches together with the workers, again where one of them is lost on the way."""
+
+    def __init__(self, built: Built, workers: Workers) -> None:
+        super().__init__(built, workers)
+        self.back = Back(built)
+        self.scaler: Any = None
+        self.squares = 0.0
+        """Of the gradients that workers have, for clipping."""
+        self._front_draws = True
+        self._buffers = Buffers(self.model)
+        self._broken = 0
+        self._batches = 0
+        self.marks: list[Mark] = []
+        """After the first batch and the last one."""
+
+    # --- one batch ----------------------------------------------------------------------------------------------------
+
+    def compute(self, batch: Batch) -> Done:
+        """Loss and gradients of a batch, which all workers that are there compute together."""
+        held = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self._buffers.save()
+        drawn = torch.get_rng_state()
+        while True:
+            began = time.monotonic()
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            try:
+                self.workers.check()
+                self.take_in()
+                done = self._attempt(batch, began)
+            except WorkerLost as error:
+                self.lose(error, time.monotonic() - began)
+            except GroupBroken as error:
+                self._broken += 1
+                if self._sharded:
+                    raise StateLost(f"sharded parameters may differ between workers ({error})") from None
+                self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
+                if self._broken >= MOST_BROKEN:
+                    raise PlaceError(
+                        f"workers cannot reach each other ({error}); check the network between them"
+                    ) from None
+                time.sleep(0.2)  # where a worker has died, its link ends too
+                self._regroup([worker for worker in self.workers.live if worker.channel.lost is None])
+            else:
+                self._broken = 0
+                self._add(held)
+                self._batches += 1
+                moved = self.workers.traffic.both - self.pulled
+                self.marks = [*self.marks[:1], Mark(self._batches, moved, self.workers.group_bytes)]
+                return done
+            self._buffers.restore()
+            torch.set_rng_state(drawn)
+
+    def _add(self, held: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of the batches before, in this optimizer step."""
+        for name, parameter in self.parameters.items():
+            before = held[name]
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+    def _attempt(self, batch: Batch, began: float) -> Done:
+        self.attempt += 1
+        until = began + self.workers.deadline.limit("step")
+        shares, local = self._send_tasks(batch)
+        if local:
+            done = None
+        else:
+            done = self._exchange(batch, [share for share in shares if share.counts], until)
+            if done.loss - done.loss != 0.0:
+                return done
+        pushed, ends = self._collect(shares, until)
+        self.squares = sum(float(end.numbers.get("squares", 0.0)) for end in ends)
+        for name in self.built.held_by_server:
+            own = self.parameters[name].grad
+            for gradients in pushed:
+                own = gradients[name] if own is None else own + gradients[name]
+            self.parameters[name].grad = own
+        if done is None:
+            done = self._mean(ends)
+        self.workers.deadline.observe("step", time.monotonic() - began)
+        return done
+
+    def _send_tasks(self, batch: Batch) -> tuple[list[_Share], bool]:
+        total, live = len(batch.rows), self.workers.live
+        sizes, first = divide(total, [worker.share for worker in live]), 0
+        local = self.built.whole
+        if local and not self.back.can_split(None, batch.content, total):
+            raise PlaceError(
+                "the job's loss is not a mean over rows, so workers cannot compute it on their shares; "
+                "use a placement with layers at the server"
+            )
+        count = min((self.built.micro_batches(size) for size in sizes if size), default=1)
+        shares = []
+        for worker, size in zip(live, sizes, strict=True):
+            if size or self.built.needs_group:
+                shares.append(_Share(worker, first, size, chunks(max(size, 1), count)))
+            first += size
+        leader = next(share for share in shares if share.counts)
+        for share in shares:
+            rows = batch.rows[share.first : share.first + share.rows] if share.counts else batch.rows[:1]
+            fields = {"chunks": count, "most_rows": max(sizes), "local": local, "leader": share is leader}
+            self._send_task(share, rows, batch, fields)
+        return shares, local
+
+    def _send_task(
+        self, share: _Share, rows: Tensor, batch: Batch, fields: Mapping[str, Any], rng: Tensor | None = None
+    ) -> None:
+        tensors, news = self._update_for(share.worker)
+        tensors["rows"] = rows
+        if self._front_draws:
+            tensors["rng"] = torch.get_rng_state() if rng is None else rng
+        share.worker.channel.send(
+            "task", self.attempt, tensors, **news, total=len(batch.rows), first=share.first, counts=share.counts,
+            epoch=batch.epoch, scale=batch.factor, **fields,
+        )  # fmt: skip
+
+    def begin_alone(self, worker: Connected, batch: Batch) -> None:
+        """Have one worker compute a whole batch, with the parameters of this moment."""
+        self.attempt += 1
+        total = len(batch.rows)
+        share = _Share(worker, 0, total, chunks(total, 1))
+        fields = {"chunks": 1, "most_rows": total, "local": self.built.whole, "leader": False}
+        seed = int(torch.randint(2**62, ()))  # its masks are its own: nobody else has its rows
+        self._send_task(share, batch.rows, batch, fields, torch.Generator().manual_seed(seed).get_state())
+
+    def _exchange(self, batch: Batch, shares: list[_Share], until: float) -> Done:
+        """Receive what is at the cut, compute the server's layers, send the gradients back: in micro-batches where the
+        result is that of the whole batch."""
+        total, count = len(batch.rows), len(shares[0].parts)
+        draws = JoinedDraws(total)
+        arrived = [self._cut(share, 0, until) for share in shares]
+        if count > 1 and self.back.splits is None:
+            every = [arrived, *([self._cut(share, i, until) for share in shares] for i in range(1, count))]
+            whole = self._joined(shares, every)
+            self.back.can_split(whole, batch.content, total)
+            return self._whole(batch, shares, every, draws)
+        if count == 1 or not self.back.splits:
+            every = [arrived, *([self._cut(share, i, until) for share in shares] for i in range(1, count))]
+            return self._whole(batch, shares, every, draws)
+        losses, logs = 0.0, dict[str, float]()
+        for chunk in range(count):
+            if chunk:
+                arrived = [self._cut(share, chunk, until) for share in shares]
+            rows = torch.cat([share.index(chunk) for share in shares])
+            weight, some = len(rows) / total, take_rows(batch.content, rows)
+            made = self.back.compute(self.back.join(arrived), some, draws, rows, batch.factor * weight, self.scaler)
+            losses += weight * made.loss
+            logs = {name: logs.get(name, 0.0) + weight * value for name, value in made.logs.items()}
+            if made.loss - made.loss != 0.0:
+                return Done(made.loss)
+            self._send_gradients(shares, made, chunk)
+        return Done(losses, logs)
+
+    def _whole(self, batch: Batch, shares: list[_Share], every: list[list[list[Tensor]]], draws: JoinedDraws) -> Done:
+        """All rows at once, in the order of the batch."""
+        total = len(batch.rows)
+        tensors = self._joined(shares, every)
+        made = self.back.compute(tensors, batch.content, draws, torch.arange(total), batch.factor, self.scaler)
+        if made.loss - made.loss == 0.0:
+            for chunk in range(len(every)):
+                self._send_gradients(shares, made, chunk, joined=True)
+        return Done(made.loss, made.logs)
+
+    def _joined(self, shares: list[_Share], every: list[list[list[Tensor]]]) -> list[Tensor]:
+        """Micro-batches of all workers as one batch: worker by worker, as the rows are."""
+        by_worker = [[every[chunk][place] for chunk in range(len(every))] for place in range(len(shares))]
+        return self.back.join([part for parts in by_worker for part in parts])
+
+    def _cut(self, share: _Share, chunk: int, until: float) -> list[Tensor]:
+        arrived = self.workers.expect(share.worker, self.attempt, ("cut",), until)
+        tensors = arrived.tensors
+        if chunk == 0 and share.first == 0:
+            self._front_draws = "rng" in tensors
+            if "rng" in tensors:
+                torch.set_rng_state(tensors["rng"].clone())
+        expected = len(self.back.batched)
+        if arrived.numbers.get("chunk") != chunk or any(str(i) not in tensors for i in range(expected)):
+            raise WorkerLost(share.worker, "it sent something else than what it was asked for")
+        return [tensors[str(i)] for i in range(expected)]
+
+    def _send_gradients(self, shares: Sequence[_Share], made: Computed, chunk: int, *, joined: bool = False) -> None:
+        """Each worker's rows of the gradients at the cut; those of a tensor without rows go to the first one."""
+        at = 0
+        for share in shares:
+            part, rows = share.parts[chunk], share.parts[chunk].stop - share.parts[chunk].start
+            begin = share.first + part.start if joined else at
+            at += rows
+            tensors = {}
+            for place, gradient in enumerate(made.gradients):
+                if gradient is not None and self.back.batched[place]:
+                    tensors[str(place)] = gradient[begin : begin + rows]
+                elif gradient is not None and share is shares[0] and chunk == 0:
+                    tensors[str(place)] = gradient
+            share.worker.channel.send("gradients", self.attempt, tensors, chunk=chunk)
+
+    def _collect(self, shares: Sequence[_Share], until: float) -> tuple[list[dict[str, Tensor]], list[Arrived]]:
+        """Gradients that workers push, and the end of their work."""
+        pushed, ends = list[dict[str, Tensor]](), list[Arrived]()
+        for share in shares:
+            gradients: dict[str, Tensor] = {}
+            while True:
+                arrived = self.workers.expect(share.worker, self.attempt, ("pushed", "done"), until)
+                if arrived.what == "done":
+                    break
+                gradients |= {name: tensor.to(self.member.device) for name, tensor in arrived.tensors.items()}
+            missing = [name for name in self.built.held_by_server if name not in gradients]
+            if missing:
+                raise WorkerLost(share.worker, f"it sent no gradient of {missing[0]!r}")
+            share.worker.group_bytes = int(arrived.numbers.get("group_bytes", 0))
+            pushed.append(gradients)
+            ends.append(arrived)
+        return pushed, ends
+
+    def _mean(self, ends: Sequence[Arrived]) -> Done:
+        """The loss of the joined batch, from those that workers computed."""
+        self._front_draws = False
+        loss, logs = 0.0, dict[str, float]()
+        for end in ends:
+            weight = float(end.numbers["weight"])
+            if weight:
+                loss += weight * float(end.numbers["loss"])
+                for name, value in end.numbers["logs"].items():
+                    logs[name] = logs.get(name, 0.0) + weight * value
+            if "rng" in end.tensors:
+                self._front_draws = True
+                torch.set_rng_state(end.tensors["rng"].clone())
+        return Done(loss, logs)
+
+
+def build_server(built: Built, workers: Workers) -> Server:
+    """The server of a built job."""
+    member: Member = built.member
+    member.model.to(member.device)
+    return Server(built, workers)

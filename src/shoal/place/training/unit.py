@@ -1,0 +1,86 @@
+"""A placed job as a unit of the engine: turns, validation, early stopping, checkpoints are those of any other job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from shoal.engine.members.member import Member
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.place.training.server import Batch, Server
+
+
+class PlacedUnit(SerialUnit):
+    """One member, whose batches are computed by a server, which is this process, and its workers."""
+
+    tier = "placed"
+
+    def __init__(self, member: Member, server: Server) -> None:
+        super().__init__(member)
+        self.server = server
+        server.optimizer, server.scaler = self.optimizer, self.scaler
+
+    def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
+        """One batch of all workers, and at the end of its group the optimizer."""
+        member, job = self.member, self.job
+        place, k = member.place, job.accumulate
+        group_start = place - place % k
+        group = min(k, member.num_batches - group_start)
+        batch = next(feed)
+        if place == group_start:
+            self._clear()
+        assert member.order is not None
+        rows = member.order[place * job.batch_size : (place + 1) * job.batch_size]
+        done = self.server.compute(Batch(batch, rows.cpu(), member.epoch, 1.0 / group))
+        if done.loss - done.loss != 0.0:
+            return done.loss, done.logs
+        apply = place + 1 == group_start + group
+        clip, options = None, [_plain(parameters) for parameters in self.optimizer.param_groups] if apply else []
+        if apply:
+            clip = self._clip_all()
+            self._update()
+        self.server.committed(apply=apply, clip=clip, options=options)
+        if apply and self.schedule is not None and job.schedule_every == "step":
+            self._rate = self._current_rate()
+            self._move()
+        return done.loss, done.logs
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts as a step
+
+    def _clip_all(self) -> float | None:
+        """Scale all gradients, those of the workers too, to the job's largest norm; the factor."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.job.clip_norm is None:
+            return None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
+        factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return factor
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        self.server.pull()
+        super().write_back(slots)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings that can be sent: numbers, flags and tuples of them."""
+    plain: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            plain[name] = float(value)
+        elif isinstance(value, (bool, int, float)) or (
+            isinstance(value, tuple) and all(isinstance(x, (int, float)) for x in value)
+        ):
+            plain[name] = value
+    return plain

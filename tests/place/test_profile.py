@@ -1,0 +1,92 @@
+"""Times of layers: complete, in proportion, saved and read back; the network stays as it is."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.place import networks
+from torch import nn
+
+from shoal.errors import PlaceError
+from shoal.place.graph import trace_layers
+from shoal.place.profile import LayerTimes, Profile, accompanied, estimate_profile, measure_profile, repeat_rows
+
+
+def test_every_layer_has_times_and_the_network_is_left_alone() -> None:
+    model, sample, _ = networks.in_place()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    graph = trace_layers(model, sample)
+    random = torch.get_rng_state()
+    times = measure_profile(graph, sample, rows=(2, 6), budget=1.0)
+    assert times.measured and times.rows == (2, 6) and times.update_seconds > 0
+    assert [layer.name for layer in times.layers] == [layer.name for layer in graph.layers]
+    assert all(t > 0 for layer in times.layers for t in layer.forward)
+    assert all(layer.backward[0] > 0 for layer in times.layers if layer.name in ("0", "1", "2", "4"))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [networks.bert, networks.gpt2, networks.recurrent], ids=["bert", "gpt2", "lstm"])
+def test_networks_of_others_are_timed(make: object) -> None:
+    model, sample, _ = make()  # type: ignore[operator]
+    graph = trace_layers(model, sample)
+    times = measure_profile(graph, sample, rows=(2, 4), budget=1.0)
+    heavy = [i for i, layer in enumerate(graph.layers) if layer.trained_bytes]
+    assert all(times.backward(i, 3) > 0 for i in heavy)
+
+
+def test_processes_that_compute_meanwhile_end_with_it() -> None:
+    graph = trace_layers(networks.chain(30, 20, 5), torch.randn(4, 30))
+    pids: list[int] = []
+
+    def note() -> None:
+        pids.append(os.getpid())
+
+    with accompanied(note, 2):
+        pass
+    assert not pids  # they have memory of their own
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    times = measure_profile(graph, torch.randn(4, 30), rows=(4,), companions=1, budget=0.5)
+    assert times.forward(0, 4) > 0
+
+
+def test_estimates_follow_operations() -> None:
+    graph = trace_layers(networks.chain(10, 20, 5), torch.randn(2, 10))
+    times = estimate_profile(graph, operations_per_second=1e6)
+    assert times.forward(0, 3) == pytest.approx(3 * 2 * 10 * 20 / 1e6)
+    assert times.backward(2, 3) == pytest.approx(2 * times.forward(2, 3))
+
+
+def test_times_lie_on_lines() -> None:
+    times = Profile(
+        device="", measured=True, rows=(4, 8, 16), layers=(LayerTimes("0", (1.0, 2.0, 6.0), (0.0, 0.0, 0.0)),)
+    )
+    assert [times.forward(0, rows) for rows in (4, 6, 8, 12, 24)] == [1.0, 1.5, 2.0, 4.0, 10.0]
+    assert 0 < times.forward(0, 1) <= 1.0
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    graph = trace_layers(networks.chain(10, 20, 5), torch.randn(2, 10))
+    times = estimate_profile(graph)
+    times.save(tmp_path / "times.json")
+    assert Profile.load(tmp_path / "times.json") == times
+    with pytest.raises(PlaceError, match="of another network"):
+        times.check(trace_layers(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)))
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(PlaceError, match="no profile"):
+        Profile.load(tmp_path / "other.json")
+
+
+def test_the_meta_device_cannot_be_timed() -> None:
+    with torch.device("meta"):
+        graph = trace_layers(networks.chain(4, 2), torch.empty(2, 4))
+        with pytest.raises(PlaceError, match="meta device"):
+            measure_profile(graph, torch.empty(2, 4), rows=(2,))
+
+
+def test_rows_are_repeated() -> None:
+    assert repeat_rows(torch.tensor([1, 2, 3]), 7).tolist() == [1, 2, 3, 1, 2, 3, 1]
+    assert repeat_rows(torch.tensor(5), 7).item() == 5

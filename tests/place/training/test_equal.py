@@ -1,0 +1,117 @@
+"""Placed training gives what the plain loop gives: each way to synchronise, each kind of network, each mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.place.training.jobs import cnn, job_of, largest_difference, mlp, placement_of, rows
+from torch import Tensor, nn
+
+import shoal
+
+
+def trained(job: shoal.Job, placement: Any, **settings: Any) -> shoal.Result:
+    (result,) = shoal.train([job], placement=placement, **settings)
+    return result
+
+
+@pytest.mark.parametrize("sync", ["server", "allreduce", "sharded", "factors"])
+def test_each_way_to_synchronise(sync: str) -> None:
+    job = job_of(mlp, rows(12))
+    result = trained(job, placement_of(job, 4, sync))
+    assert largest_difference(result, job) < 1e-9
+    assert result.tier == "placed"
+
+
+@pytest.mark.parametrize("sync", ["server", "factors"])
+def test_micro_batches_with_dropout_on_both_sides(sync: str) -> None:
+    job = job_of(mlp, rows(12), clip_norm=0.5, accumulate=2, schedule=lambda step: 0.9**step)
+    assert largest_difference(trained(job, placement_of(job, 4, sync, micro_batches=2)), job) < 1e-9
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "sharded"])
+def test_clipping_and_accumulation_of_gradients_that_workers_have(sync: str) -> None:
+    job = job_of(
+        mlp, rows(12), clip_norm=0.5, accumulate=2, optimizer=torch.optim.SGD, hparams={"lr": 0.1, "momentum": 0.9},
+        schedule=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40),
+    )  # fmt: skip
+    assert largest_difference(trained(job, placement_of(job, 3, sync)), job) < 1e-9
+
+
+@pytest.mark.parametrize("sync", ["server", "allreduce"])
+def test_all_layers_on_the_workers(sync: str) -> None:
+    job = job_of(mlp, rows(12))
+    assert largest_difference(trained(job, placement_of(job, 7, sync)), job) < 1e-9
+
+
+@pytest.mark.parametrize(("cut", "sync"), [(8, "server"), (6, "allreduce"), (13, "allreduce")])
+def test_batch_norm_over_the_joined_batch(cut: int, sync: str) -> None:
+    # without biases before batch norm, whose exact gradient is zero: they would amplify rounding
+    def network() -> nn.Module:
+        model = cnn()
+        for place in (0, 4, 8):
+            model[place].bias = None  # type: ignore[index]
+        return model
+
+    job = job_of(network, rows(1, 8, 8), val=rows(1, 8, 8, seed=1))
+    assert largest_difference(trained(job, placement_of(job, cut, sync, workers=2)), job) < 1e-9
+
+
+def test_a_last_batch_with_fewer_rows_than_workers() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(*(layer for layer in cnn() if not isinstance(layer, nn.BatchNorm1d)))
+
+    job = job_of(network, rows(1, 8, 8, count=26), optimizer=torch.optim.SGD)
+    assert largest_difference(trained(job, placement_of(job, 8, "allreduce")), job) < 1e-9
+
+
+def test_workers_with_unequal_shares() -> None:
+    job = job_of(mlp, rows(12))
+    assert largest_difference(trained(job, placement_of(job, 4, rows=(6, 4, 2))), job) < 1e-9
+
+
+def test_a_loss_that_is_no_mean_over_rows_and_a_step_of_its_own() -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + out.std(0).prod(), {"spread": out.std()}
+
+    job = job_of(mlp, rows(12), step=step)
+    assert largest_difference(trained(job, placement_of(job, 4, micro_batches=2)), job) < 1e-9
+    with pytest.raises(shoal.ShoalError, match="not a mean over rows"):
+        train_whole(job)
+
+
+def train_whole(job: shoal.Job) -> shoal.Result:
+    return trained(job, placement_of(job, 7))
+
+
+@pytest.mark.slow
+def test_bert_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, num_labels=3, attn_implementation="eager",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (30, 10), generator=generator)
+    data = {
+        "input_ids": tokens, "attention_mask": torch.ones_like(tokens),
+        "labels": torch.randint(0, 3, (30,), generator=generator),
+    }  # fmt: skip
+    job = job_of(
+        lambda: transformers.BertForSequenceClassification(config), data, batch_size=9,
+        step=lambda model, batch: model(**batch).loss, steps=20, optimizer=torch.optim.SGD, hparams={"lr": 0.1},
+    )  # fmt: skip
+    sample = {name: column[:2] for name, column in data.items()}
+    placement = placement_of(job, "bert.encoder.layer.0.output.LayerNorm", workers=2, sample=sample)
+    assert largest_difference(trained(job, placement), job) < 1e-9
+
+
+def test_one_machine_is_ordinary_training() -> None:
+    job = job_of(mlp, rows(12))
+    result = trained(job, placement_of(job, 4, mode="one machine"), deterministic=True)
+    assert result.tier != "placed"
+    assert largest_difference(result, job) < 1e-9
