@@ -30,7 +30,7 @@ class Handling:
 
     message: float = 4e-4
     """To make a message, or to take one in."""
-    exchange: float = 1e-3
+    exchange: float = 2e-3
     """For an exchange among workers."""
     step: float = 2e-3
     """For each step: rows, updates, random numbers."""

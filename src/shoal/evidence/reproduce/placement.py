@@ -229,7 +229,7 @@ def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: b
     rows: list[dict[str, Any]] = []
     with shaped(1 + case.workers, case.rate) as links:
         planned = plan(case)
-        chosen = planned if planned.mode == PLACED else plan(case, PLACED)
+        chosen = planned if planned.mode == PLACED else plan(case, PLACED, profile=planned)
         usual = [plan_like(case, planned, mode) for mode in (PARAMETER_SERVER, DATA_PARALLEL)]
         for placement in (chosen, *usual):
             tell(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")

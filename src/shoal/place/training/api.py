@@ -176,6 +176,8 @@ def replan(built: Built, placement: Placement, times: float) -> Placement | None
         "batch_size": max(1, round(mean)), "batch_norm": placement.batch_norm,
         "cores": placement.profile.get("cores"),
     }  # fmt: skip
+    if "worker" in placement.profile:  # times from before
+        given["profile"] = placement
     if placement.staleness is not None:
         given["sync"] = "server"
     planned = place(built.graph, sample, **given)
