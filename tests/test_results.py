@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.recipes.program import Program
-from shoal.training import parse_bytes, parse_seconds
+from shoal.settings import parse_bytes, parse_seconds
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
 

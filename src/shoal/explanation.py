@@ -17,7 +17,7 @@ from shoal.engine.units.trials import num_steps
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.results import finite
-from shoal.training import parse_bytes, pick_device
+from shoal.settings import parse_bytes, pick_device
 from shoal.utils.tables import duration, render, size
 from shoal.utils.torch_flags import training_mode
 

@@ -13,7 +13,8 @@ from shoal.engine.runtime.run import Run
 from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import Job
 from shoal.results import Results, named
-from shoal.training import carry_out, make_settings
+from shoal.settings import make_settings
+from shoal.training import carry_out
 
 State = tuple[str, int, int]
 

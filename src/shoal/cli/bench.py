@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.measuring import pick_precision, quick_settings, report
+from shoal.cli.output import pick_precision, quick_settings, report
 
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
 """What `shoal bench` runs by default: every network of the bench, and unlike ones in one list."""
@@ -39,7 +39,7 @@ def bench(
     from shoal.evidence.bench.run import bench as measure
     from shoal.evidence.bench.titles import TITLES
     from shoal.evidence.bench.workloads import Spec
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     place = str(pick_device(device))
     settings = Settings(

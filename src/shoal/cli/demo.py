@@ -33,7 +33,7 @@ def demo(
     """
     from rich.console import Console
 
-    from shoal.cli.files import check_picture
+    from shoal.cli.output import check_picture
     from shoal.evidence.demo.compare import compare, draw
 
     check_picture(picture)

@@ -26,7 +26,7 @@ def export(
 
     A .pt2 file holds the network's computation too: torch.export.load(file).module() runs it without your code.
     """
-    from shoal.cli.files import check_writable
+    from shoal.cli.output import check_writable
     from shoal.storage.loading import load
 
     if file.suffix not in KINDS:

@@ -43,7 +43,7 @@ def init(
 
     It trains as it is: a sweep over handwritten digits. Change it to your own network and data.
     """
-    from shoal.cli.files import check_writable
+    from shoal.cli.output import check_writable
 
     if file.suffix != ".toml":
         raise typer.BadParameter(f"the file is {str(file)!r}; give a name that ends in .toml")

@@ -1,4 +1,4 @@
-"""`shoal place TARGET`: which layers of a network to compute where."""
+"""`shoal place TARGET`: which layers of a network to compute where; with `--run`, train so."""
 
 import json
 import os
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.files import check_picture, check_writable
+from shoal.cli.output import check_picture, check_writable
 from shoal.cli.target import FILE_ENDS, check_jobs, load_target
+from shoal.utils.tables import say
 
 if TYPE_CHECKING:
     from shoal import Job
+    from shoal.place.placement import Placement
 
 TARGET_HELP = (
     "A job file (.toml, .yaml) of one job, or MODULE:FUNCTION or FILE.py:FUNCTION: a function that takes nothing and "
@@ -74,8 +76,6 @@ def place(
     first process is the server, the others are workers, and the job is trained.
     """
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
-        from shoal.cli.placed_run import run_placed
-
         wanted = {
             "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
             "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
@@ -167,3 +167,71 @@ def network_of(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, 
     kind = built.job.optimizer.__name__.lower()
     plain = kind == "sgd" and not built.job.hparams.get("momentum")
     return member.model, sample, rows, "none" if plain else "adam" if "adam" in kind else "sgd"
+
+
+def run_placed(
+    target: str,
+    wanted: dict[str, Any],
+    *,
+    placement: Path | None,
+    folder: Path | None,
+    device: str,
+    patience: float,
+    progress: bool,
+    as_json: bool,
+) -> None:
+    """Plan, unless a placement is given, and train. `wanted`: the options of `shoal place`."""
+    from shoal.place.training.api import one_job, run_process, train_job
+    from shoal.settings import make_settings
+    from shoal.split.net.launch import Torchrun
+
+    read = load_target(target)
+    started = Torchrun.read()
+    settings = make_settings(device, None, None, "auto", "60s", False, "fifo")
+    tell = say if progress and not as_json else None
+    with read.placed():
+        job = one_job(read.jobs)
+        if started is None:
+            results = train_job(job, _plan(job, placement, wanted), settings, out=folder, progress=tell is not None)
+        else:
+            if started.rank == 0:
+                wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
+            planned = _plan(job, placement, wanted) if started.rank == 0 else None
+            answer = run_process(
+                job, planned, settings, started, out=folder, progress=tell is not None, patience=patience, tell=tell
+            )
+            if answer is None:
+                return
+            results = answer
+    _show(results[0], as_json)
+
+
+def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
+    import shoal
+    from shoal.place.placement import Placement
+
+    if path is not None:
+        return Placement.load(path)
+    workers, cut = workers_of(wanted["workers"]), wanted["cut"]
+    count = workers if isinstance(workers, int) else len(workers)
+    if count < 1:
+        raise ValueError("torchrun started one process; a server and a worker are at least two: --nproc-per-node 2")
+    model, sample, rows, optimizer = network_of([job], "the target", count)
+    if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()):
+        cut = int(cut)
+    return shoal.place(
+        model, sample, **{**wanted, "workers": workers, "cut": cut}, batch_size=rows, optimizer=optimizer
+    )
+
+
+def _show(result: Any, as_json: bool) -> None:
+    from shoal.results import Results, finite
+
+    report = result.split
+    if as_json:
+        typer.echo(json.dumps(finite(result.to_dict())))
+    else:
+        typer.echo(Results([result]).table())
+        typer.echo(f"\n{report}" if report is not None else "\ntrained on one machine")
+    if result.status in ("failed", "diverged"):
+        raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.measuring import pick_precision, quick_settings, report
+from shoal.cli.output import pick_precision, quick_settings, report
 
 reproduce = typer.Typer(
     name="reproduce",
@@ -50,7 +50,7 @@ def unifiednn(
 ) -> None:
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
     from shoal.evidence.reproduce import unifiednn as paper
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     place = str(pick_device(device))
     length = epochs or (20 if place.startswith("cuda") else 5)
@@ -81,7 +81,7 @@ def pack(
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
     from shoal.evidence.bench.run import Settings
     from shoal.evidence.reproduce import pack as paper
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     place = str(pick_device(device))
     wanted = [size.strip() for size in sizes.split(",")]
@@ -130,7 +130,7 @@ def hyperband(
     """Pack-aware Hyperband: a search packed, against the same search one trial at a time, and Optuna's Hyperband."""
     from shoal.evidence.bench.datasets import load
     from shoal.evidence.reproduce import hyperband as paper
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     if space not in paper.SPACES:
         raise ValueError(f"space is {space!r}; use {' or '.join(paper.SPACES)}")
@@ -163,7 +163,7 @@ def sil(
 ) -> None:
     """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
     from shoal.evidence.reproduce import sil as paper
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:
         some = min(seeds, 2) if quick else seeds
@@ -242,7 +242,7 @@ def ist(
     from shoal.evidence.bench.datasets import load
     from shoal.evidence.reproduce import ist_report as paper
     from shoal.evidence.reproduce.ist import Scene, windows_of
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     small = data is None
     scene = Scene(

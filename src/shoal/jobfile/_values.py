@@ -28,7 +28,7 @@ def run_settings(
     tensorboard: str | None = None,
 ) -> None:
     """Check the values of the run table; ValueError that begins with the name of a setting where one is wrong."""
-    from shoal.training import make_settings
+    from shoal.settings import make_settings
 
     compiled = compile if isinstance(compile, str) else "auto"  # whether a device can is seen when it is known
     make_settings(device, memory, threads, compiled, checkpoint_every, deterministic, policy)

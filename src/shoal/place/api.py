@@ -206,7 +206,7 @@ def _cluster(
     server_memory: int | str | None,
     cores: int | None,
 ) -> Cluster:
-    from shoal.training import parse_bytes
+    from shoal.settings import parse_bytes
 
     if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
         raise PlaceError(f"workers is {workers!r}; use 1 or more, or the speed of each, such as [1, 1, 0.5]")
@@ -266,7 +266,7 @@ def _profile(
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
         return estimate_profile(graph, operations_per_second=speed)
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two
     return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)

@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data import Pool, View
 from shoal.data.source import TensorSource
-from shoal.engine.members.building import build_member, give_own_networks
+from shoal.engine.members.building import build_member, give_own_networks, names
 from shoal.engine.members.member import (
     Member,
     draws,
     make_optimizer,
     make_schedule,
-    names,
     needs_closure,
     number,
     trying,

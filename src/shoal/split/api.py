@@ -12,6 +12,7 @@ import torch
 
 from shoal.jobs.job import Job
 from shoal.results import Result
+from shoal.settings import pick_device
 from shoal.split.core.checks import check_choice
 from shoal.split.core.method import Method
 from shoal.split.executors.local import Serial
@@ -20,7 +21,6 @@ from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST
 from shoal.split.subnets.deal import WHOLE_LAYER
 from shoal.split.trainer import train_split
-from shoal.training import pick_device
 from shoal.utils.tables import say
 
 Function = TypeVar("Function", bound=Callable[..., Result])

@@ -23,6 +23,7 @@ from shoal.errors import SplitError
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.results import Result, Results
+from shoal.settings import parse_seconds
 from shoal.split._evaluation import Follower, evaluate
 from shoal.split.core.checks import check_count, shard_problems
 from shoal.split.core.memory import part_costs
@@ -34,7 +35,6 @@ from shoal.split.core.report import Forecast, SplitReport, tensor_bytes
 from shoal.split.core.state import State, tensors_of
 from shoal.split.executors.local import diverged
 from shoal.storage.run_folder import RunFolder
-from shoal.training import parse_seconds
 
 Tell = Callable[[str], None]
 

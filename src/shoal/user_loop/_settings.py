@@ -113,7 +113,7 @@ def refill(
 
 def device_of(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
     """Where these networks train: as asked for, or where the first of them is."""
-    from shoal.training import pick_device
+    from shoal.settings import pick_device
 
     if device is not None:
         return pick_device(device)

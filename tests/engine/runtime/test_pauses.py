@@ -17,7 +17,8 @@ from shoal.engine.runtime.clones import clone_of
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.results import Results
-from shoal.training import carry_out, make_settings
+from shoal.settings import make_settings
+from shoal.training import carry_out
 
 G = torch.Generator().manual_seed(5)
 X, Y = torch.randn(60, 6, generator=G), torch.randint(3, (60,), generator=G)

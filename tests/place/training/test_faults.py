@@ -20,7 +20,7 @@ import shoal
 from shoal.place.training import members
 from shoal.place.training.api import train_placed
 from shoal.place.training.joining import Joining
-from shoal.training import make_settings
+from shoal.settings import make_settings
 
 SETTINGS = make_settings("cpu", None, None, "auto", "60s", False, "fifo")
 

@@ -57,3 +57,8 @@ def give_own_networks(members: Sequence[Member]) -> list[str]:
             lines += [f"job {member.name!r}: {line}" for line in error.lines]
         member.model = in_train_mode(member.model)
     return lines
+
+
+def names(jobs: Sequence[Job]) -> list[str]:
+    """What the jobs are called: by their names, or by their place where they have none."""
+    return [job.name or f"job-{index}" for index, job in enumerate(jobs)]

@@ -269,11 +269,6 @@ def _stored(value: Any) -> Any:
     return pytree.tree_map(detached, value)
 
 
-def names(jobs: Sequence[Job]) -> list[str]:
-    """What the jobs are called: by their names, or by their place where they have none."""
-    return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
-
-
 def open_data(pool: Pool, job: Job, which: str) -> View:
     """Open `data` or `val`, with errors that say which."""
     try:
@@ -383,9 +378,8 @@ def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, 
         assert job.loss is not None
         return job.loss(model(*batch[:-1]), batch[-1]), {}
     out = job.step(model, batch)
-    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
-        return out[0], out[1]
-    return out, {}
+    logged = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)
+    return (out[0], out[1]) if logged else (out, {})
 
 
 def number(value: Any) -> float:

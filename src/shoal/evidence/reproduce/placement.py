@@ -32,8 +32,8 @@ from shoal.evidence.reproduce.placement_networks import SHAPES
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
 from shoal.place.training.api import train_placed
+from shoal.settings import make_settings
 from shoal.split.net.links import Address
-from shoal.training import make_settings
 
 WIDTH = 1 / 8
 PIXELS = {"AlexNet": 64, "VGG-16": 32, "ResNet-50": 32, "Inception-v3": 75}

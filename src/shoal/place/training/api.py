@@ -33,10 +33,11 @@ from shoal.reporting.events import Listener as EventListener
 from shoal.reporting.events import Listeners, happened
 from shoal.reporting.progress import progress_for
 from shoal.results import Results
+from shoal.settings import Settings
 from shoal.split.net.launch import LocalWorker, Torchrun
 from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
 from shoal.storage.run_folder import RunFolder
-from shoal.training import Settings, carry_out, collect
+from shoal.training import carry_out, collect
 from shoal.utils.torch_flags import torch_flags, training_mode
 
 END_SECONDS = 5.0

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shoal.engine.members.member import Member, draws, make_optimizer, names, needs_closure
+from shoal.engine.members.building import names
+from shoal.engine.members.member import Member, draws, make_optimizer, needs_closure
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, SplitError
 from shoal.jobs.job import Job

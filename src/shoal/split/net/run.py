@@ -14,6 +14,7 @@ import torch
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
 from shoal.results import Result
+from shoal.settings import parse_seconds, pick_device
 from shoal.split.api import add_notes
 from shoal.split.core.method import Method
 from shoal.split.core.report import Forecast
@@ -27,7 +28,6 @@ from shoal.split.net.worker import serve_worker
 from shoal.split.settings import Settings
 from shoal.split.sil import report as report_of_parts
 from shoal.split.trainer import train_split
-from shoal.training import parse_seconds, pick_device
 from shoal.utils.tables import duration
 
 Tell = Callable[[str], None]

@@ -21,7 +21,8 @@ from shoal.reporting.callbacks import Callback
 from shoal.reporting.events import Event, Listener, Listeners
 from shoal.reporting.progress import progress_for
 from shoal.results import Results
-from shoal.training import Settings, carry_out, make_settings
+from shoal.settings import Settings, make_settings
+from shoal.training import carry_out
 from shoal.tune.brackets import table
 from shoal.tune.population import PBT
 from shoal.tune.samplers import Sampler, make_sampler
