@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.data.source import content_hash
+from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
@@ -317,7 +318,8 @@ def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """The job's own optimizer on this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
-    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
+    with hooks_set_once(model):
+        optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
     if has_modes(optimizer):
