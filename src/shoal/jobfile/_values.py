@@ -67,7 +67,7 @@ def make_folds(node: Node, job: Job) -> list[Job]:
     table: dict[str, Node] = node.value if node.is_table else {"k": node}
     check_arguments("folds", Node(table, node.line), folds, table, 1, typed=True)
     try:
-        return folds(job, **{key: child.value for key, child in table.items()})
+        return folds(job, **{key: child.plain() for key, child in table.items()})
     except JobError as error:
         raise Mistake(node, error.lines[0].partition(": ")[2].replace("k is", "folds is")) from None
 
