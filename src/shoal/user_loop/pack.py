@@ -164,7 +164,7 @@ class Pack:
         return copy.deepcopy(self._written(id).model)
 
     def stacked_state(self) -> dict[str, Tensor]:
-        """A copy of all members' weights and buffers by name, [M, ...], in the order of `ids`: for another pack's batch."""
+        """A copy of all members' weights and buffers by name, [M, ...], in the order of `ids`."""
         stack = self._whole_stack()
         if stack is not None:
             return stack.stacked_state()

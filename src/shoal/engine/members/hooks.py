@@ -22,8 +22,8 @@ _set_by_optimizers: WeakKeyDictionary[nn.Module, list[tuple[Hooks, int]]] = Weak
 def _all_hooks(model: nn.Module) -> list[tuple[Hooks, int]]:
     holders: list[tuple[Any, str]] = [(module, name) for module in model.modules() for name in _OF_MODULES]
     holders += [(param, name) for param in model.parameters() if not is_lazy(param) for name in _OF_PARAMETERS]
-    found: list[Hooks] = [hooks for holder, name in holders if (hooks := getattr(holder, name, None))]
-    return [(hooks, number) for hooks in found for number in hooks]
+    present: list[Hooks] = [hooks for holder, name in holders if (hooks := getattr(holder, name, None))]
+    return [(hooks, number) for hooks in present for number in hooks]
 
 
 @contextmanager
