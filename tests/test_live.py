@@ -194,6 +194,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "groups": {"params": lambda m: [{"params": [p], "weight_decay": 0.1 * i} for i, p in enumerate(m.parameters())]},
     "momentum": {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.01, "momentum": 0.9}},
     "accumulate": {"accumulate": 3},
+    "EMA": {"average": shoal.EMA(decay=0.8), "val": (X, Y)},
+    "SWA": {"average": shoal.SWA(start_epoch=2, use_buffers=True), "val": (X, Y), "keep": "best"},
     "early stop": {"val": (X, Y), "stop": shoal.EarlyStop("val_loss", patience=50), "keep": "best"},
 }
 
@@ -238,9 +240,10 @@ def test_a_clone_with_another_rate() -> None:
 
 
 def test_a_clone_of_one_that_has_ended_or_waits() -> None:
-    jobs = [job("a", epochs=60), job("b", seed=1, epochs=2)]
+    ema = shoal.EMA(decay=0.8)
+    jobs = [job("a", epochs=60), job("b", seed=1, epochs=2, average=ema)]
     _, found = ordered(jobs, 4, lambda run: run.clone("b", "longer", epochs=5), lambda run: run.clone("longer", "c"))
-    (expected,) = trained(job("b", seed=1, epochs=5))
+    (expected,) = trained(job("b", seed=1, epochs=5, average=ema))
     assert same(found["longer"], expected) and same(found["c"], expected)
 
 

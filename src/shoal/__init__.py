@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from shoal.evaluation import Evaluation as Evaluation
     from shoal.explanation import Explanation as Explanation
     from shoal.explanation import explain as explain
+    from shoal.jobs.averaging import EMA as EMA
+    from shoal.jobs.averaging import SWA as SWA
     from shoal.jobs.job import EarlyStop as EarlyStop
     from shoal.jobs.job import Job as Job
     from shoal.live import LiveRun as LiveRun
     from shoal.live import start as start
     from shoal.place.api import place as place
     from shoal.preparation.folds import folds as folds
-    from shoal.reference import replay as replay
     from shoal.reference import solo as solo
+    from shoal.replaying import replay as replay
     from shoal.reporting.callbacks import MemberView as MemberView
     from shoal.reporting.events import Event as Event
     from shoal.reporting.loggers import CSVLogger as CSVLogger
@@ -54,6 +56,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
     "CSVLogger": "shoal.reporting.loggers",
+    "EMA": "shoal.jobs.averaging",
     "EarlyStop": "shoal.jobs.job",
     "Ensemble": "shoal.evaluation",
     "Evaluation": "shoal.evaluation",
@@ -74,6 +77,7 @@ _HOME = {
     "Results": "shoal.results",
     "RoundRobin": "shoal.engine.planning.policy",
     "Rows": "shoal.data.rows",
+    "SWA": "shoal.jobs.averaging",
     "ShoalError": "shoal.errors",
     "ShoalWarning": "shoal.errors",
     "ShortestFirst": "shoal.engine.planning.policy",
@@ -83,7 +87,7 @@ _HOME = {
     "explain": "shoal.explanation",
     "folds": "shoal.preparation.folds",
     "load": "shoal.storage.loading",
-    "replay": "shoal.reference",
+    "replay": "shoal.replaying",
     "solo": "shoal.reference",
     "start": "shoal.live",
     "train": "shoal.training",

@@ -13,6 +13,11 @@ Points that a user may want to look up here:
 - Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
   mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step. A step or a network
   that asks autograd for gradients itself, and so cannot run without them, is validated with gradients.
+- With `average`, torch's AveragedModel is updated after optimizer steps, before the schedule moves. From its first
+  update on, validation, the best weights and the result have the averaged weights; training never sees them. Weights
+  that are not trained, and buffers (without `use_buffers`), are the network's own.
+- An optimizer with train() and eval() is in train mode in training, and in eval mode for validation, the best weights
+  and the result. After validation the weights in training are put back bit for bit; train() alone would round.
 - A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
 - An exception ends the job as failed: from its data, step or optimizer with buffers from before that batch, whose step
   is not counted; from its schedule after the step, which is.
@@ -30,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shoal.data import Pool, View
 from shoal.engine.members.member import (
@@ -38,16 +44,17 @@ from shoal.engine.members.member import (
     evaluating,
     make_optimizer,
     make_schedule,
-    needs_closure,
     number,
     open_data,
     run_step,
     seeded,
 )
 from shoal.engine.members.ownership import build_model
+from shoal.engine.optim.kinds import has_modes, needs_closure, set_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
+from shoal.jobs.averaging import EMA, SWA, is_due
 from shoal.jobs.early_stopping import Monitor, validates
 from shoal.jobs.job import Job
 from shoal.results import Result
@@ -56,7 +63,7 @@ from shoal.utils.weights import load_weights
 
 
 @dataclass(slots=True, eq=False)
-class _Solo:
+class Training:
     """All that the loop carries along."""
 
     job: Job
@@ -66,6 +73,8 @@ class _Solo:
     schedule: LRScheduler | None
     scaler: torch.amp.GradScaler | None
     monitor: Monitor
+    steps_per_epoch: int
+    average: AveragedModel | None = None
     step: int = 0
     epoch: int = 0
     losses: list[float] = field(default_factory=list)
@@ -88,7 +97,11 @@ class _Solo:
 
 def solo(job: Job, device: str | torch.device = "cpu") -> Result:
     """Train one job by the plain loop."""
-    state = _train(job, torch.device(device))
+    state = train_alone(job, torch.device(device))
+    names = {id(p): name for name, p in state.model.named_parameters() if p.requires_grad}
+    trained = {names[id(p)]: value.cpu() for p, value in _take_evaluation_weights(state) if id(p) in names}
+    if state.best is not None:
+        load_weights(state.model, state.best)
     return Result(
         name=job.name or "job-0",
         job=job,
@@ -102,46 +115,12 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
         environment=environment(state.device),
         steps=state.step,
         validations=state.validations,
+        training_weights=trained,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A stretch of one job's training, alone."""
-
-    from_step: int
-    losses: list[float]
-    """The mean batch loss of each step in the stretch."""
-    model: nn.Module
-    """As it is after the last step of the stretch."""
-    optimizer_state: dict[str, Any]
-    status: str
-    error: str | None
-
-
-def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: str | torch.device = "cpu") -> Replay:
-    """For debugging: train one job alone by the plain loop, up to `from_step` + `steps`, and show that stretch.
-
-    A debugger, or prints in the model, then see exactly what the member saw in its pack.
-    """
-    if from_step < 0 or (steps is not None and steps < 1):
-        raise ValueError(
-            f"from_step is {from_step} and steps is {steps}; use 0 or more, and 1 or more (or None for all)"
-        )
-    state = _train(job, torch.device(device), until=None if steps is None else from_step + steps, validate=False)
-    k, nb = job.accumulate, _num_batches(job, len(open_data(Pool(torch.device("cpu")), job, "data")))
-    epochs = [state.losses[i : i + nb] for i in range(0, len(state.losses), nb)]
-    means = [
-        sum(group) / len(group) for epoch in epochs for group in (epoch[i : i + k] for i in range(0, len(epoch), k))
-    ]
-    if from_step >= len(means):
-        raise ValueError(f"from_step is {from_step}; this job has {len(means)} steps: use a smaller number")
-    return Replay(
-        from_step, means[from_step:], state.model.to("cpu"), state.optimizer.state_dict(), state.status, state.error
-    )
-
-
-def _train(job: Job, device: torch.device, until: int | None = None, validate: bool = True) -> _Solo:
+def train_alone(job: Job, device: torch.device, until: int | None = None, validate: bool = True) -> Training:
+    """The plain loop, to its end or through so many steps."""
     pool = Pool(device)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
@@ -149,26 +128,26 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
         model = build_model(job).to(device)
         optimizer = make_optimizer(job, model)
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-        state = _Solo(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job))
+        groups = -(-num_batches(job, len(data)) // job.accumulate)
+        state = Training(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job), groups)
         order = torch.Generator().manual_seed(job.order_seed)
         while state.status == "running" and not state.finished():
             _epoch(state, data, order, until, val if validate else None)
             if state.status == "running" and validate:
-                _end_of_epoch(state, val, whole=len(state.losses) % _num_batches(job, len(data)) == 0)
+                _end_of_epoch(state, val, whole=len(state.losses) % num_batches(job, len(data)) == 0)
             elif state.status == "running":
                 state.epoch += 1
         if state.status == "running":
             state.status = "done"
-    if state.best is not None:
-        load_weights(model, state.best)
     return state
 
 
-def _num_batches(job: Job, n: int) -> int:
+def num_batches(job: Job, n: int) -> int:
+    """Batches in one epoch over so many rows."""
     return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
 
 
-def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
+def _epoch(state: Training, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
     """One epoch, or as much of it as the job's steps allow."""
     job, n = state.job, len(data)
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
@@ -188,7 +167,7 @@ def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, 
             return
 
 
-def _within_epoch(state: _Solo, val: View) -> None:
+def _within_epoch(state: Training, val: View) -> None:
     """A validation in the middle of an epoch, where it is due: best weights, early stop."""
     job = state.job
     if job.val_every_steps is None or state.step % job.val_every_steps or state.finished():
@@ -201,16 +180,17 @@ def _within_epoch(state: _Solo, val: View) -> None:
     state.validations.append(row)
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
-        state.best = _copied(state.model)
+        state.best = _copied(state)
     if stop:
         state.status = "stopped"
 
 
-def _copied(model: nn.Module) -> dict[str, Any]:
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in model.state_dict().items()}
+def _copied(state: Training) -> dict[str, Any]:
+    with _evaluation_weights(state):
+        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
 
 
-def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
+def _step(state: Training, data: View, group: list[Tensor]) -> None:
     """One optimizer step over a group of batches, each of these rows."""
     job, model, optimizer = state.job, state.model, state.optimizer
     optimizer.zero_grad()
@@ -240,12 +220,67 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
         state.losses.append(number(loss))
         state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
+    _update_average(state)
     state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
     if state.schedule is not None and job.schedule_every == "step":
         _move_schedule(state)
 
 
-def _move_schedule(state: _Solo, *metric: float) -> None:
+def _update_average(state: Training) -> None:
+    rule = state.job.average
+    if rule is None or not is_due(rule, state.step, state.steps_per_epoch):
+        return
+    if state.average is None:
+        torchs = _torchs_update(rule)
+
+        def update(averages: Any, values: Any, count: Any) -> None:
+            if averages[0].is_floating_point() or averages[0].is_complex():  # of whole numbers there is no mean
+                torchs(averages, values, int(count))  # of a tensor, torch would round 1 / (count + 1) to float32
+
+        state.average = AveragedModel(state.model, multi_avg_fn=update, use_buffers=rule.use_buffers)
+    state.average.update_parameters(state.model)
+
+
+def _torchs_update(rule: EMA | SWA) -> Any:
+    return get_ema_multi_avg_fn(rule.decay) if isinstance(rule, EMA) else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _take_evaluation_weights(state: Training) -> list[tuple[Tensor, Tensor]]:
+    """Put the weights that validation uses into the network; which tensors have others now, and what they were."""
+    before: list[tuple[Tensor, Tensor]] = []
+    if has_modes(state.optimizer):
+        before = [(p, p.clone()) for p in state.model.parameters()]
+        set_mode(state.optimizer, "eval")
+    elif (average := state.average) is not None:
+        pairs: list[tuple[Tensor, Tensor]] = list(
+            zip(state.model.parameters(), average.module.parameters(), strict=True)
+        )
+        pairs = [(tensor, value) for tensor, value in pairs if tensor.requires_grad]
+        if average.use_buffers:
+            pairs += zip(state.model.buffers(), average.module.buffers(), strict=True)
+        pairs = [(tensor, value) for tensor, value in pairs if tensor.is_floating_point() or tensor.is_complex()]
+        before = [(tensor, tensor.clone()) for tensor, _ in pairs]
+        for tensor, value in pairs:
+            tensor.copy_(value)
+    return before
+
+
+@contextmanager
+def _evaluation_weights(state: Training) -> Iterator[None]:
+    """Inside, the network has the weights that validation uses; after, those in training again."""
+    before = _take_evaluation_weights(state)
+    try:
+        yield
+    finally:
+        if has_modes(state.optimizer):
+            set_mode(state.optimizer, "train")
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+def _move_schedule(state: Training, *metric: float) -> None:
     assert state.schedule is not None
     try:
         state.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
@@ -254,7 +289,7 @@ def _move_schedule(state: _Solo, *metric: float) -> None:
 
 
 @contextmanager
-def _drawing(state: _Solo) -> Iterator[None]:
+def _drawing(state: Training) -> Iterator[None]:
     """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
     if state.device.type == "cpu":
         yield
@@ -264,7 +299,7 @@ def _drawing(state: _Solo) -> Iterator[None]:
         yield
 
 
-def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
+def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
     """The history's row, validation, the epoch's schedule, best weights, early stop."""
     job = state.job
     state.epoch += 1
@@ -286,7 +321,7 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
     value = state.monitor.value(row)
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
-        state.best = _copied(state.model)
+        state.best = _copied(state)
     if whole and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)
@@ -296,16 +331,21 @@ def _end_of_epoch(state: _Solo, val: View | None, whole: bool) -> None:
         state.status = "stopped"
 
 
-def _validate(state: _Solo, val: View) -> dict[str, float]:
+def _validate(state: Training, val: View) -> dict[str, float]:
     job, model, sheet = state.job, state.model, Sheet(state.job)
     devices = [state.device] if state.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), evaluating(model), autocast(job, state.device):
+    with (
+        torch.random.fork_rng(devices=devices),
+        _evaluation_weights(state),
+        evaluating(model),
+        autocast(job, state.device),
+    ):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
         return sheet.values()
 
 
-def _apply(state: _Solo) -> None:
+def _apply(state: Training) -> None:
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
     _clip(state)
@@ -317,7 +357,7 @@ def _apply(state: _Solo) -> None:
         state.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts: no warning from the schedule
 
 
-def _closure_step(state: _Solo, batch: Any, loss: Tensor) -> None:
+def _closure_step(state: Training, batch: Any, loss: Tensor) -> None:
     """LBFGS and its like evaluate the loss as often as they want; the first evaluation is the one already made."""
     ready = [loss]
 
@@ -333,7 +373,7 @@ def _closure_step(state: _Solo, batch: Any, loss: Tensor) -> None:
     state.optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def _clip(state: _Solo) -> None:
+def _clip(state: Training) -> None:
     if state.job.clip_norm is not None:
         nn.utils.clip_grad_norm_(state.model.parameters(), state.job.clip_norm)
     if state.job.clip_value is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import NoSuchJob, ShoalError
 from shoal.jobs.early_stopping import best_row, in_order, kept_row
@@ -67,6 +67,9 @@ class Result:
     split: Any = None
     """What a split did and cost: a `shoal.split.SplitReport` (in a folder that was read: its numbers as a dict); None
     where the job was trained as one."""
+    training_weights: dict[str, Tensor] = field(default_factory=dict)
+    """By name, the weights as training left them, where `model` has others: an average, or those of an optimizer's eval
+    mode. Empty elsewhere."""
     stored: StoredWeights | None = None
     """Where the weights are, of a result that was read from a folder."""
 

@@ -298,22 +298,23 @@ class _Work:
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
     """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
-    return Results(
-        [
-            Result(
-                name=member.name,
-                job=member.job,
-                model=member.model.to("cpu").eval(),
-                history=member.history,
-                validations=member.validations,
-                status=member.status,
-                tier=member.tier,
-                error=member.error,
-                optimizer_state=member.optimizer_state,
-                seconds=member.seconds,
-                environment=stamp,
-                steps=member.step,
-            )
-            for member in members
-        ]
+    return Results([_result(member, stamp) for member in members])
+
+
+def _result(member: Member, stamp: dict[str, Any]) -> Result:
+    trained: dict[str, Any] = {} if member.trained is None else member.trained["model"]
+    return Result(
+        name=member.name,
+        job=member.job,
+        model=member.model.to("cpu").eval(),
+        history=member.history,
+        validations=member.validations,
+        status=member.status,
+        tier=member.tier,
+        error=member.error,
+        optimizer_state=member.optimizer_state,
+        seconds=member.seconds,
+        environment=stamp,
+        steps=member.step,
+        training_weights={n: trained[n] for n, _ in member.model.named_parameters() if n in trained},
     )

@@ -54,7 +54,10 @@ def same(one: shoal.Result, other: shoal.Result) -> None:
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in r.history] for r in (one, other)]
     assert rows[0] == rows[1] and one.validations == other.validations, one.name
     assert (one.status, one.steps, one.best_epoch) == (other.status, other.steps, other.best_epoch), one.name
-    states = [[*r.model.state_dict().values(), *_tensors(r.optimizer_state)] for r in (one, other)]
+    states = [
+        [*r.model.state_dict().values(), *_tensors(r.optimizer_state), *r.training_weights.values()]
+        for r in (one, other)
+    ]
     for a, b in zip(*states, strict=True):
         assert torch.equal(a, b), one.name
 
@@ -75,11 +78,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "stops at once": {"stop": shoal.EarlyStop("accuracy", patience=1, min_delta=2.0)},
     "serial": {"model": Branch, "keep": "best", "val_every": 2},
     "accumulate": {"accumulate": 3, "optimizer": torch.optim.SGD, "keep": "best"},
+    "EMA": {"average": shoal.EMA(decay=0.8)},
+    "SWA, best": {"average": shoal.SWA(every=2), "keep": "best", "val_every": 2},
+    "serial EMA": {"average": shoal.EMA(decay=0.8, every=3, use_buffers=True), "model": Branch},
     "no validation": {"val": None, "metrics": {}},
 }
 
 
-FEW = ("plain", "best", "within", "accumulate")
+FEW = ("plain", "best", "within", "accumulate", "EMA")
 """Kinds for a test that is quick."""
 
 

@@ -14,7 +14,7 @@ from shoal.jobs.job import Job
 
 MOST_JOBS = 100_000
 FIELDS = tuple(field.name for field in fields(Job))
-REFERENCES = ("model", "data", "val", "collate", "loss", "step", "params", "schedule")
+REFERENCES = ("model", "data", "val", "collate", "loss", "step", "params", "schedule", "average")
 """Fields that name something: text, or a table with `use` and its arguments."""
 TABLES = (*REFERENCES, "hparams", "metrics", "stop")
 EITHER = {"epochs": "steps", "loss": "step", "seed": "seeds", "val": "folds"}

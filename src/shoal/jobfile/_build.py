@@ -20,7 +20,7 @@ from shoal.jobfile._blocks import TABLES, Case
 from shoal.jobfile._places import Places
 from shoal.jobfile._references import bound, check_arguments, check_file, find, guarded, split
 from shoal.jobfile._tree import Mistake, Node, Problems
-from shoal.jobfile._values import make_folds, make_hparams, make_stop
+from shoal.jobfile._values import make_average, make_folds, make_hparams, make_stop
 from shoal.jobs.job import Job
 from shoal.models import MODELS
 from shoal.preparation.checks import field_problems
@@ -56,6 +56,7 @@ class Builder:
             "schedule": self._schedule,
             "hparams": make_hparams,
             "stop": make_stop,
+            "average": make_average,
             **{name: partial(self._function, name) for name in CALLED},
         }
         """Field -> what makes its value; others are plain values."""

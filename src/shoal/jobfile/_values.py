@@ -1,4 +1,4 @@
-"""Tables of plain values in a job file: `stop`, `folds`, `hparams`, and `run`, the arguments of `shoal.train`."""
+"""Tables of plain values in a job file: `stop`, `average`, `folds`, `hparams`; and `run`, what `shoal.train` takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobError
-from shoal.jobfile._references import check_arguments
+from shoal.jobfile._references import check_arguments, split
 from shoal.jobfile._tree import Mistake, Node, Problems
+from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.job import EarlyStop, Job
 from shoal.preparation.folds import folds
 
@@ -66,7 +67,7 @@ def make_folds(node: Node, job: Job) -> list[Job]:
     table: dict[str, Node] = node.value if node.is_table else {"k": node}
     check_arguments("folds", Node(table, node.line), folds, table, 1, typed=True)
     try:
-        return folds(job, **{key: child.value for key, child in table.items()})
+        return folds(job, **{key: child.plain() for key, child in table.items()})
     except JobError as error:
         raise Mistake(node, error.lines[0].partition(": ")[2].replace("k is", "folds is")) from None
 
@@ -78,6 +79,20 @@ def make_stop(node: Node) -> EarlyStop:
     except JobError as error:
         text = error.lines[0].removeprefix("EarlyStop: ")
         raise Mistake(node.value.get(text.partition(" ")[0], node), f"stop.{text}") from None
+
+
+def make_average(node: Node) -> EMA | SWA:
+    """average = "EMA", or a table with `use` and its arguments."""
+    use, arguments = split("average", node)
+    kind: type[EMA | SWA] | None = {"ema": EMA, "swa": SWA}.get(str(use.value).lower())
+    if kind is None:
+        raise Mistake(use, f"average {use.value!r} is not known; use 'EMA' or 'SWA'")
+    check_arguments("average", use, kind, arguments, typed=True)
+    try:
+        return kind(**{name: child.plain() for name, child in arguments.items()})
+    except JobError as error:
+        text = error.lines[0].partition(": ")[2]
+        raise Mistake(arguments.get(text.partition(" ")[0], node), f"average.{text}") from None
 
 
 def make_hparams(node: Node) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
+from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
 
@@ -131,6 +132,9 @@ class Job:
     """Clip each element of the gradients to at most this absolute value; None: leave them."""
     precision: Literal["bf16", "fp16"] | None = None
     """None: the model's own dtype. "bf16", "fp16": autocast, fp16 with a gradient scaler."""
+    average: EMA | SWA | None = None
+    """An average of the weights, shoal.EMA(...) or shoal.SWA(...), which validation, `keep` and the result use; None:
+    the weights themselves."""
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     """Name -> (outputs, targets) -> number, over the whole validation set."""
     val_every: int = 1
@@ -266,6 +270,8 @@ def _training_problems(job: Job) -> list[str]:
         lines.append("it has both clip_norm and clip_value; set one of the two")
     if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # its type is only a promise
         lines.append(f"stop is {_short(job.stop)}; use shoal.EarlyStop(...)")
+    if not isinstance(getattr(job, "average"), (EMA, SWA, type(None))):  # noqa: B009
+        lines.append(f"average is {_short(job.average)}; use shoal.EMA(...) or shoal.SWA(...)")
     for name in ("name", "owner"):
         if not isinstance(getattr(job, name), str):
             lines.append(f"{name} is {_short(getattr(job, name))}; use a string")

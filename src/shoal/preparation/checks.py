@@ -18,12 +18,13 @@ from shoal.engine.members.member import (
     draws,
     make_optimizer,
     make_schedule,
-    needs_closure,
     number,
     trying,
 )
+from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
+from shoal.jobs.averaging import interval
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
@@ -54,6 +55,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
+    warn_of_averages(members)
     return members
 
 
@@ -174,6 +176,8 @@ def optimizer_problems(member: Member) -> list[str]:
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
+        if has_modes(optimizer) and job.average is not None:
+            lines.append(f"{type(optimizer).__name__} averages the weights itself; leave average= out")
         params = {id(p) for p in member.model.parameters()}
         if any(id(p) not in params for group in optimizer.param_groups for p in group["params"]):
             lines.append(
@@ -193,6 +197,21 @@ def optimizer_problems(member: Member) -> list[str]:
 
 def _settings(job: Job) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in job.hparams.items()) or "its defaults"
+
+
+def warn_of_averages(members: list[Member]) -> None:
+    """Averages that begin after a job's end: it may be made longer later, so that is a warning."""
+    for member in members:
+        job, per_epoch = member.job, member.steps_per_epoch
+        steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
+        first = 0 if job.average is None else job.average.first(per_epoch) + interval(job.average, per_epoch)
+        if steps < first:
+            warnings.warn(
+                f"job {member.name!r}: the first update of {job.average} comes after step {first}, and the job has "
+                f"{steps} steps; it ends with the weights as they are",
+                ShoalWarning,
+                stacklevel=4,
+            )
 
 
 def warn_of_data(members: list[Member]) -> None:

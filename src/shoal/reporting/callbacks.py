@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.engine.members.evaluation_weights import with_evaluation_weights
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.errors import ShoalError, ShoalWarning, describe
@@ -144,12 +145,13 @@ class MemberView:
 
 def own_copy(member: Member) -> nn.Module:
     """A copy of a member's network in eval mode on the CPU; built anew where it cannot be copied as it is."""
-    try:
-        model = copy.deepcopy(member.model)
-    except Exception:
-        with seeded(member.job.seed, member.device):
-            model = build_model(member.job)
-        model.load_state_dict(member.model.state_dict())
+    with with_evaluation_weights(member):
+        try:
+            model = copy.deepcopy(member.model)
+        except Exception:
+            with seeded(member.job.seed, member.device):
+                model = build_model(member.job)
+            model.load_state_dict(member.model.state_dict())
     return model.to("cpu").eval()
 
 

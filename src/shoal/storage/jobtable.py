@@ -121,6 +121,8 @@ def describe_settings(member: Member) -> dict[str, Any]:
         "metrics": sorted(job.metrics),
         "stop": repr(job.stop) if job.stop is not None else None,
     }
+    if job.average is not None:
+        described["average"] = repr(job.average)
     plain: dict[str, Any] = json.loads(json.dumps(described))
     return plain
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from shoal.errors import OutError, ShoalError, describe
+from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.job import EarlyStop, Job
 from shoal.results import Result, Results
 from shoal.storage._checkpoints import Checkpoints
@@ -113,13 +114,13 @@ class StoredJob:
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         self._entry = dict(entry)
-        self._stop = None if entry.get("stop") is None else _early_stop(entry["stop"])
+        self._made = {"stop": _made(entry.get("stop")), "average": _made(entry.get("average"))}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name == "stop":
-            return self._stop
+        if name in self._made:
+            return self._made[name]
         if name in ("model", "data", "loss", "step", "collate", "params", "schedule", "owner", "priority"):
             raise ShoalError(
                 f"job {self._entry['name']!r} was read from a folder, which holds no {name!r}; see .settings"
@@ -140,11 +141,16 @@ class StoredJob:
         return dict(self._entry)
 
 
-def _early_stop(text: str) -> EarlyStop:
-    """An EarlyStop from its repr."""
+def _made(text: str | None) -> EarlyStop | EMA | SWA | None:
+    """An EarlyStop, EMA or SWA from its repr."""
+    if text is None:
+        return None
     call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    return EarlyStop(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None})
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    kinds: dict[str, type[EarlyStop | EMA | SWA]] = {"EarlyStop": EarlyStop, "EMA": EMA, "SWA": SWA}
+    return kinds[call.func.id](
+        **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
+    )
 
 
 @dataclass(frozen=True, slots=True)

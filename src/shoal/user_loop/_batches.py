@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import Source
+from shoal.engine.members.evaluation_weights import with_evaluation_weights
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import SerialUnit
+from shoal.engine.tiers.stacked.forward import Forward, joined
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
+from shoal.engine.tiers.unit import member_output
 from shoal.errors import MemberError
 
 LoopUnit = GivenBatchesStack | SerialUnit
@@ -116,3 +120,26 @@ def step_alone(unit: SerialUnit, batches: Batches) -> tuple[Losses, dict[int, Ex
     unit.member.step += 1
     errors = {id: unit.failures()[0]} if unit.failures() else {}
     return [([id], unit.losses()[0].to(batches.leaves[0].device))], errors
+
+
+def stacked_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Weights and buffers of networks by name, [M, ...].
+
+    Raises:
+        ValueError: when the networks have different ones.
+    """
+    states = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
+    shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in states]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError("members' weights differ in name or shape, and so cannot be stacked; use member(id)")
+    return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]} if states else {}
+
+
+def outputs_of(members: Sequence[Member], inputs: Any) -> Any:
+    """Eval-mode outputs of members that were written back, [M, ...]."""
+    with ExitStack() as inside:
+        for member in members:
+            inside.enter_context(with_evaluation_weights(member))
+        if len({member.job.precision for member in members}) == 1:
+            return Forward([member.model for member in members], members[0].job.precision)(inputs)
+        return joined([member_output(Forward([m.model], m.job.precision)(inputs), 0) for m in members])

@@ -87,7 +87,11 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
     except JobError as error:
         raise JobError(*(line.replace("job: ", f"{name}: ", 1) for line in error.lines)) from None
     rng = torch.Generator().manual_seed(seed)
-    twin = build_model(job).to(device)
+    try:
+        twin = build_model(job).to(device)
+    except JobError as error:
+        said = [line.partition("; pass a function")[0] for line in error.lines]
+        raise JobError(*(f"{name}: {line}; set it in params=, which is given the copy" for line in said)) from None
     member = Member(job, id, name, device, twin, rng, torch.Generator(), data)
     lines = field_problems(job) or [line for line in optimizer_problems(member) if "needs a watched value" not in line]
     if lines:

@@ -20,11 +20,12 @@ from shoal.engine.proof.group import explain_reason
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
-from shoal.engine.tiers.stacked.forward import Forward, joined
+from shoal.engine.tiers.stacked.forward import joined
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
-from shoal.engine.tiers.unit import Unlike, member_output
+from shoal.engine.tiers.unit import Unlike
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import JobError, ShoalWarning, describe
+from shoal.user_loop import _batches
 from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, asked_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
 from shoal.user_loop._settings import device_of, make_member, refill, settings_of_each, settings_of_new_member
@@ -161,6 +162,13 @@ class Pack:
     def member(self, id: int) -> nn.Module:
         """A copy of a member's network as it is now: the class it came as, in train mode, on the pack's device."""
         return copy.deepcopy(self._written(id).model)
+
+    def stacked_state(self) -> dict[str, Tensor]:
+        """A copy of all members' weights and buffers by name, [M, ...], in the order of `ids`."""
+        stack = self._whole_stack()
+        if stack is not None:
+            return stack.stacked_state()
+        return _batches.stacked_state([self._written(id).model for id in self.ids])
 
     def optimizer_state(self, id: int) -> dict[str, Any]:
         """A copy of a member's optimizer state, as from the optimizer's own state_dict()."""
@@ -379,13 +387,14 @@ class Pack:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
         self._look_for_changes()
-        stacks = [
-            u for u in self._units if isinstance(u, GivenBatchesStack) and [m.index for m in u.members] == self.ids
-        ]
-        if stacks:
-            outputs = stacks[0].outputs(inputs)
+        stack = self._whole_stack()
+        if stack is not None:
+            with stack.evaluation_weights([]):
+                outputs = stack.outputs(inputs)
             return joined(outputs) if isinstance(outputs, Unlike) else outputs
-        members = [self._written(id) for id in self._members]
-        if len({member.job.precision for member in members}) == 1:
-            return Forward([member.model for member in members], members[0].job.precision)(inputs)
-        return joined([member_output(Forward([m.model], m.job.precision)(inputs), 0) for m in members])
+        return _batches.outputs_of([self._written(id) for id in self._members], inputs)
+
+    def _whole_stack(self) -> GivenBatchesStack | None:
+        """The stack that all members are in, in their order; None where there is none."""
+        stacks = (unit for unit in self._units if isinstance(unit, GivenBatchesStack))
+        return next((stack for stack in stacks if [m.index for m in stack.members] == self.ids), None)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.data.source import content_hash
+from shoal.engine.members.hooks import hooks_set_once
+from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
@@ -31,7 +30,6 @@ from shoal.jobs.job import Job
 from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import seed_torch
-from shoal.utils.randomness import generator_at
 from shoal.utils.weights import load_other_buffers, load_weights, other_buffers
 
 
@@ -71,6 +69,10 @@ class Member:
     monitor: Monitor = field(init=False)
     best: dict[str, Any] | None = None
     """The best weights so far, on the CPU, where keep="best"."""
+    average: dict[str, Any] | None = None
+    """The average of its weights, where the job has one: how many updates it had ("count"), and "values" by name."""
+    trained: dict[str, Any] | None = None
+    """Of one that ended with other weights than those in training: these ("model"), and what its optimizer had."""
     batches: int = 0
     """Batches it has had: with the seed, what its draws on a GPU are a function of."""
     order: Tensor | None = None
@@ -117,6 +119,11 @@ class Member:
     def num_batches(self) -> int:
         """Batches in one epoch, the short last one included."""
         return -(-self.num_rows // self.job.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        return -(-self.num_batches // self.job.accumulate)
 
     @property
     def at_step_boundary(self) -> bool:
@@ -179,6 +186,7 @@ class Member:
         if self.device.type != "cpu":
             self.model.to("cpu")
             self.optimizer_state = _stored(self.optimizer_state)
+            self.average = _stored(self.average)
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
@@ -194,6 +202,8 @@ class Member:
             "python": _stored(self.saved_state.capture()),
             "optimizer": _stored(self.optimizer_state),
             "best": self.best,
+            "average": _stored(self.average),
+            "trained": self.trained,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
             "rng": self.rng.get_state(),
             "orders": self.orders.get_state() if drawn is None else drawn,
@@ -215,10 +225,14 @@ class Member:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
         self.validations = [dict(row) for row in state.get("validations", ())]
-        load_weights(self.model, state["model"], give=True)
+        model, optimizer, trained = state["model"], state["optimizer"], state.get("trained")
+        if trained is not None and self.status == "running":  # it had ended, and trains on
+            model, optimizer, trained = {**model, **trained["model"]}, trained.get("optimizer", optimizer), None
+        self.average, self.trained = state.get("average"), trained
+        load_weights(self.model, model, give=True)
         load_other_buffers(self.model, state.get("buffers", {}))
         self.saved_state.load(state.get("python"))
-        self.optimizer_state, self.best = state["optimizer"], state["best"]
+        self.optimizer_state, self.best = optimizer, state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
         self.orders.set_state(state["orders"])
@@ -228,22 +242,6 @@ class Member:
         self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
-
-
-def scratch_copy(member: Member) -> Member:
-    """A member to try things on: nothing done to it reaches the real one."""
-    return replace(
-        member,
-        model=copy.deepcopy(member.model),
-        rng=generator_at(member.rng.get_state()),
-        orders=generator_at(member.orders.get_state()),
-        history=[],
-        validations=[],
-        losses=[],
-        logs={},
-        optimizer_state={},
-        best=None,
-    )
 
 
 LARGE_BUFFER = 1 << 16
@@ -320,9 +318,12 @@ def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """The job's own optimizer on this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
-    optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
+    with hooks_set_once(model):
+        optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
+    if has_modes(optimizer):
+        set_mode(optimizer, "train")
     return optimizer
 
 
@@ -342,15 +343,6 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
 def _own_copy(value: Tensor) -> Tensor:
     """Schedulers write into a learning rate that is a tensor; the user's, which jobs may share, stays as it is."""
     return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
-
-
-_signature = cache(inspect.signature)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer evaluates the loss itself, as LBFGS does."""
-    parameter = _signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.data.source import parts
+from shoal.engine.members.hooks import hooked_parameter
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 from shoal.utils.random_state import restored
@@ -36,6 +37,8 @@ _shares: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 def call_factory(job: Job) -> nn.Module:
     """What a job's factory gives out, or a copy of its module."""
     factory: Any = job.model
+    if isinstance(factory, nn.Module):
+        _refuse_hooks(factory, "it is copied for its job")
     model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
     if not isinstance(model, nn.Module):
         raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
@@ -60,6 +63,7 @@ def in_train_mode(model: nn.Module) -> nn.Module:
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a network that shares memory with others."""
+    _refuse_hooks(model, "its factory gives out weights that others have too, so it is copied")
     try:
         odd = [tensor for tensor in model.buffers() if tensor.layout in _COMPRESSED]  # deepcopy does not know them
         return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in odd})
@@ -68,6 +72,15 @@ def copied(model: nn.Module) -> nn.Module:
             "its factory gives out weights that others have too, and a copy of the network cannot be made "
             f"({describe(error)}); build a new network in each call"
         ) from error
+
+
+def _refuse_hooks(model: nn.Module, why: str) -> None:
+    name = hooked_parameter(model)
+    if name is not None:
+        raise JobError(
+            f"model has a gradient hook on parameter {name!r}, and {why}, which loses the hook; pass a function that "
+            "builds the network and sets the hook"
+        )
 
 
 def gives_out_shared(job: Job, model: nn.Module) -> bool:

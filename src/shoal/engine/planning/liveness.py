@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.engine.members.evaluation_weights import averaged_tensors
 from shoal.engine.members.member import Member
 from shoal.engine.optim.hparams import rule_for
 from shoal.engine.recipes.program import Program
@@ -134,6 +135,7 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
 def _update(stack: Stack, grads: list[Tensor | None]) -> None:
     """The optimizer's step, but for kernels that work in place."""
     (optimizer,) = stack.optimizer.parts
+    stack.averages = None  # they are updated in place, and were counted when the stack was made
     if isinstance(optimizer, StackedOptimizer) and any(isinstance(f, FusedAdam) for f in optimizer._fused):
         optimizer._fused = [None] * len(optimizer.groups)
         if stack.device.type == "cpu":
@@ -159,7 +161,7 @@ def solo_step(recipe: Recipe) -> Held:
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         held = ledger.held(start)
         sizes = [nbytes(g) for g in grads if g is not None]
-    state = held.state + optimizer_bytes(recipe)
+    state = held.state + optimizer_bytes(recipe) + average_bytes(recipe.member)
     update = [*sizes, *[max(sizes, default=0)] * 2]  # a plain optimizer makes a temporary or two for each weight
     if sum(update) > held.working:
         return Held(state, sum(update), tuple(sorted(update)))
@@ -180,6 +182,14 @@ def optimizer_bytes(recipe: Recipe) -> int:
             if p.requires_grad and used[position]:
                 total += len(rule.buffers()) * nbytes(p)
     return total
+
+
+def average_bytes(member: Member) -> int:
+    """The average of one member's weights, where its job has one."""
+    rule = member.job.average
+    if rule is None:
+        return 0
+    return sum(nbytes(t) for t in averaged_tensors(member.model, rule).values() if not torch.nn.parameter.is_lazy(t))
 
 
 def batch_shapes(graph: Trace) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -20,7 +20,15 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource, parts
 from shoal.engine.members.member import Member
 from shoal.engine.planning import perf_cache
-from shoal.engine.planning.liveness import Held, model_bytes, nbytes, optimizer_bytes, solo_step, stacked_step
+from shoal.engine.planning.liveness import (
+    Held,
+    average_bytes,
+    model_bytes,
+    nbytes,
+    optimizer_bytes,
+    solo_step,
+    stacked_step,
+)
 from shoal.engine.planning.planner import LEAST, Curve
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tracing.trace import Trace
@@ -62,6 +70,7 @@ class StepBytes(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
+    """Its state, and the average of the weights where the job has one."""
     activations: int
     """Of its largest batch, all of them held at once."""
 
@@ -74,9 +83,9 @@ def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
     """
     gradients = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not is_lazy(p))
     if recipe is None:
-        return StepBytes(model_bytes(member), gradients, 2 * gradients, 0)
+        return StepBytes(model_bytes(member), gradients, 2 * gradients + average_bytes(member), 0)
     activations = activation_bytes(recipe.steps[max(recipe.steps)])
-    return StepBytes(model_bytes(member), gradients, optimizer_bytes(recipe), activations)
+    return StepBytes(model_bytes(member), gradients, optimizer_bytes(recipe) + average_bytes(member), activations)
 
 
 def rough(recipe: Recipe) -> int:
@@ -130,7 +139,7 @@ def analytic(recipe: Recipe, tier: str) -> tuple[Curve, Curve]:
 
 def _on_cpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Curve]:
     """A member's own model stays beside the stack, and its optimizer state is copied out when it leaves."""
-    model, out = model_bytes(recipe.member), optimizer_bytes(recipe)
+    model, out = model_bytes(recipe.member), optimizer_bytes(recipe) + average_bytes(recipe.member)
     if tier == "stacked":
         once = shared_bytes(recipe)
         state = Curve.line(once, (held.state - once) / rows + model)

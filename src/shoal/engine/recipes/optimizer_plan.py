@@ -9,8 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, trying
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
 from shoal.engine.optim.hparams import split_hparams, structure
+from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.rule import Flags
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState

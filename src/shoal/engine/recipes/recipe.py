@@ -60,6 +60,8 @@ class Recipe:
             frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
             job.step is None, member.data.source.streamed, member.device,
         )  # fmt: skip
+        if job.average is not None:
+            self.key = (self.key, "average", job.average.use_buffers)
 
     def share(self, places: Sequence[int], number: int) -> None:
         """Have these weights in common with all recipes of this number."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.engine.members.hooks import lost_in_a_copy
 from shoal.engine.members.member import Member, draws, make_optimizer, trying
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import MODULES, share
@@ -142,6 +143,8 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
         why = "it ended within an epoch, which is closed"
     elif not source.at_step_boundary:
         why = "it is between two optimizer steps"
+    elif (hooks := lost_in_a_copy(source.model)) is not None:
+        why = f"it has {hooks}, and a copy would not train as it does"
     if why is not None:
         raise JobError(
             f"clone: {source.name!r} cannot continue ({why}); add(job, warm_start={source.name!r}) starts anew"

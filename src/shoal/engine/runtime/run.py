@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shoal.engine.members.evaluation_weights import finish_weights
 from shoal.engine.planning.policy import Fifo, Policy, Ticket
 from shoal.engine.planning.queue import MemberLimit, Queue
 from shoal.engine.runtime._checkpointing import Checkpointing
@@ -23,7 +24,6 @@ from shoal.engine.tiers.unit import Outcome, out_of_memory, words
 from shoal.reporting.events import Event, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
-from shoal.utils.weights import load_weights
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
@@ -337,8 +337,7 @@ class Run(UnitListener):
         ended += [self.paused.pop(index) for index in sorted(indices & self.paused.keys())]
         for member in ended:
             member.status, member.error = status, error
-            if member.best is not None:
-                load_weights(member.model, member.best)
+            finish_weights(member)
             self._ended(member)
         for runner in self.runners:
             leaving = {slot: member for slot, member in enumerate(runner.members) if member.index in indices}

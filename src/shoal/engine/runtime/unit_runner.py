@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shoal.engine.members import row_order
+from shoal.engine.members.evaluation_weights import finish_weights
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import closes_early
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
 from shoal.jobs.early_stopping import validates
-from shoal.utils.weights import load_weights
 
 if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Recipe
@@ -213,14 +213,16 @@ class UnitRunner:
         member = self.members[slot]
         best, stop = member.monitor.see(row)
         if best and member.job.keep == "best":
-            self.unit.write_back([slot])
-            member.best = weights(member.model)
+            with self.unit.evaluation_weights([slot]):
+                self.unit.write_back([slot])
+                member.best = weights(member.model)
         return stop
 
     def _validate(self, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
         """What these members' validation gives; where it raises for all together, each is asked by itself."""
         try:
-            return evaluate(self.unit, slots)
+            with self.unit.evaluation_weights(slots):
+                return evaluate(self.unit, slots)
         except Exception as error:
             if context_lost(error):
                 raise
@@ -249,8 +251,7 @@ class UnitRunner:
         for slot, status in ends.items():
             member = self.members[slot]
             member.status = status
-            if member.best is not None:
-                load_weights(member.model, member.best)
+            finish_weights(member)
             ending = self.host.left(self, slot)
             if ending is not None:
                 member.status, member.error = ending.status, ending.error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.member import make_optimizer, make_schedule, trying
+from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
 
@@ -75,6 +77,23 @@ class PerMemberOptimizers:
                 self.failed[slot] = error
             for param in self._params[slot]:
                 param.grad = None
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Inside, optimizers with modes are in eval mode; after, the weights are what they were, bit for bit."""
+        optimizers = [optimizer for optimizer in self.optimizers if has_modes(optimizer)]
+        with torch.no_grad():
+            saved = [(p, p.detach().clone()) for o in optimizers for g in o.param_groups for p in g["params"]]
+        try:
+            for optimizer in optimizers:
+                set_mode(optimizer, "eval")
+            yield
+        finally:
+            for optimizer in optimizers:
+                set_mode(optimizer, "train")
+            with torch.no_grad():
+                for param, value in saved:
+                    param.copy_(value)
 
     # --- schedules --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -115,6 +116,20 @@ class Optimizers:
         for part in self.parts:
             of_part = [None if grad is None else part.span.of(grad) for grad in grads]
             part.update(of_part, None if active is None else part.span.of(active))
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether an update may write to the gradients, as optimizers without a rule may."""
+        return len(self._ruled) < len(self.parts)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Inside, optimizers with a train and an eval mode are in eval mode, and the weights are those of it."""
+        with ExitStack() as inside:
+            for part in self.parts:
+                if isinstance(part, PerMemberOptimizers):
+                    inside.enter_context(part.eval_mode())
+            yield
 
     def failures(self) -> dict[int, Exception]:
         """What members' optimizers raised in the last update, by slots; the other members have had theirs."""

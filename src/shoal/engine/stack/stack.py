@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.optim.gradients import MemberScaler, clip_, clip_limit
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, transfer
+from shoal.engine.stack.averages import Averages
 from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
 from shoal.engine.tracing.params_with_grad import used_params
 from shoal.utils.weights import give_memory
@@ -72,6 +75,21 @@ class Stack:
         if any(limit != math.inf for limit in limits):
             self.clip_limits = torch.tensor([limits[r] for r in self.rows], dtype=torch.float64, device=self.device)
         self.optimizer = Optimizers.of(self)
+        self.averages = None
+        if job.average is not None:
+            self.averages = Averages.of([self.members[r] for r in self.rows], self.state, self.names, self._averaged())
+
+    def _averaged(self) -> list[int]:
+        """Which parameters and buffers are averaged."""
+        first, rule = len(self.params), self.recipes[0].member.job.average
+        kinds = [i for i, b in enumerate(self.buffers, first) if b.is_floating_point() or b.is_complex()]
+        buffers = kinds if rule is not None and rule.use_buffers else []
+        return [*self.trained, *(place for place in buffers if place not in self.shared)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of parameters and buffers, as in `state`."""
+        return [*self.param_names, *self.buffer_names]
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
         """Members' own tensors as one on the device, wherever their models are."""
@@ -101,7 +119,8 @@ class Stack:
     @property
     def row_bytes(self) -> int:
         """What a member has in the stack."""
-        return sum(tensor.nbytes for tensor in (*self.own_state, *self.optimizer.tensors())) // len(self.rows)
+        averages = self.averages.values if self.averages is not None else []
+        return sum(t.nbytes for t in (*self.own_state, *self.optimizer.tensors(), *averages)) // len(self.rows)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -118,8 +137,9 @@ class Stack:
     def apply(self, grads: Grads, active: Tensor | None) -> None:
         """One optimizer step from these gradients (one per trained parameter); members outside `active` take none."""
         grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
-        if self.scaler is not None or self.clip_limits is not None:
+        if self.scaler is not None or self.clip_limits is not None or self.optimizer.writes_gradients:
             grads = _apart(grads)
+        training = active
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
         if self.clip_limits is not None:
@@ -129,6 +149,24 @@ class Stack:
         self.optimizer.update(grads, active)
         if self.scaler is not None and found_inf is not None:
             self.scaler.update_(found_inf)
+        if self.averages is not None:  # a step that an overflow skips is a step
+            failed = self.optimizer.failures()
+            trained = [True] * len(self.rows) if training is None else training.tolist()
+            moved = [took and slot not in failed for took, slot in zip(trained, self.rows, strict=True)]
+            self.averages.update(self.state, moved)
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Inside, the weights are those that validation uses."""
+        params, buffers = self.params, self.buffers
+        with self.optimizer.eval_mode():
+            if self.averages is not None:
+                state = self.averages.evaluation_state(self.state, len(params))
+                self.params, self.buffers = state[: len(params)], state[len(params) :]
+            try:
+                yield
+            finally:
+                self.params, self.buffers = params, buffers
 
     @torch.no_grad()
     def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
@@ -158,7 +196,9 @@ class Stack:
 
     def _row(self, slot: int) -> list[Tensor]:
         """All that a member has in the stack."""
-        return [*(tensor.detach()[slot] for tensor in self.own_state), *self.optimizer.rows(slot)]
+        averages = self.averages.values if self.averages is not None else []
+        own = (tensor.detach()[slot] for tensor in self.own_state)
+        return [*own, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
         there = [self._row(slot) for slot in slots]
@@ -176,7 +216,10 @@ class Stack:
                     place.copy_(row if place.device == row.device else on_device)
             if member.batches:
                 _leave_attributes(member.model, self.recipes[slot])
-            member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) :])
+            end = len(near) - (len(self.averages.values) if self.averages is not None else 0)
+            member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) : end])
+            if self.averages is not None:
+                member.average = self.averages.member_state(slot, self.names, near[end:])
             member.schedule_state = self.optimizer.schedule_state(slot)
             member.scaler_state = None if scaler is None else scaler.state_dict(slot)
 
@@ -209,6 +252,10 @@ class Stack:
         if self.clip_limits is not None or other.clip_limits is not None:
             new.clip_limits = both(self._limits(), other._limits())
         new.optimizer = self.optimizer.merged(new, other.optimizer)
+        if (x := self.averages) is not None and (y := other.averages) is not None:
+            all_rows = [*x.rows[:mine], *y.rows[:theirs]]
+            values = iter([both(a, b) for a, b in zip(x.values, y.values, strict=True)])
+            new.averages = x.each(lambda _: next(values), [all_rows[row] for row in rows])
         return new
 
     def _limits(self) -> Tensor:
@@ -230,6 +277,7 @@ class Stack:
             pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
         if self.clip_limits is not None:
             pairs.append((self.clip_limits, other._limits()))
+        assert self.averages is None, "a stack with averages is not captured"
         index = torch.tensor(rows, device=self.device)
         for ours, value in pairs:
             ours.detach().index_copy_(0, index, value.detach())
@@ -250,6 +298,11 @@ class Stack:
         if self.scaler is not None and part.scaler is not None:
             put(self.scaler.scale_M, part.scaler.scale_M)
             put(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
+        if self.averages is not None and part.averages is not None:
+            for ours, value in zip(self.averages.values, part.averages.values, strict=True):
+                put(ours, value)
+            for row, their in zip(rows, theirs, strict=True):
+                self.averages.rows[row] = replace(part.averages.rows[their])
         self.optimizer.take(part.optimizer, rows, theirs)
 
     def keep(self, slots: Sequence[int], size: int) -> Stack:
@@ -272,6 +325,8 @@ class Stack:
             new.scaler = new.scaler.on(new.scaler.scale_M[rows], new.scaler.growth_tracker_M[rows])
         new.clip_limits = None if self.clip_limits is None else self.clip_limits[rows]
         new.optimizer = self.optimizer.keep(new, rows)
+        if self.averages is not None:
+            new.averages = self.averages.each(lambda value: value[rows], [self.averages.rows[row] for row in rows])
         return new
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -13,19 +13,20 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.evaluation_weights import update_average, with_evaluation_weights
 from shoal.engine.members.member import (
     Member,
     autocast,
     draws,
     make_optimizer,
     make_schedule,
-    needs_closure,
     number,
     run_step,
     trying,
 )
 from shoal.engine.optim.fused_steps import step_of
 from shoal.engine.optim.gradients import clip_gradients
+from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
 from shoal.engine.tiers.unit import Unit, out_of_memory
@@ -119,6 +120,12 @@ class SerialUnit(Unit):
         member.schedule_state = None if self.schedule is None else self.schedule.state_dict()
         member.scaler_state = None if self.scaler is None else self.scaler.state_dict()
 
+    @contextmanager
+    def evaluation_weights(self, slots: list[int]) -> Iterator[None]:
+        self.write_back()
+        with with_evaluation_weights(self.member):
+            yield
+
     def load(self, slot: int, step: int | None) -> None:
         """Continue from the member's own weights and optimizer state as they are now."""
         member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
@@ -179,6 +186,7 @@ class SerialUnit(Unit):
             if place + 1 < group_start + group:
                 return value, logs
             self._apply()
+        update_average(self.member, self.member.first_step + place // k + 1)
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
             self._move()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -124,6 +125,11 @@ class Unit(ABC):
     def undo_validation(self) -> Callable[[], None]:
         """A function that puts back the buffers as they are now, for a validation that does not come to its end."""
         return _nothing
+
+    def evaluation_weights(self, slots: list[int]) -> AbstractContextManager[None]:
+        """Inside, `validate` and `write_back` of these members use the weights of validation, which may be others than
+        those in training: see `engine/members/evaluation_weights.py`."""
+        return nullcontext()
 
     def adopt_state(self, slots: list[int]) -> None:  # noqa: B027  # most train the members' own models
         """Copy weights and buffers from these members' own models, which validation may have changed."""

@@ -73,6 +73,8 @@ def why_not(recipe: Recipe) -> str:
         return "it accumulates gradients"
     if job.clip_value is not None:
         return "it clips gradients by value"
+    if job.average is not None:
+        return "it averages its weights"
     if recipe.optimizer.flags is None:
         return f"{recipe.optimizer.kind.__name__} has no rule"
     runner = recipe.optimizer.runner

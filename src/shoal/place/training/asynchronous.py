@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.members.member import Member, draws, make_optimizer, needs_closure, trying
+from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.errors import MemberError, PlaceError
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
@@ -34,11 +35,16 @@ def check_job(built: Built) -> None:
     job = built.job
     if job.precision == "fp16" and built.held_by_workers:
         raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
+    if job.average is not None:
+        raise PlaceError("average is set, and a placed training averages no weights; leave it out")
     with trying(job):
         optimizer = make_optimizer(job, built.member.model)
     if needs_closure(optimizer):
         name = type(optimizer).__name__
         raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
+    if has_modes(optimizer):
+        name = type(optimizer).__name__
+        raise PlaceError(f"{name} has a train and an eval mode, which placing does not know; use another optimizer")
     if built.roles.staleness is not None:
         _check_asynchronous(built)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shoal.engine.members.building import names
-from shoal.engine.members.member import Member, draws, make_optimizer, needs_closure
+from shoal.engine.members.member import Member, draws, make_optimizer
+from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, SplitError
 from shoal.jobs.job import Job
@@ -37,11 +38,16 @@ def split_problems(job: Job, member: Member) -> list[str]:
         lines.append("precision is 'fp16', whose loss scale has no place to travel with; under a split use 'bf16'")
     if job.val_every_steps is not None:
         lines.append("val_every_steps is set, and a split validates between rounds; give the split's own val_every=")
+    if job.average is not None:
+        lines.append("average is set, and a split's parts meet between rounds alone; leave it out under a split")
     with draws(member, keep=False):
         optimizer = make_optimizer(job, member.model)
     if needs_closure(optimizer):
         kind = type(optimizer).__name__
         lines.append(f"{kind} evaluates the loss itself and cannot be split; use SGD, Adam or another optimizer")
+    if has_modes(optimizer):
+        kind = type(optimizer).__name__
+        lines.append(f"{kind} has a train and an eval mode, which merging does not know; use SGD, Adam or another")
     return lines
 
 

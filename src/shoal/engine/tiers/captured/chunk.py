@@ -114,6 +114,7 @@ class Chunk:
             or recipe.member.data.source is not first.member.data.source
             or (recipe.member.job.clip_norm is not None and self.stack.clip_limits is None)
             or recipe.member.job.clip_value is not None
+            or recipe.member.job.average is not None
         ):
             return None
         for part, table in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):

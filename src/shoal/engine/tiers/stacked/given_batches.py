@@ -35,6 +35,11 @@ class GivenBatchesStack(StackedUnit):
         first = self.stack.recipes[0]
         return Recipe(first.member, {1: self.trace_cache.step_on(first.member, batch)}, first.optimizer).key
 
+    def stacked_state(self) -> dict[str, Tensor]:
+        """A copy of the members' weights and buffers by name, [M, ...]."""
+        state = zip(self.stack.names, self.stack.state, strict=True)
+        return {name: tensor.detach()[: len(self.members)].clone() for name, tensor in state}
+
     def knows(self, key: Hashable) -> bool:
         """Whether it is ready for batches of this shape."""
         return key in self._programs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -356,6 +357,9 @@ class StackedUnit(Unit):
 
     def undo_validation(self) -> Callable[[], None]:
         return partial(fill, [(buffer, buffer.clone()) for buffer in self.stack.own_buffers])
+
+    def evaluation_weights(self, slots: list[int]) -> AbstractContextManager[None]:
+        return self.stack.evaluation_weights()
 
     def adopt_state(self, slots: list[int]) -> None:
         names = [*self.stack.param_names, *self.stack.buffer_names]

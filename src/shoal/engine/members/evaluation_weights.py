@@ -1,0 +1,124 @@
+"""The weights that validation and results use, where they are not those in training: an average of the weights, or
+those of an optimizer in eval mode, as the schedule-free ones have it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.optim.kinds import has_modes, set_mode
+from shoal.engine.optim.state import load_optimizer
+from shoal.jobs.averaging import EMA, SWA, is_due
+from shoal.utils.weights import load_weights
+
+
+def averaged_tensors(model: nn.Module, average: EMA | SWA) -> dict[str, Tensor]:
+    """What is averaged, by name: parameters that are trained, and floating-point buffers where that is asked for."""
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if average.use_buffers:
+        tensors |= dict(model.named_buffers())
+    return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+
+
+@torch.no_grad()
+def update_average(member: Member, step: int) -> None:
+    """Take a member's weights into its average, if that is due after this step."""
+    rule = member.job.average
+    if rule is None or not is_due(rule, step, member.steps_per_epoch):
+        return
+    held = member.average or {"count": 0, "values": {}}
+    values: dict[str, Tensor] = held["values"]
+    now = averaged_tensors(member.model, rule)
+    for name, value in now.items():
+        if name not in values or values[name].shape != value.shape:
+            values[name] = value.clone()
+        elif not held["count"]:
+            values[name].copy_(value)
+        else:
+            values[name] = values[name].to(value.device).lerp_(value, rule.weight(held["count"]))
+    member.average = {"count": held["count"] + 1, "values": values}
+
+
+def evaluation_weights(member: Member) -> dict[str, Tensor]:
+    """By name, the weights that differ from those in training, of a member that was written back."""
+    if member.trained is not None or not member.optimizer_state:
+        return {}  # it has them already, or has not begun
+    if member.average is not None:
+        return dict(member.average["values"]) if member.average["count"] else {}
+    other = _in_eval_mode(member)
+    return {} if other is None else other[0]
+
+
+def _in_eval_mode(member: Member) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """A member's weights and optimizer state as they are in the optimizer's eval mode; None where it has no modes.
+
+    It is another optimizer object that is put into eval mode, on the same parameters, which get their values back.
+    """
+    kind = member.job.optimizer
+    if isinstance(kind, type) and not has_modes(kind):
+        return None
+    params = {name: p for name, p in member.model.named_parameters() if p.requires_grad}
+    saved = {name: p.detach().clone() for name, p in params.items()}
+    with draws(member, keep=False), trying(member.job):
+        optimizer = make_optimizer(member.job, member.model)
+    if not has_modes(optimizer):
+        return None
+    try:
+        load_optimizer(optimizer, member.optimizer_state)
+        set_mode(optimizer, "eval")
+        return {name: p.detach().clone() for name, p in params.items()}, optimizer.state_dict()
+    finally:
+        _put(params, saved)
+
+
+@contextmanager
+def with_evaluation_weights(member: Member) -> Iterator[None]:
+    """Inside, a member's own network has the weights that validation uses; after, those in training, bit for bit."""
+    values = evaluation_weights(member)
+    if not values:
+        yield
+        return
+    places = {**dict(member.model.named_parameters()), **dict(member.model.named_buffers())}
+    saved = {name: places[name].detach().clone() for name in values}
+    try:
+        _put(places, values)
+        yield
+    finally:
+        _put(places, saved)
+
+
+@torch.no_grad()
+def _put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        places[name].copy_(value)
+
+
+def finish_weights(member: Member) -> None:
+    """Give a member that ends the weights that it returns: its best, or those of evaluation. What it would need to
+    train on stays in `member.trained`."""
+    values = evaluation_weights(member)
+    if values:
+        trained: dict[str, Any] = {"model": _training_state(member.model)}
+        other = None if member.average is not None else _in_eval_mode(member)
+        if other is not None:
+            trained["optimizer"], member.optimizer_state = copy.deepcopy(member.optimizer_state), other[1]
+        _put({**dict(member.model.named_parameters()), **dict(member.model.named_buffers())}, values)
+        member.trained = trained
+    if member.best is not None:
+        load_weights(member.model, member.best)
+
+
+def _training_state(model: nn.Module) -> dict[str, Any]:
+    """A copy of a model's state_dict() without frozen weights."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+        if name not in frozen
+    }

@@ -1,0 +1,125 @@
+"""Averages of members' weights, members first, each with its own decay, start and interval."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.members.member import Member
+from shoal.engine.optim.rule import coefficient_dtype
+from shoal.jobs.averaging import EMA, SWA, is_due
+
+
+@dataclass(slots=True)
+class _Row:
+    """Where one row's average is."""
+
+    rule: EMA | SWA
+    steps_per_epoch: int
+    step: int
+    """Optimizer steps done."""
+    count: int
+    """Updates of the average."""
+
+    @classmethod
+    def of(cls, member: Member) -> _Row:
+        rule = member.job.average
+        assert rule is not None, "members of one stack all have averages, or none has"
+        return cls(rule, member.steps_per_epoch, member.step, (member.average or {}).get("count", 0))
+
+    def due(self) -> bool:
+        return is_due(self.rule, self.step, self.steps_per_epoch)
+
+
+class Averages:
+    """The averages [M, ...] of some of a stack's tensors.
+
+    The arithmetic is torch.lerp's, in single operations, so that a member's bits do not depend on the other members.
+    """
+
+    def __init__(self, rows: Sequence[_Row], places: Sequence[int], values: Sequence[Tensor]) -> None:
+        self.rows = list(rows)
+        self.places = list(places)
+        """Which of the stack's parameters and buffers are averaged."""
+        self.values = list(values)
+
+    @classmethod
+    def of(
+        cls, members: Sequence[Member], state: Sequence[Tensor], names: Sequence[str], places: Sequence[int]
+    ) -> Averages:
+        """The averages of members, one for each row, wherever they are in their training."""
+        averages = cls([_Row.of(member) for member in members], places, [state[p].detach().clone() for p in places])
+        for row, member in enumerate(members):
+            known = (member.average or {}).get("values", {})
+            for place, value in zip(places, averages.values, strict=True):
+                if names[place] in known:
+                    value[row] = known[names[place]]
+        return averages
+
+    @torch.no_grad()
+    def update(self, state: Sequence[Tensor], moved: Sequence[bool] | None) -> None:
+        """After an optimizer step of these rows (None: of all): take their weights in where that is due."""
+        for place, row in enumerate(self.rows):
+            row.step += moved is None or moved[place]
+        due = [place for place, row in enumerate(self.rows) if (moved is None or moved[place]) and row.due()]
+        if not due:
+            return
+        first = [not self.rows[place].count for place in due]
+        weights = [row.rule.weight(row.count) for row in (self.rows[place] for place in due)]
+        for place, value in zip(self.places, self.values, strict=True):
+            now = state[place].detach()
+            if len(due) < len(self.rows):
+                value[due] = _updated(value[due], now[due], weights, first)
+            else:
+                value.copy_(now if all(first) else _updated(value, now, weights, first))
+        for place in due:
+            self.rows[place].count += 1
+
+    def evaluation_state(self, state: Sequence[Tensor], first_buffer: int) -> list[Tensor]:
+        """The stack's tensors with averages in place of the weights, for rows that have one."""
+        has_one = torch.tensor([row.count > 0 for row in self.rows], device=state[0].device)
+        chosen = list(state)
+        for place, value in zip(self.places, self.values, strict=True):
+            if not has_one.all():
+                chosen[place] = torch.where(_column(has_one, value), value, state[place].detach())
+            else:
+                chosen[place] = value if place < first_buffer else value.clone()  # validation may write to buffers
+        return chosen
+
+    def member_state(self, slot: int, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Any]:
+        """A member's average as it has it itself; `values`: its rows on the host."""
+        own = [value.clone() if value._base is not None else value for value in values]
+        return {
+            "count": self.rows[slot].count,
+            "values": dict(zip((names[p] for p in self.places), own, strict=True)),
+        }
+
+    def each(self, change: Callable[[Tensor], Tensor], rows: Sequence[_Row]) -> Averages:
+        """The same averages of other rows, with every tensor changed so."""
+        new = copy.copy(self)
+        new.rows, new.values = [replace(row) for row in rows], [change(value) for value in self.values]
+        return new
+
+
+def _updated(average: Tensor, now: Tensor, weights: Sequence[float], first: Sequence[bool]) -> Tensor:
+    """`average.lerp(now, weight)` for each row; at a row's first update the weights as they are."""
+    dtype = coefficient_dtype(now.dtype)
+    wide = now if now.is_complex() else now.to(dtype)
+    start = average if now.is_complex() else average.to(dtype)
+    weight = torch.tensor(weights, dtype=torch.float64, device=now.device)
+    small = weight.abs() < 0.5  # nearer to the average: torch.lerp counts from there
+    factor = _column(torch.where(small, weight, weight - 1).to(dtype), now)
+    base = start if bool(small.all()) else torch.where(_column(small, now), start, wide)
+    updated = (base + (wide - start) * factor).to(now.dtype)
+    if any(first):
+        updated = torch.where(_column(torch.tensor(first, device=now.device), now), now, updated)
+    return updated
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,97 @@
+"""Averages of weights over training steps, as torch.optim.swa_utils has them: EMA and SWA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import JobError
+from shoal.utils.numpy_values import plain_int, plain_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EMA:
+    """An exponential moving average of the weights, as torch.optim.swa_utils.get_ema_multi_avg_fn has it.
+
+    >>> EMA(decay=0.99).weight(1)
+    0.010000000000000009
+    """
+
+    decay: float = 0.999
+    """What stays of the average at each update, from 0 to 1: average = decay * average + (1 - decay) * weights."""
+    every: int | str = 1
+    """Optimizer steps from one update to the next, or "epoch": after each whole epoch."""
+    start: int = 0
+    """Optimizer steps before averaging begins. The first update after them takes the weights as they are."""
+    use_buffers: bool = False
+    """Average floating-point buffers too, such as batch norm's statistics; False: the network's own are used."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decay", plain_number(self.decay))
+        object.__setattr__(self, "start", plain_int(self.start))
+        object.__setattr__(self, "every", plain_int(self.every))
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 <= self.decay <= 1:
+            raise JobError(f"EMA: decay is {self.decay!r}; use a number from 0 to 1")
+        _check(self, "start")
+
+    def weight(self, count: int) -> float:
+        """What the weights count for in the next update, after so many."""
+        return 1 - self.decay
+
+    def first(self, steps_per_epoch: int) -> int:
+        """Optimizer steps before averaging begins."""
+        return self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SWA:
+    """The mean of the weights (stochastic weight averaging), as torch.optim.swa_utils.AveragedModel has it.
+
+    >>> [SWA().weight(count) for count in (1, 3)]
+    [0.5, 0.25]
+    """
+
+    start_epoch: int = 0
+    """Epochs before averaging begins."""
+    every: int | str = "epoch"
+    """"epoch": the weights at the end of each whole epoch; a number: after every so many optimizer steps."""
+    use_buffers: bool = False
+    """Average floating-point buffers too, such as batch norm's statistics; False: the network's own are used."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start_epoch", plain_int(self.start_epoch))
+        object.__setattr__(self, "every", plain_int(self.every))
+        _check(self, "start_epoch")
+
+    def weight(self, count: int) -> float:
+        """What the weights count for in the next update, after so many."""
+        return 1 / (count + 1)
+
+    def first(self, steps_per_epoch: int) -> int:
+        """Optimizer steps before averaging begins."""
+        return self.start_epoch * steps_per_epoch
+
+
+def _check(average: Any, start: str) -> None:
+    label, begins, every = type(average).__name__, getattr(average, start), average.every
+    if not _whole(begins) or begins < 0:
+        raise JobError(f"{label}: {start} is {begins!r}; use a whole number, 0 or more")
+    if every != "epoch" and (not _whole(every) or every < 1):
+        raise JobError(f"{label}: every is {every!r}; use 'epoch', or a whole number of optimizer steps, 1 or more")
+    if not isinstance(average.use_buffers, bool):
+        raise JobError(f"{label}: use_buffers is {average.use_buffers!r}; use True or False")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_due(average: EMA | SWA, step: int, steps_per_epoch: int) -> bool:
+    """Whether the average is updated after this optimizer step (the first is 1)."""
+    since = step - average.first(steps_per_epoch)
+    return since > 0 and since % interval(average, steps_per_epoch) == 0
+
+
+def interval(average: EMA | SWA, steps_per_epoch: int) -> int:
+    """Optimizer steps from one update to the next."""
+    return average.every if isinstance(average.every, int) else steps_per_epoch

@@ -1,0 +1,50 @@
+"""shoal.replay: a stretch of one job's training, alone, for a debugger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.data import Pool
+from shoal.engine.members.member import open_data
+from shoal.jobs.job import Job
+from shoal.reference import num_batches, train_alone
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A stretch of one job's training, alone."""
+
+    from_step: int
+    losses: list[float]
+    """The mean batch loss of each step in the stretch."""
+    model: nn.Module
+    """As it is after the last step of the stretch."""
+    optimizer_state: dict[str, Any]
+    status: str
+    error: str | None
+
+
+def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: str | torch.device = "cpu") -> Replay:
+    """For debugging: train one job alone by the plain loop, up to `from_step` + `steps`, and show that stretch.
+
+    A debugger, or prints in the model, then see exactly what the member saw in its pack.
+    """
+    if from_step < 0 or (steps is not None and steps < 1):
+        raise ValueError(
+            f"from_step is {from_step} and steps is {steps}; use 0 or more, and 1 or more (or None for all)"
+        )
+    state = train_alone(job, torch.device(device), until=None if steps is None else from_step + steps, validate=False)
+    k, nb = job.accumulate, num_batches(job, len(open_data(Pool(torch.device("cpu")), job, "data")))
+    epochs = [state.losses[i : i + nb] for i in range(0, len(state.losses), nb)]
+    means = [
+        sum(group) / len(group) for epoch in epochs for group in (epoch[i : i + k] for i in range(0, len(epoch), k))
+    ]
+    if from_step >= len(means):
+        raise ValueError(f"from_step is {from_step}; this job has {len(means)} steps: use a smaller number")
+    return Replay(
+        from_step, means[from_step:], state.model.to("cpu"), state.optimizer.state_dict(), state.status, state.error
+    )
