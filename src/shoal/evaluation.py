@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import Pool
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import number
+from shoal.engine.members.step import number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.engine.tiers.stacked.forward import Forward
@@ -88,7 +88,7 @@ def evaluate(
                 sheet.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
                 if sheet.job.metrics:
                     sheet.outputs.append(output)
-                    sheet.targets.append(batch[-1])
+                    sheet.targets.append(targets_of(batch))
     return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
 
 

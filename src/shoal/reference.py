@@ -4,6 +4,9 @@ Points that a user may want to look up here:
 
 - The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
+- A DataLoader is iterated once an epoch, after all generators that it may draw from were seeded with a number made of
+  `data_seed` and the epoch; the training's own random stream is put back after each batch. An epoch has as many batches
+  as the loader gives. A validation iterates its loader in the same way, seeded as in epoch 0 of data_seed 0.
 - With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
 - `clip_norm` and `clip_value` are over all of the model's parameters, after accumulation, and (fp16) after unscaling.
@@ -21,9 +24,11 @@ Points that a user may want to look up here:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,19 +37,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.data import Pool, View
-from shoal.engine.members.member import (
-    autocast,
-    counted,
-    evaluating,
-    make_optimizer,
-    make_schedule,
-    needs_closure,
-    number,
-    open_data,
-    run_step,
-    seeded,
-)
+from shoal.data.loader import LoaderSource
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import counted, make_optimizer, make_schedule, needs_closure, open_data, seeded
 from shoal.engine.members.ownership import build_model
+from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
@@ -70,6 +67,8 @@ class _Solo:
     epoch: int = 0
     losses: list[float] = field(default_factory=list)
     """The loss of every batch."""
+    groups: list[int] = field(default_factory=list)
+    """How many batches each step had."""
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Rows, loss and logs of every batch in this epoch."""
     rate: float = float("nan")
@@ -129,11 +128,8 @@ def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: st
             f"from_step is {from_step} and steps is {steps}; use 0 or more, and 1 or more (or None for all)"
         )
     state = _train(job, torch.device(device), until=None if steps is None else from_step + steps, validate=False)
-    k, nb = job.accumulate, _num_batches(job, len(open_data(Pool(torch.device("cpu")), job, "data")))
-    epochs = [state.losses[i : i + nb] for i in range(0, len(state.losses), nb)]
-    means = [
-        sum(group) / len(group) for epoch in epochs for group in (epoch[i : i + k] for i in range(0, len(epoch), k))
-    ]
+    groups = [state.losses[end - size : end] for size, end in zip(state.groups, accumulate(state.groups), strict=True)]
+    means = [sum(group) / len(group) for group in groups if group]
     if from_step >= len(means):
         raise ValueError(f"from_step is {from_step}; this job has {len(means)} steps: use a smaller number")
     return Replay(
@@ -151,12 +147,15 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
         state = _Solo(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job))
         order = torch.Generator().manual_seed(job.order_seed)
-        while state.status == "running" and not state.finished():
-            _epoch(state, data, order, until, val if validate else None)
-            if state.status == "running" and validate:
-                _end_of_epoch(state, val, whole=len(state.losses) % _num_batches(job, len(data)) == 0)
-            elif state.status == "running":
-                state.epoch += 1
+        try:
+            while state.status == "running" and not state.finished():
+                whole = _epoch(state, data, order, until, val if validate else None)
+                if state.status == "running" and validate:
+                    _end_of_epoch(state, val, whole)
+                elif state.status == "running":
+                    state.epoch += 1
+        finally:
+            data.source.close()  # a loader's workers
         if state.status == "running":
             state.status = "done"
     if state.best is not None:
@@ -164,28 +163,51 @@ def _train(job: Job, device: torch.device, until: int | None = None, validate: b
     return state
 
 
-def _num_batches(job: Job, n: int) -> int:
-    return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
+_Read = Callable[[], tuple[Any, int]]
+"""Reads a batch: it, and how many rows it has."""
 
 
-def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
-    """One epoch, or as much of it as the job's steps allow."""
-    job, n = state.job, len(data)
+def _groups(state: _Solo, data: View, order: torch.Generator) -> Iterator[tuple[list[_Read], bool]]:
+    """An epoch's batches, in groups of an optimizer step each; whether a group is the last."""
+    job, n, k, source = state.job, len(data), state.job.accumulate, data.source
+    if isinstance(source, LoaderSource):
+        reader = source.read(job.order_seed, state.epoch)
+        while there := reader.count(k + 1):
+            yield [partial(_next_batch, reader)] * min(k, there), there <= k
+        return
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
-    state.records = []
     batches = [b for b in torch.split(rows, job.batch_size) if len(b) == job.batch_size or not job.drop_last]
-    for start in range(0, len(batches), job.accumulate):
+    for start in range(0, len(batches), k):
+        taken: list[_Read] = [partial(_take, state, data, rows) for rows in batches[start : start + k]]
+        yield taken, start + k >= len(batches)
+
+
+def _next_batch(reader: Iterator[Any]) -> tuple[Any, int]:
+    batch = next(reader)
+    return batch, batch_rows(batch)
+
+
+def _take(state: _Solo, data: View, rows: Tensor) -> tuple[Any, int]:
+    return data.source.take(data.rows(rows), seed=state.job.order_seed, epoch=state.epoch), len(rows)
+
+
+def _epoch(state: _Solo, data: View, order: torch.Generator, until: int | None, val: View | None) -> bool:
+    """One epoch, or as much of it as the job's steps allow; whether it was a whole one."""
+    job = state.job
+    state.records = []
+    for group, last in _groups(state, data, order):
         if job.steps is not None and state.step >= job.steps:
-            return
+            return False
         if until is not None and state.step >= until:
             state.status = "stopped"
-            return
-        group = batches[start : start + job.accumulate]
-        _step(state, data, group)
-        if state.status == "running" and val is not None and start + len(group) < len(batches):
+            return False
+        state.groups.append(len(group))
+        _step(state, group)
+        if state.status == "running" and val is not None and not last:
             _within_epoch(state, val)
         if state.status != "running":
-            return
+            return False
+    return True
 
 
 def _within_epoch(state: _Solo, val: View) -> None:
@@ -210,15 +232,15 @@ def _copied(model: nn.Module) -> dict[str, Any]:
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in model.state_dict().items()}
 
 
-def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
-    """One optimizer step over a group of batches, each of these rows."""
+def _step(state: _Solo, group: list[_Read]) -> None:
+    """One optimizer step over a group of batches."""
     job, model, optimizer = state.job, state.model, state.optimizer
     optimizer.zero_grad()
     model.zero_grad()  # parameters that the optimizer does not have
-    for number_in_group, rows in enumerate(group, 1):
+    for number_in_group, read in enumerate(group, 1):
         before = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
         try:
-            batch = data.source.take(data.rows(rows), seed=job.order_seed, epoch=state.epoch)
+            batch, rows = read()
             with _drawing(state):
                 with autocast(job, state.device):
                     loss, logs = run_step(job, model, batch)
@@ -238,7 +260,7 @@ def _step(state: _Solo, data: View, group: list[Tensor]) -> None:
                 module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
             return
         state.losses.append(number(loss))
-        state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
+        state.records.append((rows, {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
     state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
     if state.schedule is not None and job.schedule_every == "step":

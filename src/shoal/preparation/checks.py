@@ -13,15 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shoal.data import Pool, View
 from shoal.data.source import TensorSource
 from shoal.engine.members.building import build_member, give_own_networks, names
-from shoal.engine.members.member import (
-    Member,
-    draws,
-    make_optimizer,
-    make_schedule,
-    needs_closure,
-    number,
-    trying,
-)
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, trying
+from shoal.engine.members.step import number
 from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.early_stopping import watched
@@ -136,6 +129,8 @@ def member_problems(members: list[Member]) -> list[str]:
 def batch_problems(member: Member) -> list[str]:
     """Whether there is anything to train on."""
     job, n = member.job, len(member.data)
+    if member.batched:
+        return []  # they show in the first batch
     if member.num_batches == 0:
         return [f"batch_size is {job.batch_size} and data has {n} rows: drop_last leaves no batch; use at most {n}"]
     if job.loss is not None:
@@ -151,7 +146,7 @@ def _pair_problems(
     if view is None or not isinstance(view.source, TensorSource):
         return []
     whole = view.source.whole()
-    if isinstance(whole, (tuple, list)) and len(whole) >= 2:
+    if isinstance(whole, (tuple, list, dict)) and len(whole) >= 2:
         return []
     return [
         f"{which} is a {type(whole).__name__}, but {why}; pass (inputs, targets), or set step=(model, batch) -> loss"

@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.engine.members.batch_stream import Stream
-from shoal.engine.members.member import (
-    Member,
-    autocast,
-    draws,
-    make_optimizer,
-    make_schedule,
-    needs_closure,
-    number,
-    run_step,
-    trying,
-)
+from shoal.data.pool import batch_rows
+from shoal.engine.members.batch_stream import Stream, another, own_batch
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, trying
+from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import step_of
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.schedules import jump_to
@@ -56,6 +48,8 @@ class SerialUnit(Unit):
         self._rate: float | None = None
         """The learning rate of the last step, where the schedule has moved on since."""
         self._stuck = False
+        self._rows = 0
+        """Of the last batch, where data comes in batches."""
         self._failed: Exception | None = None
         """What its schedule raised."""
         self._buffers = Buffers(self.model)
@@ -84,6 +78,8 @@ class SerialUnit(Unit):
         with draws(member) as begin, member.saved_state.noticing():
             for _ in range(batches):
                 begin()
+                if not another(feed, self.members):
+                    break
                 self._batch(feed)
                 member.batches += 1
                 if self._failed is not None:
@@ -154,6 +150,8 @@ class SerialUnit(Unit):
             raise MemberError(0, error) from error
         member.losses.append(loss)
         member.place += 1
+        if member.batched:
+            member.rows.append(self._rows)
         if logs or member.logs:
             member.log(1, {name: [number(x)] for name, x in logs.items()})
         if not _finite(loss):
@@ -165,7 +163,9 @@ class SerialUnit(Unit):
         place, k = self.member.place, self.job.accumulate
         group_start = place - place % k
         group = min(k, self.member.num_batches - group_start)
-        batch = next(feed)
+        batch = own_batch(feed)
+        if self.member.batched:
+            self._rows = batch_rows(batch)
         if place == group_start:
             self._clear()
         value, loss, logs = self._forward(batch)

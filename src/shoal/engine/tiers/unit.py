@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, autocast, draws, evaluating
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.step import autocast, evaluating
 from shoal.errors import MemberError
 
 if TYPE_CHECKING:
