@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from shoal.data._items import same
 from shoal.data._reading import Loader, Reading
 from shoal.data._reading import Reader as Reader
 from shoal.data.source import Source, as_bytes
@@ -87,7 +89,8 @@ class LoaderSource(Source):
         return len(self._kinds)
 
     def _look(self) -> None:
-        """Read the first batches. Workers are ended again: a fork would not get on with them."""
+        """Read the first batches. Workers are ended again: a fork would not get on with them. Without workers it is
+        read twice, to see whether that gives the same."""
         reading = Reading(self.loader, 0, 0)
         try:
             for place in range(reading.count(0, SAMPLES)):
@@ -98,6 +101,10 @@ class LoaderSource(Source):
                         raise
         finally:
             reading.close()
+        if not self.loader.loader.num_workers:
+            again = Reading(self.loader, 0, 0)
+            with suppress(ReadError):
+                self.steady = same(self._kinds[0][1][0], again.get(0))
 
     def try_reading(self) -> None:
         """Read a batch that nobody gets, for what reading may change."""
@@ -128,10 +135,12 @@ class LoaderSource(Source):
         self._readings = []
 
     def fingerprint(self) -> str:
-        """Of what the loader is made of, and of its first batch. Reading all of it would take too long."""
-        digest = hashlib.sha256(" ".join(map(str, describe_loader(self.loader.loader).items())).encode())
-        digest.update(repr(_shape(self.sample(1))).encode())
-        for leaf in pytree.tree_leaves(self.sample(1)):
+        """Of what the loader is made of, and of its first batch where that was seen to be the same when it is read
+        again. Reading all of it would take too long."""
+        first, loader = self.sample(1), self.loader.loader
+        digest = hashlib.sha256(" ".join(map(str, describe_loader(loader).items())).encode())
+        digest.update(repr(_shape(first)).encode())
+        for leaf in pytree.tree_leaves(first) if self.steady and not loader.num_workers else ():
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 digest.update(as_bytes(leaf))
         return f"loader-{digest.hexdigest()[:16]}"

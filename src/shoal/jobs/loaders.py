@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from shoal.errors import JobError
+
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
 
@@ -50,6 +52,11 @@ def _for_val(job: Job) -> bool:
     return job.val is not None and not isinstance(job.val, DataLoader)
 
 
-def takes_batch_size(job: Job) -> bool:
-    """Whether anything of the job's data is made into batches by its own batch_size."""
-    return not isinstance(job.data, DataLoader) or _for_val(job)
+def refuse_batches(job: Job, what: str) -> None:
+    """JobError for what needs the numbers of rows."""
+    if gives_batches(job.data):
+        label = f"job {job.name!r}" if job.name else "job"
+        raise JobError(
+            f"{label}: data is a {type(job.data).__name__}, and {what} needs the numbers of rows; pass its dataset (a "
+            "map-style one), with batch_size= and collate= on the job"
+        )

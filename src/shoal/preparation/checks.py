@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data import Pool, View
+from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
 from shoal.engine.members.building import build_member, give_own_networks, names
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, needs_closure, trying
@@ -192,6 +194,7 @@ def _settings(job: Job) -> str:
 
 def warn_of_data(members: list[Member]) -> None:
     """What can be meant, and so is a warning: one for each data set, naming the first job that has it."""
+    warn_of_loaders(members)
     seen: set[int] = set()
     for member in members:
         for which, view in (("data", member.data), ("val", member.val)):
@@ -202,10 +205,35 @@ def warn_of_data(members: list[Member]) -> None:
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
             if not view.source.steady:
+                again = "another item when the same row is" if not view.source.batched else "other batches when it is"
                 warnings.warn(
-                    f"job {member.name!r}: {which} gives another item when the same row is read again, by something of "
-                    "its own, so that results depend on what else is read; draw from torch's, numpy's or python's "
-                    "random functions, or from a generator that is an attribute of the Dataset",
+                    f"job {member.name!r}: {which} gives {again} read again, by something of its own, so that results "
+                    "depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
+                    "generator that is an attribute of the Dataset",
                     ShoalWarning,
                     stacklevel=4,
                 )
+
+
+def warn_of_loaders(members: list[Member]) -> None:
+    """What a DataLoader's workers do otherwise than their user may think."""
+    orders: dict[LoaderSource, dict[int, Member]] = {}
+    for member in members:
+        if isinstance(member.data.source, LoaderSource):
+            orders.setdefault(member.data.source, {}).setdefault(member.job.order_seed, member)
+    for source, readers in orders.items():
+        member, workers = next(iter(readers.values())), source.loader.loader.num_workers
+        if source.loader.loader.persistent_workers:
+            warnings.warn(
+                f"job {member.name!r}: data has persistent_workers=True, but its workers are started for each epoch, "
+                "so that a resumed run reads the same batches; set persistent_workers=False",
+                ShoalWarning,
+                stacklevel=5,
+            )
+        if len(readers) > 1 and len(readers) * workers > 2 * (os.cpu_count() or 1):
+            warnings.warn(
+                f"job {member.name!r} and others read one DataLoader in {len(readers)} orders, each with {workers} "
+                "workers; give them the same data_seed and it is read once for all",
+                ShoalWarning,
+                stacklevel=5,
+            )

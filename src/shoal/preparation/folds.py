@@ -10,6 +10,7 @@ from shoal.data import Pool, Rows
 from shoal.engine.members.member import open_data
 from shoal.errors import JobError
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import refuse_batches
 from shoal.utils.numpy_values import plain_int
 
 
@@ -22,6 +23,7 @@ def folds(job: Job, k: int = 5, *, shuffle: bool = True, seed: int = 0) -> list[
     label = f"job {job.name!r}" if job.name else "job"
     if job.val is not None:
         raise JobError(f"{label}: it has val= already, which folds would replace; remove it")
+    refuse_batches(job, "folds")
     n = len(open_data(Pool(torch.device("cpu")), job, "data"))
     if isinstance(k, bool) or not isinstance(k, int) or not 2 <= k <= n:
         raise JobError(f"{label}: k is {k!r}; use a whole number from 2 to the number of rows, {n}")

@@ -21,6 +21,12 @@ class Stream:
 
     def at(self, member: Member) -> Iterator[Any]:
         """The member's batches from its place on. Until `went` is called, the iterator counts as lost."""
+        self.open(member)
+        self._order, self._place = None, -1
+        return self._feed
+
+    def open(self, member: Member) -> None:
+        """Be ready to read: those that open an epoch of a DataLoader before any of them reads have it read once."""
         if self._order is not member.order or self._place != member.place:
             job, order, source = member.job, member.order, member.data.source
             assert order is not None, "the member has no rows; deal them first"
@@ -29,8 +35,7 @@ class Stream:
             else:
                 rest = order[member.place * job.batch_size :]
                 self._feed = source.feed(rest, job.batch_size, seed=job.order_seed, epoch=member.epoch)
-        self._order, self._place = None, -1
-        return self._feed
+            self._order, self._place = member.order, member.place
 
     def went(self, member: Member) -> None:
         """All that was taken has been used: the iterator is where the member is."""

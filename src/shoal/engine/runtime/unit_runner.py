@@ -72,6 +72,7 @@ class UnitRunner:
     def begin(self) -> None:
         """Deal rows to members that are at the beginning of an epoch."""
         row_order.deal(self.members)
+        self.unit.begin_reading()
 
     def look_ahead(self, batches: int) -> None:
         """While the device is busy: draw the next epoch's rows, and prepare for members that are about to end."""

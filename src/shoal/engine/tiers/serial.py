@@ -86,6 +86,10 @@ class SerialUnit(Unit):
                     break
         self._stream.went(member)
 
+    def begin_reading(self) -> None:
+        if self.member.batched:
+            self._stream.open(self.member)
+
     def failures(self) -> dict[int, Exception]:
         return {} if self._failed is None else {0: self._failed}
 

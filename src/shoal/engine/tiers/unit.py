@@ -43,6 +43,9 @@ class Unit(ABC):
             Alone: when some members cannot take the batch together with others; it is undone for all of them.
         """
 
+    def begin_reading(self) -> None:  # noqa: B027  # most data is there
+        """Before any unit's turn: open what its members read together with those of other units."""
+
     @abstractmethod
     def rates(self) -> list[float]:
         """The learning rate of each member's first parameter group at its last step."""

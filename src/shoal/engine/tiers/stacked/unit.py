@@ -21,8 +21,8 @@ from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
-from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gradients, row_of, undraw
-from shoal.engine.tiers.stacked._loaded import loaded_batch
+from shoal.engine.tiers.stacked._blame import added, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.stacked._next_batch import next_batch
 from shoal.engine.tiers.stacked.forward import traced_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
@@ -119,6 +119,10 @@ class StackedUnit(Unit):
         self.stack.optimizer.note_rates()
         self._note()
 
+    def begin_reading(self) -> None:
+        if self.members[0].batched:
+            self._streams.setdefault(self.members[0].index, Stream()).open(self.members[0])
+
     def failures(self) -> dict[int, Exception]:
         return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
 
@@ -194,13 +198,7 @@ class StackedUnit(Unit):
         place, k = member.place + done, member.job.accumulate
         first = place - place % k
         group = min(k, member.num_batches - first)
-        if feed.batched:
-            size, batch = loaded_batch(self, feed)
-        else:
-            batch = feed.batch(index)
-            size = batch[0].shape[0 if feed.shared else 1]
-            if not feed.in_memory:
-                check_shapes(self.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+        size, batch = next_batch(self, feed, index)
         program = self.program(size, [not feed.shared] * len(batch))
         if self._noise is None:
             self._drawn.append(program.draws)

@@ -1,5 +1,4 @@
-"""Batches that a DataLoader gives to a stack. One that is not like those before it has its step traced and proven
-first."""
+"""The next batch of a stack. A DataLoader's batch that is not like those before it has its step traced and proven."""
 
 from __future__ import annotations
 
@@ -14,19 +13,31 @@ from shoal.engine.proof.cases import Disproved
 from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack.batches import Feed
+from shoal.engine.tiers.stacked._blame import check_shapes
 from shoal.engine.tracing.patches import Untraceable
 
 if TYPE_CHECKING:
     from shoal.engine.tiers.stacked.unit import StackedUnit
 
 
-def loaded_batch(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
-    """The leaves of the next batch, and the number of its kind, for which the unit then has a program.
+def next_batch(unit: StackedUnit, feed: Feed, index: int) -> tuple[int, list[Tensor]]:
+    """The leaves of the index-th of a turn's batches, and its size, which says which program it is for.
 
     Raises:
-        ReadError: when there is none to be read.
-        Untraceable, NotStackable: when members are no stack on such a batch.
+        ReadError: when it cannot be read.
+        OtherShapes, Untraceable, NotStackable: when members are no stack on such a batch.
     """
+    if feed.batched:
+        return _loaded(unit, feed)
+    batch = feed.batch(index)
+    size = batch[0].shape[0 if feed.shared else 1]
+    if not feed.in_memory:
+        check_shapes(unit.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+    return size, batch
+
+
+def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
+    """A DataLoader's batch; the number of its kind is its size."""
     unit.loaded = None
     batch = feed.whole()
     kind = feed.kind(batch)
