@@ -33,8 +33,6 @@ MOST_AHEAD = 24
 """Batches that are held for readers that are behind; one that is further behind reads by itself."""
 HELD_BACK = 2
 """Batches that are held after all have read them: a member that leaves its unit repeats its last one."""
-
-
 GLOBAL = 3
 """Generators that come first in a list of a loader's: those of torch, numpy and Python that all share."""
 
@@ -87,8 +85,9 @@ class Reading:
         self._error: ReadError | None = None
         """What reading the next batch raised; every reader sees it when it comes there."""
         self._batches: Iterator[Any] | None = None
+        self._closed = False
         self._states: list[Any] = []
-        with restored(loader.generators):
+        with one_at_a_time, restored(loader.generators):
             for place, generator in enumerate(loader.generators):
                 salt = () if place < GLOBAL else (place, _first_seed(generator))
                 seed_generator(generator, word(seed, epoch, *salt))
@@ -97,11 +96,11 @@ class Reading:
     @property
     def usable(self) -> bool:
         """Whether it can be read from here: an iterator with workers belongs to the process that started them."""
-        return self._pid == os.getpid()
+        return self._pid == os.getpid() and not self._closed
 
     def holds(self, place: int) -> bool:
-        """Whether the batch of this place can be had without reading the epoch again."""
-        return self.usable and place >= self.first
+        """Whether the batch of this place can be had without reading the epoch again, and without holding many."""
+        return self.usable and self.first <= place <= self.first + len(self._held) + MOST_AHEAD
 
     def count(self, place: int, most: int) -> int:
         """How many batches there are from this place on, up to so many; one that cannot be read counts."""
@@ -133,16 +132,18 @@ class Reading:
             self.first += 1
 
     def close(self) -> None:
-        """End the loader's workers."""
+        """End the loader's workers. Readers that are not at the end get another reading."""
+        self._closed = True
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         batches, self._batches = self._batches, None
-        if self._end is None and self._error is None:
-            self._error = ReadError(f"{self.loader.what} was closed")
         shut_down = getattr(batches, "_shutdown_workers", None)
-        if self.usable and callable(shut_down):
+        if self._pid != os.getpid() and batches is not None:
+            _FORGOTTEN.append(batches)
+        elif callable(shut_down):
             with suppress(Exception):
                 shut_down()
-        elif not self.usable and batches is not None:
-            _FORGOTTEN.append(batches)
 
     def _read(self) -> None:
         try:
@@ -154,6 +155,7 @@ class Reading:
             at = f"batch {self.first + len(self._held) + 1} of epoch {self.epoch + 1}"
             self._error = ReadError(f"reading {at} of {self.loader.what} raised {_last_line(error)}")
             self._error.__cause__ = error
+            self._end_workers()
             return
         if batch is not _END:
             self._held.append(self.loader.move(batch))
@@ -169,7 +171,7 @@ class Reading:
         """Inside, all generators that reading may draw from are where this reading left them."""
         generators = self.loader.generators
         with one_at_a_time, uncounted(), torch.enable_grad(), restored(generators), ExitStack() as stack:
-            for device in _DEVICES:
+            for device in {"cpu", self.loader.device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             for generator, state in zip(generators, self._states, strict=True):
                 set_state(generator, state)
@@ -180,7 +182,6 @@ class Reading:
 
 
 _END = object()
-_DEVICES = ("cpu", "cuda")
 _FORGOTTEN: list[Any] = []
 """Iterators of another process, which this one must not tidy up: their workers are not its own."""
 

@@ -56,10 +56,7 @@ class LoaderSource(Source):
         for reading in self._readings:
             if (reading.seed, reading.epoch) == (seed, epoch) and reading.holds(place):
                 return reading
-        unread = [reading for reading in self._readings if not (reading.readers and reading.usable)]
-        for reading in unread:
-            reading.close()
-        self._readings = [reading for reading in self._readings if reading not in unread]
+        self.release()
         self._readings.append(Reading(self.loader, seed, epoch))
         self._readings[-1].skip_to(place)
         return self._readings[-1]
@@ -128,6 +125,12 @@ class LoaderSource(Source):
         finally:
             reading.close()
         self._held = held
+
+    def release(self) -> None:
+        unread = [reading for reading in self._readings if not (reading.readers and reading.usable)]
+        for reading in unread:
+            reading.close()
+        self._readings = [reading for reading in self._readings if reading not in unread]
 
     def close(self) -> None:
         for reading in self._readings:

@@ -46,6 +46,9 @@ class Source(ABC):
         """How many values are NaN, as far as can be seen without reading a stream."""
         return 0
 
+    def release(self) -> None:  # noqa: B027  # most hold nothing open
+        """End what nobody reads any more."""
+
     def close(self) -> None:  # noqa: B027  # most hold nothing open
         """End what reading has started; it can be read again."""
 

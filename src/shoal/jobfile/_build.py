@@ -193,6 +193,8 @@ class Builder:
             return job
         if isinstance(schedule, _known.Over):
             rows = len(job.data) if isinstance(job.data, Rows) else self._count(Node(None, 1), job.data)
+            if not rows and job.steps is None and job.schedule_every == "step":
+                raise Mistake(Node(None, 1), "the schedule needs a length, which the data does not say; set steps")
             schedule = replace(schedule, total=_length(job, rows))
         return replace(job, schedule=schedule)
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shoal.errors import JobError
-from shoal.jobs.loaders import DefaultInt, gives_batches, loader_problems
+from shoal.jobs.loaders import DefaultInt, batch_size_of, gives_batches, loader_problems
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
 
@@ -156,6 +157,8 @@ class Job:
             self.epochs = _length.get()
         for name in _WHOLE:
             setattr(self, name, plain_int(getattr(self, name)))
+        if isinstance(self.data, DataLoader) and isinstance(self.batch_size, DefaultInt):
+            self.batch_size = batch_size_of(self.data, self.batch_size)
         for name in ("clip_norm", "clip_value", "shuffle", "drop_last"):
             setattr(self, name, plain_number(getattr(self, name)))
         if isinstance(self.hparams, Mapping):

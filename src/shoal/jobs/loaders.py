@@ -17,6 +17,12 @@ class DefaultInt(int):
     """A field's default, so that it can be told from the same number when a user gives it."""
 
 
+def batch_size_of(loader: DataLoader[Any], default: int) -> DefaultInt:
+    """Rows in a loader's batches, as far as it says."""
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    return DefaultInt(size if isinstance(size, int) else default)
+
+
 def gives_batches(data: Any) -> bool:
     """Whether data is read batch by batch, in an order of its own."""
     return isinstance(data, (DataLoader, IterableDataset))

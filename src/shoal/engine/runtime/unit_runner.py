@@ -144,6 +144,8 @@ class UnitRunner:
         if slots:
             reasons = [self.alone[self.members[slot]] for slot in slots]
             separated = list(zip(self.unit.alone(slots), reasons, strict=True))
+            for unit, _ in separated:
+                unit.begin_reading()
             self.drop(slots)
         self.alone = {}
         return separated
@@ -275,7 +277,11 @@ class UnitRunner:
         if stay:
             self.unit = self.unit.keep(stay)
         else:
+            sources = {member.data.source for member in self.members}
+            self.unit.end_reading()
             self.unit.members = []
+            for source in sources:
+                source.release()
 
     def cancel(self) -> None:
         """Stop here, with the members' weights as they are now."""

@@ -90,6 +90,9 @@ class SerialUnit(Unit):
         if self.member.batched:
             self._stream.open(self.member)
 
+    def end_reading(self) -> None:
+        self._stream = Stream()
+
     def failures(self) -> dict[int, Exception]:
         return {} if self._failed is None else {0: self._failed}
 

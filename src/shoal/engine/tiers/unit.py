@@ -46,6 +46,9 @@ class Unit(ABC):
     def begin_reading(self) -> None:  # noqa: B027  # most data is there
         """Before any unit's turn: open what its members read together with those of other units."""
 
+    def end_reading(self) -> None:  # noqa: B027  # most data is there
+        """Give up what `begin_reading` opened: it has no members any more."""
+
     @abstractmethod
     def rates(self) -> list[float]:
         """The learning rate of each member's first parameter group at its last step."""

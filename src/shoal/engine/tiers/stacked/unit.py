@@ -71,8 +71,7 @@ class StackedUnit(Unit):
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
-        self._all_active = bool(self.stack.active.all())
-        """Whether all rows still train."""
+        self._all_active = bool(self.stack.active.all())  # whether all rows still train
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
             for i, member in enumerate(self.members[row] for row in self.stack.rows)
@@ -122,6 +121,9 @@ class StackedUnit(Unit):
     def begin_reading(self) -> None:
         if self.members[0].batched:
             self._streams.setdefault(self.members[0].index, Stream()).open(self.members[0])
+
+    def end_reading(self) -> None:
+        self._streams = {}
 
     def failures(self) -> dict[int, Exception]:
         return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
