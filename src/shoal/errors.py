@@ -49,6 +49,10 @@ class NotStorable(ShoalError):
     """A member's state holds something that cannot be written to a file and read back."""
 
 
+class ReadError(ShoalError):
+    """A DataLoader did not give the next batch: it ends the jobs that read it."""
+
+
 class MemberError(ShoalError):
     """One member's step raised: the tier says which slot, the run ends that member alone."""
 

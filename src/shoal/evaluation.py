@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from shoal.data import Pool
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import number
+from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.engine.tiers.stacked.forward import Forward
 from shoal.errors import JobError, ShoalError, describe
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import gives_batches
 from shoal.utils.numpy_values import tensor_of
 from shoal.utils.tables import render
 
@@ -37,6 +39,8 @@ def usable(device: Any) -> torch.device:
 
 def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
     """Outputs of all models, [M, ...], where the inputs are; `size` rows at a time, None: all at once."""
+    if any(map(gives_batches, inputs)):
+        return _predict_batches(models, inputs, size, device)
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
     home = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
     with Forward(models, device=device) as forward:
@@ -49,6 +53,35 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
             return run(inputs)
         chunks = [run(chunk) for chunk in zip(*(x.split(size) for x in inputs), strict=True)]
     return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+
+
+def _predict_batches(
+    models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device
+) -> Any:
+    """Outputs for all batches of a DataLoader, on the CPU: its targets are left out as in training."""
+    if len(inputs) > 1 or (size is not None and isinstance(inputs[0], DataLoader)):
+        what = "other inputs" if len(inputs) > 1 else f"batch_size={size}"
+        raise ValueError(f"predict: a DataLoader gives whole batches, so {what} would do nothing; pass it alone")
+    try:
+        view = Pool(device).open(inputs[0], batch_size=size or LARGEST_BATCH)
+    except JobError as error:
+        raise JobError(*(f"predict: data {line}" for line in error.lines)) from None
+    chunks = []
+    with Forward(models, whats=[Computation("inputs", _outputs)] * len(models), device=device) as forward:
+        for batch in view.feed(1):
+            chunks.append(pytree.tree_map_only(Tensor, lambda x: x.to("cpu"), forward(batch)))
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+
+
+def _outputs(model: nn.Module, batch: Any) -> Any:
+    """A model's outputs on a batch with targets, or on inputs alone."""
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return model(*batch)
+    if isinstance(batch, Mapping) and not any(name in batch for name in TARGETS):
+        return model(**batch)
+    return call_model(model, batch)
 
 
 def evaluation_job(name: str, model: nn.Module, job: Any, data: Any, metrics: Any, loss: Any, collate: Any) -> Job:
@@ -70,9 +103,12 @@ def evaluation_job(name: str, model: nn.Module, job: Any, data: Any, metrics: An
 def evaluate(
     names: Sequence[str], jobs: Sequence[Job], data: Any, batch_size: int, device: torch.device
 ) -> list[dict[str, float]]:
-    """The loss, logs and metrics of these jobs' networks on the same data; a job's network is its `model`."""
+    """The loss, logs and metrics of these jobs' networks on the same data; a job's network is its `model`.
+
+    `batch_size`: for data that is made into batches here.
+    """
     try:
-        view = Pool(device).open(data, jobs[0].collate)
+        view = Pool(device).open(data, jobs[0].collate, batch_size)
     except JobError as error:
         raise JobError(*(f"evaluate: data {line}" for line in error.lines)) from None
     sheets = [Sheet(job) for job in jobs]
@@ -88,7 +124,7 @@ def evaluate(
                 sheet.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
                 if sheet.job.metrics:
                     sheet.outputs.append(output)
-                    sheet.targets.append(batch[-1])
+                    sheet.targets.append(targets_of(batch))
     return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
 
 

@@ -4,6 +4,9 @@ Points that a user may want to look up here:
 
 - The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
+- A DataLoader is iterated once an epoch, after all generators that it may draw from were seeded with a number made of
+  `data_seed` and the epoch; the training's own random stream is put back after each batch. An epoch has as many batches
+  as the loader gives. A validation iterates its loader in the same way, seeded as in epoch 0 of data_seed 0.
 - With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
   Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
 - `clip_norm` and `clip_value` are over all of the model's parameters, after accumulation, and (fp16) after unscaling.
@@ -26,9 +29,10 @@ Points that a user may want to look up here:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,23 +42,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shoal.data import Pool, View
-from shoal.engine.members.member import (
-    autocast,
-    counted,
-    evaluating,
-    make_optimizer,
-    make_schedule,
-    number,
-    open_data,
-    run_step,
-    seeded,
-)
+from shoal.data.loader import LoaderSource
+from shoal.data.pool import batch_rows
+from shoal.engine.members.member import counted, make_optimizer, make_schedule, open_data, seeded
 from shoal.engine.members.ownership import build_model
+from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.optim.kinds import has_modes, needs_closure, set_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
-from shoal.jobs.averaging import EMA, SWA, is_due
+from shoal.jobs.averaging import EMA, is_due
 from shoal.jobs.early_stopping import Monitor, validates
 from shoal.jobs.job import Job
 from shoal.results import Result
@@ -79,6 +76,8 @@ class Training:
     epoch: int = 0
     losses: list[float] = field(default_factory=list)
     """The loss of every batch."""
+    groups: list[int] = field(default_factory=list)
+    """How many batches each step had."""
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Rows, loss and logs of every batch in this epoch."""
     rate: float = float("nan")
@@ -103,20 +102,11 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
     if state.best is not None:
         load_weights(state.model, state.best)
     return Result(
-        name=job.name or "job-0",
-        job=job,
-        model=state.model.to("cpu").eval(),
-        history=state.history,
-        status=state.status,
-        tier="reference",
-        error=state.error,
-        optimizer_state=state.optimizer.state_dict(),
-        seconds=time.perf_counter() - state.started,
-        environment=environment(state.device),
-        steps=state.step,
-        validations=state.validations,
-        training_weights=trained,
-    )
+        name=job.name or "job-0", job=job, model=state.model.to("cpu").eval(), tier="reference", status=state.status,
+        error=state.error, steps=state.step, history=state.history, validations=state.validations,
+        optimizer_state=state.optimizer.state_dict(), training_weights=trained,
+        seconds=time.perf_counter() - state.started, environment=environment(state.device),
+    )  # fmt: skip
 
 
 def train_alone(job: Job, device: torch.device, until: int | None = None, validate: bool = True) -> Training:
@@ -128,43 +118,75 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
         model = build_model(job).to(device)
         optimizer = make_optimizer(job, model)
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-        groups = -(-num_batches(job, len(data)) // job.accumulate)
-        state = Training(job, device, model, optimizer, make_schedule(job, optimizer), scaler, Monitor.of(job), groups)
+        schedule, per_epoch = make_schedule(job, optimizer), steps_per_epoch(job, data)
+        state = Training(job, device, model, optimizer, schedule, scaler, Monitor.of(job), per_epoch)
         order = torch.Generator().manual_seed(job.order_seed)
-        while state.status == "running" and not state.finished():
-            _epoch(state, data, order, until, val if validate else None)
-            if state.status == "running" and validate:
-                _end_of_epoch(state, val, whole=len(state.losses) % num_batches(job, len(data)) == 0)
-            elif state.status == "running":
-                state.epoch += 1
+        try:
+            while state.status == "running" and not state.finished():
+                whole = _epoch(state, data, order, until, val if validate else None)
+                if state.status == "running" and validate:
+                    _end_of_epoch(state, val, whole)
+                elif state.status == "running":
+                    state.epoch += 1
+        finally:
+            data.source.close()  # a loader's workers
         if state.status == "running":
             state.status = "done"
     return state
 
 
-def num_batches(job: Job, n: int) -> int:
-    """Batches in one epoch over so many rows."""
-    return n // job.batch_size if job.drop_last else -(-n // job.batch_size)
+def steps_per_epoch(job: Job, data: View) -> int:
+    """Optimizer steps in one epoch; 0 where the data does not say how many batches it has."""
+    n = len(data)
+    batches = n if data.source.batched else n // job.batch_size if job.drop_last else -(-n // job.batch_size)
+    return -(-batches // job.accumulate)
 
 
-def _epoch(state: Training, data: View, order: torch.Generator, until: int | None, val: View | None) -> None:
-    """One epoch, or as much of it as the job's steps allow."""
-    job, n = state.job, len(data)
+_Read = Callable[[], tuple[Any, int]]
+"""Reads a batch: it, and how many rows it has."""
+
+
+def _groups(state: Training, data: View, order: torch.Generator) -> Iterator[tuple[list[_Read], bool]]:
+    """An epoch's batches, in groups of an optimizer step each; whether a group is the last."""
+    job, n, k, source = state.job, len(data), state.job.accumulate, data.source
+    if isinstance(source, LoaderSource):
+        reader = source.read(job.order_seed, state.epoch)
+        while there := reader.count(k + 1):
+            yield [partial(_next_batch, reader)] * min(k, there), there <= k
+        return
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
-    state.records = []
     batches = [b for b in torch.split(rows, job.batch_size) if len(b) == job.batch_size or not job.drop_last]
-    for start in range(0, len(batches), job.accumulate):
+    for start in range(0, len(batches), k):
+        taken: list[_Read] = [partial(_take, state, data, rows) for rows in batches[start : start + k]]
+        yield taken, start + k >= len(batches)
+
+
+def _next_batch(reader: Iterator[Any]) -> tuple[Any, int]:
+    batch = next(reader)
+    return batch, batch_rows(batch)
+
+
+def _take(state: Training, data: View, rows: Tensor) -> tuple[Any, int]:
+    return data.source.take(data.rows(rows), seed=state.job.order_seed, epoch=state.epoch), len(rows)
+
+
+def _epoch(state: Training, data: View, order: torch.Generator, until: int | None, val: View | None) -> bool:
+    """One epoch, or as much of it as the job's steps allow; whether it was a whole one."""
+    job = state.job
+    state.records = []
+    for group, last in _groups(state, data, order):
         if job.steps is not None and state.step >= job.steps:
-            return
+            return False
         if until is not None and state.step >= until:
             state.status = "stopped"
-            return
-        group = batches[start : start + job.accumulate]
-        _step(state, data, group)
-        if state.status == "running" and val is not None and start + len(group) < len(batches):
+            return False
+        state.groups.append(len(group))
+        _step(state, group)
+        if state.status == "running" and val is not None and not last:
             _within_epoch(state, val)
         if state.status != "running":
-            return
+            return False
+    return True
 
 
 def _within_epoch(state: Training, val: View) -> None:
@@ -190,15 +212,15 @@ def _copied(state: Training) -> dict[str, Any]:
         return {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.model.state_dict().items()}
 
 
-def _step(state: Training, data: View, group: list[Tensor]) -> None:
-    """One optimizer step over a group of batches, each of these rows."""
+def _step(state: Training, group: list[_Read]) -> None:
+    """One optimizer step over a group of batches."""
     job, model, optimizer = state.job, state.model, state.optimizer
     optimizer.zero_grad()
     model.zero_grad()  # parameters that the optimizer does not have
-    for number_in_group, rows in enumerate(group, 1):
+    for number_in_group, read in enumerate(group, 1):
         before = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
         try:
-            batch = data.source.take(data.rows(rows), seed=job.order_seed, epoch=state.epoch)
+            batch, rows = read()
             with _drawing(state):
                 with autocast(job, state.device):
                     loss, logs = run_step(job, model, batch)
@@ -218,7 +240,7 @@ def _step(state: Training, data: View, group: list[Tensor]) -> None:
                 module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
             return
         state.losses.append(number(loss))
-        state.records.append((len(rows), {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
+        state.records.append((rows, {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
     _update_average(state)
     state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
@@ -231,7 +253,7 @@ def _update_average(state: Training) -> None:
     if rule is None or not is_due(rule, state.step, state.steps_per_epoch):
         return
     if state.average is None:
-        torchs = _torchs_update(rule)
+        torchs: Any = get_ema_multi_avg_fn(rule.decay) if isinstance(rule, EMA) else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 
         def update(averages: Any, values: Any, count: Any) -> None:
             if averages[0].is_floating_point() or averages[0].is_complex():  # of whole numbers there is no mean
@@ -239,10 +261,6 @@ def _update_average(state: Training) -> None:
 
         state.average = AveragedModel(state.model, multi_avg_fn=update, use_buffers=rule.use_buffers)
     state.average.update_parameters(state.model)
-
-
-def _torchs_update(rule: EMA | SWA) -> Any:
-    return get_ema_multi_avg_fn(rule.decay) if isinstance(rule, EMA) else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -253,10 +271,8 @@ def _take_evaluation_weights(state: Training) -> list[tuple[Tensor, Tensor]]:
         before = [(p, p.clone()) for p in state.model.parameters()]
         set_mode(state.optimizer, "eval")
     elif (average := state.average) is not None:
-        pairs: list[tuple[Tensor, Tensor]] = list(
-            zip(state.model.parameters(), average.module.parameters(), strict=True)
-        )
-        pairs = [(tensor, value) for tensor, value in pairs if tensor.requires_grad]
+        trained = zip(state.model.parameters(), average.module.parameters(), strict=True)
+        pairs: list[tuple[Tensor, Tensor]] = [(tensor, value) for tensor, value in trained if tensor.requires_grad]
         if average.use_buffers:
             pairs += zip(state.model.buffers(), average.module.buffers(), strict=True)
         pairs = [(tensor, value) for tensor, value in pairs if tensor.is_floating_point() or tensor.is_complex()]
@@ -334,12 +350,8 @@ def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
 def _validate(state: Training, val: View) -> dict[str, float]:
     job, model, sheet = state.job, state.model, Sheet(state.job)
     devices = [state.device] if state.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        _evaluation_weights(state),
-        evaluating(model),
-        autocast(job, state.device),
-    ):
+    alone = torch.random.fork_rng(devices=devices)
+    with alone, _evaluation_weights(state), evaluating(model), autocast(job, state.device):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
         return sheet.values()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.data import Pool
-from shoal.engine.members.member import open_data
 from shoal.jobs.job import Job
-from shoal.reference import num_batches, train_alone
+from shoal.reference import train_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,8 @@ def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: st
             f"from_step is {from_step} and steps is {steps}; use 0 or more, and 1 or more (or None for all)"
         )
     state = train_alone(job, torch.device(device), until=None if steps is None else from_step + steps, validate=False)
-    k, nb = job.accumulate, num_batches(job, len(open_data(Pool(torch.device("cpu")), job, "data")))
-    epochs = [state.losses[i : i + nb] for i in range(0, len(state.losses), nb)]
-    means = [
-        sum(group) / len(group) for epoch in epochs for group in (epoch[i : i + k] for i in range(0, len(epoch), k))
-    ]
+    groups = [state.losses[end - size : end] for size, end in zip(state.groups, accumulate(state.groups), strict=True)]
+    means = [sum(group) / len(group) for group in groups if group]
     if from_step >= len(means):
         raise ValueError(f"from_step is {from_step}; this job has {len(means)} steps: use a smaller number")
     return Replay(

@@ -257,8 +257,8 @@ class Results(Sequence[Result]):
         """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
 
         Args:
-            inputs: Tensors or arrays.
-            batch_size: Rows at a time; None: all at once.
+            inputs: Tensors or arrays; or a DataLoader or an IterableDataset alone, whose targets are left out.
+            batch_size: Rows at a time; None: all at once. A DataLoader has its own.
             device: Where to compute; None: where the members were trained, if this machine has it. Outputs are where
                 the inputs are.
 
@@ -301,7 +301,7 @@ class Results(Sequence[Result]):
         """Loss and metrics of all members on the same data, in eval mode, in one program where it can be.
 
         Args:
-            data: A test set, in any form that a job's `val` may have.
+            data: A test set, in any form that a job's `val` may have. A DataLoader is read in its own batches.
             metrics: Name -> (outputs, targets) -> number, over all of the data; None: each job's own.
             loss: The loss; None: each job's own loss or step. Results that were read from a folder have none.
             collate: How items of a Dataset become a batch.
@@ -310,6 +310,10 @@ class Results(Sequence[Result]):
         """
         from shoal.evaluation import LARGEST_BATCH, Evaluation, evaluate, evaluation_job
 
+        if batch_size is not None and isinstance(data, torch.utils.data.DataLoader):
+            raise ValueError(
+                f"evaluate: data is a DataLoader, so batch_size={batch_size} would do nothing; leave it out"
+            )
         size = _rows_at_once(batch_size) or max([LARGEST_BATCH, *(result.job.batch_size for result in self)])
         tests = [evaluation_job(result.name, result.model, result.job, data, metrics, loss, collate) for result in self]
         names = [result.name for result in self]

@@ -211,6 +211,8 @@ class _Work:
                 self._shared(alive)
         finally:
             self.seconds = time.perf_counter() - start
+            for member in self.members:
+                member.data.source.close()
 
     def _shared(self, alive: list[Member]) -> None:
         """Train them in this process, and on a CPU in others too."""

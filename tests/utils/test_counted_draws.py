@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shoal.utils.gpu_randomness import RANDOM, CounterMode
+from shoal.utils.gpu_randomness import RANDOM, CounterMode, uncounted
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -168,3 +168,18 @@ def test_a_batch_counts_wherever_its_first_draw_is() -> None:
             mode._site = 2  # something else has drawn before
             drawn.append(torch.rand(9))
     assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+
+def test_what_is_uncounted_draws_as_without_a_mode() -> None:
+    torch.manual_seed(4)
+    expected = torch.rand(3), torch.randint(9, (3,)), torch.randn(2)
+    torch.manual_seed(4)
+    with CounterMode(5, CPU) as mode:
+        mode.begin(0)
+        with uncounted():
+            drawn = torch.rand(3), torch.randint(9, (3,)), torch.randn(2)
+        counted = torch.rand(3)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    with CounterMode(5, CPU) as mode:
+        mode.begin(0)
+        assert torch.equal(counted, torch.rand(3))

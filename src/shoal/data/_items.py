@@ -43,11 +43,11 @@ class Items:
     def __call__(self, row: int, seed: int, epoch: int) -> Any:
         """Read an item, with all generators seeded by (seed, epoch, row), and put them back after."""
         with restored(self._all):
-            torch.default_generator.manual_seed(_word(seed, epoch, row))
-            NUMPY.seed(_word(seed, epoch, row) & 0xFFFFFFFF)
-            PYTHON.seed(_word(seed, epoch, row))
+            torch.default_generator.manual_seed(word(seed, epoch, row))
+            NUMPY.seed(word(seed, epoch, row) & 0xFFFFFFFF)
+            PYTHON.seed(word(seed, epoch, row))
             for generator, salt in self.generators:
-                _seed(generator, _word(seed, epoch, row, salt))
+                seed_generator(generator, word(seed, epoch, row, salt))
             return self.dataset[row]
 
     def plain(self, row: int) -> Any | None:
@@ -79,12 +79,14 @@ def _alike(x: Any, y: Any) -> bool:
     return type(x) is type(y)
 
 
-def generators_of(dataset: Any) -> list[Generator]:
-    """Random generators that reading the Dataset may draw from, besides the global ones: those it keeps in attributes,
-    lists, transforms and closures, and those that its functions know as globals."""
+def generators_of(*readers: Any) -> list[Generator]:
+    """Random generators that reading these (a Dataset, a DataLoader, a sampler) may draw from, besides the global ones:
+    those they keep in attributes, lists, transforms and closures, and those that their functions know as globals."""
     generators: list[Generator] = []
     seen = {id(torch.default_generator), id(PYTHON), id(NUMPY)}
-    waiting: deque[Any] = deque([dataset, getattr(type(dataset), "__getitem__", None)])
+    methods = ("__getitem__", "__getitems__", "__iter__")
+    waiting: deque[Any] = deque(readers)
+    waiting.extend(getattr(type(reader), name, None) for reader in readers for name in methods)
     while waiting and len(seen) < MOST_OBJECTS:
         value = waiting.popleft()
         if id(value) in seen or isinstance(value, _PLAIN):
@@ -113,18 +115,20 @@ def _inside(value: Any) -> Iterator[Any]:
             yield vars(kind)["__call__"]
 
 
-def _word(*parts: object) -> int:
+def word(*parts: object) -> int:
+    """A seed of 64 bits from these numbers and names."""
     text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _seed(generator: Generator, word: int) -> None:
+def seed_generator(generator: Generator, seed: int) -> None:
+    """Seed a generator of any of the three libraries."""
     if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(word).state
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, torch.Generator):
-        generator.manual_seed(word)
+        generator.manual_seed(seed)
     else:
-        generator.seed(word & 0xFFFFFFFF)
+        generator.seed(seed & 0xFFFFFFFF)
 
 
 def _salt(generator: Generator) -> str:

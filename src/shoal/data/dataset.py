@@ -159,15 +159,10 @@ class _Seeded(Dataset[Any]):
 
 def check_dataset(data: Any) -> None:
     """JobError where the data is not a map-style Dataset."""
-    if isinstance(data, torch.utils.data.IterableDataset):
-        raise JobError(
-            "is an IterableDataset; rows are taken by index: pass a map-style Dataset (__len__ and __getitem__)"
-        )
-    if isinstance(data, DataLoader):
-        raise JobError("is a DataLoader; pass its dataset, with batch_size= and collate= on the job")
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         raise JobError(
-            f"is a {type(data).__name__}; pass tensors or arrays, or a map-style Dataset (__len__ and __getitem__)"
+            f"is a {type(data).__name__}; pass tensors or arrays, a map-style Dataset (__len__ and __getitem__), a "
+            "DataLoader or an IterableDataset"
         )
     if len(data) == 0:
         raise JobError("has no rows; pass at least one")

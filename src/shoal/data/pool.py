@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from shoal.data.dataset import DatasetSource, check_dataset, materialise
+from shoal.data.loader import LoaderSource, as_loader
 from shoal.data.rows import Rows
 from shoal.data.source import Source, TensorSource, is_tensors, parts, tensor_leaves
 from shoal.errors import JobError
+from shoal.jobs.loaders import gives_batches
 from shoal.utils.numpy_values import tensor_of
 
 
@@ -67,8 +69,19 @@ class Pool:
         self._moved: dict[Any, tuple[Tensor, Tensor]] = {}
         self._kept: list[Any] = []
 
-    def open(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> View:
-        """The view of this data; JobError, without the job's name, where it cannot be one."""
+    def open(
+        self,
+        data: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_size: int = 1,
+        drop_last: bool = False,
+    ) -> View:
+        """The view of this data; JobError, without the job's name, where it cannot be one.
+
+        `batch_size` and `drop_last` are for an IterableDataset, whose batches are made here.
+        """
+        if gives_batches(data):
+            return View(self._loader(data, collate, batch_size, drop_last))
         if isinstance(data, Rows):
             return self._narrow(self.open(data.data, collate), data.index)
         if isinstance(data, Subset):
@@ -83,7 +96,21 @@ class Pool:
             return View(self._tensors(data))
         return View(self._dataset(data, collate))
 
+    def _loader(
+        self, data: Any, collate: Callable[[list[Any]], Any] | None, batch_size: int, drop_last: bool
+    ) -> Source:
+        key = (id(data),) if isinstance(data, DataLoader) else (id(data), id(collate), batch_size, drop_last)
+        if key not in self._sources:
+            self._kept.append((data, collate))
+            what = "" if isinstance(data, DataLoader) else f"the {type(data).__name__}"
+            self._sources[key] = LoaderSource(
+                as_loader(data, batch_size, drop_last, collate), self.device, what, len(self._sources)
+            )
+        return self._sources[key]
+
     def _narrow(self, view: View, index: Tensor) -> View:
+        if view.source.batched:
+            raise JobError("asks for rows of a DataLoader, which gives batches; take the rows of its dataset")
         if len(index) == 0:
             raise JobError("has no rows; pass at least one")
         low, high = int(index.min()), int(index.max())

@@ -23,6 +23,8 @@ class Source(ABC):
     device: torch.device
     streamed: bool = False
     """Whether batches are read as training goes, so that readers should keep step with each other."""
+    batched: bool = False
+    """Whether it gives whole batches, in an order of its own: then its rows are batches, and it is read by `read`."""
     steady: bool = True
     """Whether a row is the same when it is read again."""
     note: str = ""
@@ -43,6 +45,12 @@ class Source(ABC):
     def num_nan(self) -> int:
         """How many values are NaN, as far as can be seen without reading a stream."""
         return 0
+
+    def release(self) -> None:  # noqa: B027  # most hold nothing open
+        """End what nobody reads any more."""
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing open
+        """End what reading has started; it can be read again."""
 
 
 class TensorSource(Source):

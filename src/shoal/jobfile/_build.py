@@ -22,6 +22,7 @@ from shoal.jobfile._references import bound, check_arguments, check_file, find, 
 from shoal.jobfile._tree import Mistake, Node, Problems
 from shoal.jobfile._values import make_average, make_folds, make_hparams, make_stop
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import gives_batches
 from shoal.models import MODELS
 from shoal.preparation.checks import field_problems
 
@@ -193,6 +194,8 @@ class Builder:
             return job
         if isinstance(schedule, _known.Over):
             rows = len(job.data) if isinstance(job.data, Rows) else self._count(Node(None, 1), job.data)
+            if not rows and job.steps is None and job.schedule_every == "step":
+                raise Mistake(Node(None, 1), "the schedule needs a length, which the data does not say; set steps")
             schedule = replace(schedule, total=_length(job, rows))
         return replace(job, schedule=schedule)
 
@@ -234,6 +237,8 @@ class Builder:
         return made[1], made[2]
 
     def _shared_out(self, node: Node, data: Any, share: float, seed: int) -> tuple[Rows, Rows]:
+        if gives_batches(data):
+            raise Mistake(node, "data is a DataLoader, whose rows have no numbers; give val data of its own")
         n = self._count(node, data)
         taken = round(n * share)
         if not 0 < taken < n:
@@ -256,6 +261,7 @@ def _share(share: float, seed: int = 0) -> None:
 def _length(job: Job, rows: int) -> int:
     """Steps of a job, or epochs where its schedule goes by them."""
     batches = rows // job.batch_size if job.drop_last else -(-rows // job.batch_size)
+    batches = rows if gives_batches(job.data) else batches
     per_epoch = max(1, -(-batches // job.accumulate))
     if job.schedule_every == "epoch":
         return job.epochs if job.epochs is not None else -(-(job.steps or 0) // per_epoch)

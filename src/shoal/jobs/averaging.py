@@ -92,6 +92,11 @@ def is_due(average: EMA | SWA, step: int, steps_per_epoch: int) -> bool:
     return since > 0 and since % interval(average, steps_per_epoch) == 0
 
 
+def counts_epochs(average: EMA | SWA) -> bool:
+    """Whether it begins, or is updated, by the number of epochs."""
+    return average.every == "epoch" or (isinstance(average, SWA) and average.start_epoch > 0)
+
+
 def interval(average: EMA | SWA, steps_per_epoch: int) -> int:
     """Optimizer steps from one update to the next."""
     return average.every if isinstance(average.every, int) else steps_per_epoch

@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shoal.errors import JobError
 from shoal.jobs.averaging import EMA, SWA
+from shoal.jobs.loaders import DefaultInt, batch_size_of, gives_batches, loader_problems
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
 
@@ -91,9 +93,10 @@ class Job:
     """A function that builds the network under the job's seed, or an nn.Module, which is copied first. Weights that the
     function would give out again, such as those of a shared backbone, are copied too: each job trains its own."""
     data: Any = field(repr=False)
-    """Tensors or arrays in any tuple, dict or nesting with one first dimension, or a map-style Dataset."""
+    """Tensors or arrays in any tuple, dict or nesting with one first dimension, a map-style Dataset, a DataLoader, or
+    an IterableDataset."""
     val: Any = field(default=None, repr=False)
-    """Validation data, in the same form; None: no validation."""
+    """Validation data, in any of these forms; None: no validation."""
     collate: Callable[[list[Any]], Any] | None = None
     """How items of a Dataset become a batch; None: torch's default_collate. For Datasets only."""
     loss: Callable[[Any, Any], Tensor] | None = None
@@ -110,8 +113,8 @@ class Job:
     """step -> factor on the learning rate (0 comes first), or optimizer -> torch lr_scheduler."""
     schedule_every: Literal["step", "epoch"] = "step"
     """How often the schedule moves on: after each optimizer step, or after each whole epoch."""
-    batch_size: int = 64
-    """Rows in a batch."""
+    batch_size: int = DefaultInt(64)
+    """Rows in a batch. A DataLoader has its own."""
     epochs: int | None = None
     """How many times to go through the data. Either this or `steps`."""
     steps: int | None = None
@@ -119,7 +122,8 @@ class Job:
     seed: int = 0
     """Seeds the network's weights and the randomness inside it."""
     data_seed: int | None = None
-    """Seeds the order of the rows (and random Datasets); None: the same as `seed`."""
+    """Seeds the order of the rows, random Datasets and DataLoaders; None: the same as `seed`, or 0 where data is a
+    DataLoader or an IterableDataset, so that jobs with one loader read the same batches."""
     shuffle: bool = True
     """A new random order of the rows each epoch; False: as they come."""
     drop_last: bool = False
@@ -157,6 +161,8 @@ class Job:
             self.epochs = _length.get()
         for name in _WHOLE:
             setattr(self, name, plain_int(getattr(self, name)))
+        if isinstance(self.data, DataLoader) and isinstance(self.batch_size, DefaultInt):
+            self.batch_size = batch_size_of(self.data, self.batch_size)
         for name in ("clip_norm", "clip_value", "shuffle", "drop_last"):
             setattr(self, name, plain_number(getattr(self, name)))
         if isinstance(self.hparams, Mapping):
@@ -168,12 +174,14 @@ class Job:
 
     def problems(self) -> list[str]:
         """What is wrong with single fields, one line each: the value, the rule, the fix. Empty when all is well."""
-        return [*_shape_problems(self), *_length_problems(self), *_training_problems(self)]
+        return [*_shape_problems(self), *loader_problems(self), *_length_problems(self), *_training_problems(self)]
 
     @property
     def order_seed(self) -> int:
-        """The seed of the row order: `data_seed`, or `seed` where that is None."""
-        return self.seed if self.data_seed is None else self.data_seed
+        """The seed of the row order: `data_seed`, or where that is None `seed`, or 0 for a loader."""
+        if self.data_seed is not None:
+            return self.data_seed
+        return 0 if gives_batches(self.data) else self.seed
 
 
 _WHOLE = (
@@ -199,7 +207,7 @@ def _shape_problems(job: Job) -> list[str]:
     if not callable(job.model) or (isinstance(job.model, type) and not issubclass(job.model, nn.Module)):
         lines.append(f"model is {_short(job.model)}; pass an nn.Module, or a function that builds one")
     if job.data is None:
-        lines.append("data is None; pass tensors or a map-style Dataset")
+        lines.append("data is None; pass tensors, a Dataset or a DataLoader")
     if job.loss is None and job.step is None:
         lines.append(
             "it has neither loss nor step; set loss=F.cross_entropy or the like, or step=(model, batch) -> loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +12,15 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data import Pool, View
+from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
 from shoal.engine.members.building import build_member, give_own_networks, names
-from shoal.engine.members.member import (
-    Member,
-    draws,
-    make_optimizer,
-    make_schedule,
-    number,
-    trying,
-)
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.jobs.averaging import interval
+from shoal.jobs.averaging import counts_epochs, interval
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
@@ -125,7 +121,7 @@ def member_problems(members: list[Member]) -> list[str]:
     dry: dict[Any, tuple[list[str], set[str]]] = {}
     for member in members:
         with trying(member.job):
-            problems = [*batch_problems(member), *optimizer_problems(member)]
+            problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
             key = likeness(member)
             if key not in dry:
                 dry[key] = dry_run(member) if not problems else ([], set())
@@ -138,6 +134,8 @@ def member_problems(members: list[Member]) -> list[str]:
 def batch_problems(member: Member) -> list[str]:
     """Whether there is anything to train on."""
     job, n = member.job, len(member.data)
+    if member.batched:
+        return []  # they show in the first batch
     if member.num_batches == 0:
         return [f"batch_size is {job.batch_size} and data has {n} rows: drop_last leaves no batch; use at most {n}"]
     if job.loss is not None:
@@ -153,7 +151,7 @@ def _pair_problems(
     if view is None or not isinstance(view.source, TensorSource):
         return []
     whole = view.source.whole()
-    if isinstance(whole, (tuple, list)) and len(whole) >= 2:
+    if isinstance(whole, (tuple, list, dict)) and len(whole) >= 2:
         return []
     return [
         f"{which} is a {type(whole).__name__}, but {why}; pass (inputs, targets), or set step=(model, batch) -> loss"
@@ -199,10 +197,23 @@ def _settings(job: Job) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in job.hparams.items()) or "its defaults"
 
 
+def average_problems(member: Member) -> list[str]:
+    """An average that counts epochs needs to know how long one is."""
+    average = member.job.average
+    if average is None or member.steps_per_epoch or not counts_epochs(average):
+        return []
+    return [
+        f"average is {average}, which counts epochs, and the loader does not say how many batches an epoch has; "
+        "count optimizer steps: SWA(every=100) or EMA(every=1)"
+    ]
+
+
 def warn_of_averages(members: list[Member]) -> None:
     """Averages that begin after a job's end: it may be made longer later, so that is a warning."""
     for member in members:
         job, per_epoch = member.job, member.steps_per_epoch
+        if job.steps is None and not per_epoch:
+            continue  # nobody knows how long it is
         steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
         first = 0 if job.average is None else job.average.first(per_epoch) + interval(job.average, per_epoch)
         if steps < first:
@@ -216,6 +227,7 @@ def warn_of_averages(members: list[Member]) -> None:
 
 def warn_of_data(members: list[Member]) -> None:
     """What can be meant, and so is a warning: one for each data set, naming the first job that has it."""
+    warn_of_loaders(members)
     seen: set[int] = set()
     for member in members:
         for which, view in (("data", member.data), ("val", member.val)):
@@ -226,10 +238,35 @@ def warn_of_data(members: list[Member]) -> None:
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
             if not view.source.steady:
+                again = "another item when the same row is" if not view.source.batched else "other batches when it is"
                 warnings.warn(
-                    f"job {member.name!r}: {which} gives another item when the same row is read again, by something of "
-                    "its own, so that results depend on what else is read; draw from torch's, numpy's or python's "
-                    "random functions, or from a generator that is an attribute of the Dataset",
+                    f"job {member.name!r}: {which} gives {again} read again, by something of its own, so that results "
+                    "depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
+                    "generator that is an attribute of the Dataset",
                     ShoalWarning,
                     stacklevel=4,
                 )
+
+
+def warn_of_loaders(members: list[Member]) -> None:
+    """What a DataLoader's workers do otherwise than their user may think."""
+    orders: dict[LoaderSource, dict[int, Member]] = {}
+    for member in members:
+        if isinstance(member.data.source, LoaderSource):
+            orders.setdefault(member.data.source, {}).setdefault(member.job.order_seed, member)
+    for source, readers in orders.items():
+        member, workers = next(iter(readers.values())), source.loader.loader.num_workers
+        if source.loader.loader.persistent_workers:
+            warnings.warn(
+                f"job {member.name!r}: data has persistent_workers=True, but its workers are started for each epoch, "
+                "so that a resumed run reads the same batches; set persistent_workers=False",
+                ShoalWarning,
+                stacklevel=5,
+            )
+        if len(readers) > 1 and len(readers) * workers > 2 * (os.cpu_count() or 1):
+            warnings.warn(
+                f"job {member.name!r} and others read one DataLoader in {len(readers)} orders, each with {workers} "
+                "workers; give them the same data_seed and it is read once for all",
+                ShoalWarning,
+                stacklevel=5,
+            )

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
-from shoal.engine.members.member import Member, autocast, draws, evaluating, run_step, seeded
+from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
+from shoal.engine.members.step import autocast, call_model, evaluating, run_step, targets_of
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
-from shoal.errors import describe
+from shoal.errors import JobError, ReadError, describe
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
 
@@ -46,9 +47,9 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
     """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
     The member is left as it was; where it cannot be, nothing is tried."""
     job, n = member.job, member.num_rows
-    sizes = [min(job.batch_size, n)]
+    sizes = [min(member.batch_size, n)]
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
-    if n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
+    if not member.batched and n % job.batch_size == 1 and n > 1 and job.batch_size > 1 and reached:
         sizes.append(1)
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
@@ -86,6 +87,8 @@ def step_problems(
     model = _twin(member, built)
     try:
         batch = member.data.take(0, size)
+    except ReadError as error:
+        return [f"data cannot be read: {error}"]
     except Exception as error:
         return read_problems(member, size, error)
     if member.device.type == "cuda":
@@ -99,12 +102,16 @@ def step_problems(
             except Exception as error:
                 return [_raised(member, "step", error, size, short)]
         else:
-            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            if not isinstance(batch, (tuple, list, Mapping)) or len(batch) < 2:
                 return [
                     f"a batch is a {type(batch).__name__}, but the loss takes (*inputs, targets); set step= or collate="
                 ]
             try:
-                outputs = model(*batch[:-1])
+                targets_of(batch)
+            except JobError as error:
+                return list(error.lines)
+            try:
+                outputs = call_model(model, batch)
             except Exception as error:
                 return [_raised(member, "forward", error, size, short)]
             lines = label_problems(job, outputs, member)
@@ -112,9 +119,9 @@ def step_problems(
                 return lines
             assert job.loss is not None
             try:
-                loss, logs = job.loss(outputs, batch[-1]), {}
+                loss, logs = job.loss(outputs, targets_of(batch)), {}
             except Exception as error:
-                shapes = f"outputs {_shape(outputs)}, targets {_shape(batch[-1])}"
+                shapes = f"outputs {_shape(outputs)}, targets {_shape(targets_of(batch))}"
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
     if columns is not None:
         columns |= {"loss", *logs}
@@ -153,11 +160,12 @@ def _twin(member: Member, built: bool = False) -> nn.Module:
 def _index_problems(member: Member) -> list[str]:
     """On a GPU an index out of range costs the whole context, so two rows go through a copy on the CPU first."""
     job = member.job
-    batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, min(2, len(member.data))))
+    rows = 1 if member.batched else min(2, len(member.data))
+    batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, rows))
     try:
         twin = _twin(member).cpu()
         if job.step is None:
-            twin(*batch[:-1])
+            call_model(twin, batch)
         else:
             run_step(job, twin, batch)
     except IndexError as error:
@@ -171,6 +179,11 @@ def _raised(member: Member, where: str, error: Exception, size: int, short: bool
     job = member.job
     if ONE_VALUE in str(error):
         n = len(member.data)
+        if member.batched:
+            return (
+                "the first batch of its DataLoader has 1 row, and batch norm cannot train on one value per channel; "
+                "use a larger batch_size there"
+            )
         if short:
             return (
                 f"the last batch of an epoch has 1 row (data has {n}, batch_size is {job.batch_size}), and batch norm "
@@ -181,6 +194,7 @@ def _raised(member: Member, where: str, error: Exception, size: int, short: bool
             "one value per channel; use a larger batch_size"
         )
     what = f"a batch of {size} rows" if not short else f"the short last batch of {size} row"
+    what = "the first batch of its DataLoader" if member.batched else what
     return f"{where} raised {describe(error)} on {what}; run it on one batch by itself to see where"
 
 
@@ -253,20 +267,30 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
     """Forward and metrics on the first validation rows. Metrics may refuse so few: only plain slips are reported."""
     job = member.job
     assert member.val is not None
-    size = min(job.batch_size, len(member.val))
+    size = 1 if member.val.source.batched else min(job.batch_size, len(member.val))
     model, sheet = _twin(member, built), Sheet(job)
     try:
         batch = member.val.take(0, size)
+        if job.metrics:
+            targets_of(batch)
+    except ReadError as error:
+        return [f"val cannot be read: {error}"]
+    except JobError as error:
+        return [f"val: {error.lines[0]}"]
+    except Exception as error:
+        return [f"reading the first rows of val raised {describe(error)}; read them by themselves to see where"]
+    try:
         with evaluating(model), autocast(job, member.device):
             sheet.add(model, batch)
     except Exception as error:
-        return [f"validating on the first {size} rows of val raised {describe(error)}; check val against data"]
+        rows = f"the first {size} rows" if not member.val.source.batched else "the first batch"
+        return [f"validating on {rows} of val raised {describe(error)}; check val against data"]
     if columns:
         columns |= {*sheet.sums, *metric_columns(job)}
     lines = []
     for name, metric in job.metrics.items():
         try:
-            value = measure(metric, sheet.outputs[0], batch[-1])
+            value = measure(metric, sheet.outputs[0], targets_of(batch))
             for each in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(each, Tensor) and each.numel() != 1:
                     lines.append(f"metric {name!r} gave a tensor of shape {list(each.shape)}; it must be one number")

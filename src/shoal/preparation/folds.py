@@ -16,6 +16,7 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import open_data
 from shoal.errors import JobError
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import refuse_batches
 from shoal.preparation import _fold_rows
 from shoal.preparation._fold_rows import Numbers
 from shoal.utils.numpy_values import plain_int
@@ -43,6 +44,7 @@ def folds(
     try:
         if job.val is not None:
             raise JobError("it has val= already, which folds would replace; remove it")
+        refuse_batches(job, "folds")
         view = open_data(Pool(torch.device("cpu")), job, "data")
         _check(k, len(view), shuffle)
         fold_of = _fold_of_rows(view, k, stratify, groups, shuffle, seed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import evaluating
+from shoal.engine.members.step import evaluating
 from shoal.jobs.job import Job
 from shoal.results import Result
 from shoal.split.api import takes_settings_of, train_by

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shoal.data import Pool, View
+from shoal.engine.members.history import exact_sum
 from shoal.engine.members.member import make_optimizer, open_data
 from shoal.engine.planning.memory import free_bytes
-from shoal.engine.runtime.unit_runner import exact_sum
 from shoal.environment import environment
 from shoal.errors import SplitError
 from shoal.jobs.early_stopping import Monitor

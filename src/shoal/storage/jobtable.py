@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.dataset import DatasetSource
+from shoal.data.loader import LoaderSource
 from shoal.engine.members.member import Member
 from shoal.engine.python_state.user_code import PYTHON, version_of
 from shoal.storage._describer import BYTECODE, Describer, Texts
@@ -140,6 +141,9 @@ def _described(member: Member) -> Describer:
     for name, view in (("data", member.data), ("val", member.val)):
         if view is not None and isinstance(view.source, DatasetSource):
             roots[name] = type(view.source.dataset)
+        elif view is not None and isinstance(view.source, LoaderSource):
+            loader = view.source.loader.loader
+            roots |= {name: type(loader.dataset), f"{name} collate_fn": loader.collate_fn}
     return Describer(roots, member.model)
 
 

@@ -88,7 +88,7 @@ def _try(member: Member) -> dict[str, str]:
             assert scratch.saved_state.job is not None
             scratch.saved_state.job.shared, scratch.place = keeper.shared, 0
             batches = min(STEPS * job.accumulate, member.num_batches)
-            feed = iter([member.data.take(0, min(job.batch_size, member.num_rows))] * batches)
+            feed = iter([member.data.take(0, min(member.batch_size, member.num_rows))] * batches)
             with draws(scratch) as begin, scratch.saved_state.noticing():
                 for _ in range(batches):
                     begin()

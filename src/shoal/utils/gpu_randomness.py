@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -109,6 +110,13 @@ class CounterMode:
             self._sites[number] = torch.full((1,), number, device=device)
         value = counter_draw(draw, self._seed, self._count, self._sites[number], self._columns[key])[0]
         return value if value.device == like.device else value.to(like.device)
+
+
+def uncounted() -> AbstractContextManager[Any]:
+    """Inside, in a CounterMode or not, random operators draw as they do without one."""
+    if not CounterMode._active:
+        return nullcontext()
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_intercepting()))
 
 
 @cache

@@ -78,6 +78,7 @@ def scratch_copy(member: Member) -> Member:
         validations=[],
         losses=[],
         logs={},
+        rows=[],
         optimizer_state={},
         best=None,
         average=None,

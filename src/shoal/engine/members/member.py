@@ -23,7 +23,6 @@ from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
-from shoal.engine.tracing.trace import PRECISIONS
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
@@ -89,6 +88,10 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
+    rows: list[int] = field(default_factory=list)
+    """Of data that comes in batches: the rows of each of this epoch's batches."""
+    epoch_length: int | None = None
+    """Of data that comes in batches: how many this epoch has, once that is seen."""
     closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
     """Losses and logs of the epoch before this one."""
     saved_state: SavedState = field(init=False)
@@ -110,20 +113,32 @@ class Member:
         self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
 
     @property
+    def batched(self) -> bool:
+        """Whether its data comes in batches: a row of it is then a whole batch."""
+        return self.data.source.batched
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in a batch."""
+        return 1 if self.batched else self.job.batch_size
+
+    @property
     def num_rows(self) -> int:
-        """Rows in one epoch."""
+        """Rows in one epoch. Of data that comes in batches it is known near the end of an epoch; before, as it says."""
         n = len(self.data)
+        if self.batched:
+            return self.epoch_length if self.epoch_length is not None else max(n, self.place + UNSEEN)
         return n - n % self.job.batch_size if self.job.drop_last else n
 
     @property
     def num_batches(self) -> int:
         """Batches in one epoch, the short last one included."""
-        return -(-self.num_rows // self.job.batch_size)
+        return -(-self.num_rows // self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
-        return -(-self.num_batches // self.job.accumulate)
+        """Optimizer steps in one epoch; 0 where its data does not say how many batches it has."""
+        return -(-(len(self.data) if self.batched else self.num_batches) // self.job.accumulate)
 
     @property
     def at_step_boundary(self) -> bool:
@@ -132,6 +147,8 @@ class Member:
 
     def rows_in(self, batches: int) -> int:
         """Rows in the coming batches of this epoch."""
+        if self.batched:
+            return batches
         return min((self.place + batches) * self.job.batch_size, self.num_rows) - self.place * self.job.batch_size
 
     def steps_in(self, batches: int) -> int:
@@ -143,6 +160,8 @@ class Member:
     def batches_left(self) -> int:
         """Batches until the job has had its full length."""
         job = self.job
+        if self.batched and job.epochs is not None:  # an epoch may have more batches than another
+            return max(0, (job.epochs - self.epoch) * self.num_batches - self.place)
         total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
         return max(0, total - self.batches)
 
@@ -171,7 +190,7 @@ class Member:
 
     def close_epoch(self) -> None:
         """Between epochs again."""
-        self.order, self.place, self.first_step = None, 0, self.step
+        self.order, self.place, self.first_step, self.epoch_length, self.rows = None, 0, self.step, None, []
         self.closed, self.losses, self.logs = (self.losses, self.logs), [], {}
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
@@ -210,6 +229,8 @@ class Member:
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
             "before_end": self.before_end,
+            "rows": torch.tensor(self.rows, dtype=torch.int64),
+            "epoch_length": self.epoch_length,
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -239,11 +260,14 @@ class Member:
         self.order = self.order_state = self.ahead = None
         self.losses = state["losses"].tolist()
         self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        self.rows, self.epoch_length = state.get("rows", torch.empty(0)).tolist(), state.get("epoch_length")
         self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
 
 
+UNSEEN = 8
+"""Batches that an epoch is taken to have left, where its data does not say."""
 LARGE_BUFFER = 1 << 16
 """Bytes of a buffer from which it is saved only once it has changed."""
 _PLAIN = (
@@ -270,7 +294,7 @@ def _stored(value: Any) -> Any:
 def open_data(pool: Pool, job: Job, which: str) -> View:
     """Open `data` or `val`, with errors that say which."""
     try:
-        return pool.open(getattr(job, which), job.collate)
+        return pool.open(getattr(job, which), job.collate, job.batch_size, job.drop_last and which == "data")
     except JobError as error:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
     except Exception as error:
@@ -357,36 +381,3 @@ def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
         raise JobError(
             f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"
         ) from error
-
-
-def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    """The job's precision, around forward and loss."""
-    return torch.autocast(device.type, PRECISIONS[job.precision]) if job.precision is not None else nullcontext()
-
-
-def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The job's step on one batch: its loss, and its logs."""
-    if job.step is None:
-        assert job.loss is not None
-        return job.loss(model(*batch[:-1]), batch[-1]), {}
-    out = job.step(model, batch)
-    logged = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)
-    return (out[0], out[1]) if logged else (out, {})
-
-
-def number(value: Any) -> float:
-    """A metric or log as a float: from a number, or anything of one element."""
-    return float(value.detach()) if isinstance(value, Tensor) else float(value)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside: eval mode, no gradients. After: every module in the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

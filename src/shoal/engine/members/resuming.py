@@ -49,4 +49,5 @@ def beginning(member: Member) -> None:
     """To where it was when it was built, for a member that has trained in another process only."""
     member.step = member.epoch = member.batches = member.place = member.first_step = 0
     member.history, member.validations, member.losses, member.logs = [], [], [], {}
+    member.rows, member.epoch_length = [], None
     member.seconds, member.monitor = 0.0, Monitor.of(member.job)

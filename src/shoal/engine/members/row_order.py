@@ -35,6 +35,9 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
     seen: dict[bytes, list[tuple[Member, Tensor, Tensor, Tensor]]] = {}
     for member in members:
         before = member.orders.get_state()
+        if member.batched:  # its data has an order of its own
+            orders.append((torch.empty(0, dtype=torch.int64), before))
+            continue
         alike = seen.setdefault(before.numpy().tobytes() if member.job.shuffle else b"", [])
         twin = next((known for known in alike if len(known[0].data) == len(member.data)), None)
         if twin is None:

@@ -115,10 +115,15 @@ def why_apart(a: Group, b: Group) -> str:
     """Why two stackable groups are not one."""
     x, y = a.recipes[0], b.recipes[0]
     job, other = x.member.job, y.member.job
+    if x.member.batched and y.member.batched:
+        if x.member.data.source is not y.member.data.source:
+            return "another DataLoader"
+        if job.order_seed != other.order_seed:
+            return f"the DataLoader is read in another order (data_seed {job.order_seed} against {other.order_seed})"
     for name in ("batch_size", "accumulate", "precision"):
         if getattr(job, name) != getattr(other, name):
             return f"{name} is {getattr(job, name)} against {getattr(other, name)}"
-    if x.member.num_rows != y.member.num_rows:
+    if not x.member.batched and not y.member.batched and x.member.num_rows != y.member.num_rows:
         return f"{x.member.num_rows} rows an epoch against {y.member.num_rows}"
     for rows, graph in x.steps.items():
         if rows not in y.steps:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.data.loader import LoaderSource
 from shoal.engine.members.building import scratch_copy
-from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.planning import memory
 from shoal.engine.proof import cases as proof_cases
 from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves
@@ -113,8 +115,8 @@ def _copied(member: Member, wide: bool) -> Member:
 
 def _batch(member: Member, size: int, place: int, wide: bool) -> Any:
     """A batch of so many rows; that of another place is from elsewhere in the data."""
-    start = min(place * size, max(0, member.num_rows - size))
-    batch = member.data.take(start, start + size)
+    source, start = member.data.source, min(place * size, max(0, member.num_rows - size))
+    batch = source.sample(size, place) if isinstance(source, LoaderSource) else member.data.take(start, start + size)
     return widen_leaves(batch) if wide else batch
 
 

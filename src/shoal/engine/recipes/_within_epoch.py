@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from shoal.data.loader import LoaderSource
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.places import say
 from shoal.engine.python_state.preserve import preserved
@@ -47,7 +48,12 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
         return
     read = Watch()
     read.add(member.index, {"step": job.step, "loss": job.loss}, member.model)
-    if streamed:
+    source = member.data.source
+    if isinstance(source, LoaderSource):
+        if read.shared_with(Walk({"data": source.loader.parts})):
+            source.try_reading()
+            _refuse(read, "reading its data")
+    elif streamed:
         member.data.take(0, min(2, member.num_rows))
         _refuse(read, "reading its data")
     if stepped and read.shared_with(Walk({"schedule": job.schedule})):

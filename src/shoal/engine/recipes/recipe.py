@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, run_step
+from shoal.data.loader import LoaderSource
+from shoal.engine.members.member import Member
+from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
 from shoal.engine.recipes.frozen import FrozenWeights
@@ -57,8 +59,8 @@ class Recipe:
         frozen = tuple(p.requires_grad for _, p in member.model.named_parameters())
         self.key = (
             tuple((rows, skeleton(graph)) for rows, graph in self.steps.items()),
-            frozen, job.batch_size, member.num_rows, job.accumulate, job.precision,
-            job.step is None, member.data.source.streamed, member.device,
+            frozen, _reads(member), job.accumulate, job.precision, job.step is None, member.data.source.streamed,
+            member.device,
         )  # fmt: skip
         if job.average is not None:
             self.key = (self.key, "average", job.average.use_buffers)
@@ -112,10 +114,10 @@ class Evaluation:
 
         def call(model: nn.Module, batch: Any) -> Any:
             if job.step is not None:
-                return run_step(job, model, batch), model(*batch[:-1]) if wanted else None
+                return run_step(job, model, batch), call_model(model, batch) if wanted else None
             assert job.loss is not None
-            outputs = model(*batch[:-1])
-            return (job.loss(outputs, batch[-1]), {}), outputs if wanted else None
+            outputs = call_model(model, batch)
+            return (job.loss(outputs, targets_of(batch)), {}), outputs if wanted else None
 
         return cls(("validation", job.step, job.loss, wanted), call, job.precision)
 
@@ -203,7 +205,7 @@ class TraceCache:
     def step(self, member: Member, rows: int) -> Trace:
         """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
         batch = sample(member, rows)
-        if member.data.source.streamed:
+        if member.data.source.streamed and not member.batched:
             self._refuse_other_shapes(member, rows, batch)
         return self.step_on(member, batch)
 
@@ -295,9 +297,20 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
     return copy.deepcopy(model).to(leaves[0].device)
 
 
+def _reads(member: Member) -> Hashable:
+    """How a member reads its data. Those that read a DataLoader together get the same batches all the way."""
+    source = member.data.source
+    if isinstance(source, LoaderSource):
+        return source.number, member.job.order_seed
+    return member.job.batch_size, member.num_rows
+
+
 def batch_sizes(member: Member) -> list[int]:
-    """The sizes of the batches a member will see: the full one, and the short last one where it comes to that."""
+    """The sizes of the batches a member will see: the full one, and the short last one where it comes to that. Of a
+    DataLoader: the first kind of batch; others are looked at when they come."""
     job, n = member.job, member.num_rows
+    if member.batched:
+        return [1]
     full = min(job.batch_size, n)
     if job.steps is not None and job.steps * job.accumulate < member.num_batches:
         return [full]
@@ -311,8 +324,9 @@ def sample(member: Member, rows: int, last: bool = False) -> Any:
         Untraceable: when they cannot be read.
     """
     start = len(member.data) - rows if last else 0
+    source = member.data.source
     try:
-        return member.data.take(start, start + rows)
+        return source.sample(rows) if isinstance(source, LoaderSource) else member.data.take(start, start + rows)
     except Exception as error:
         raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
 

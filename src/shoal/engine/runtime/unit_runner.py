@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from shoal.engine.members import row_order
 from shoal.engine.members.evaluation_weights import finish_weights
+from shoal.engine.members.history import history_row, weights
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import closes_early
 from shoal.engine.tiers.evaluate import evaluate
@@ -74,6 +72,7 @@ class UnitRunner:
     def begin(self) -> None:
         """Deal rows to members that are at the beginning of an epoch."""
         row_order.deal(self.members)
+        self.unit.begin_reading()
 
     def look_ahead(self, batches: int) -> None:
         """While the device is busy: draw the next epoch's rows, and prepare for members that are about to end."""
@@ -145,6 +144,8 @@ class UnitRunner:
         if slots:
             reasons = [self.alone[self.members[slot]] for slot in slots]
             separated = list(zip(self.unit.alone(slots), reasons, strict=True))
+            for unit, _ in separated:
+                unit.begin_reading()
             self.drop(slots)
         self.alone = {}
         return separated
@@ -277,7 +278,11 @@ class UnitRunner:
         if stay:
             self.unit = self.unit.keep(stay)
         else:
+            sources = {member.data.source for member in self.members}
+            self.unit.end_reading()
             self.unit.members = []
+            for source in sources:
+                source.release()
 
     def cancel(self) -> None:
         """Stop here, with the members' weights as they are now."""
@@ -354,39 +359,3 @@ def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
         return {}
     member.error = f"the loss became {new[bad]} in epoch {member.epoch + 1} after step {member.step}"
     return {slot: "diverged"}
-
-
-def exact_sum(values: list[float]) -> float:
-    """The same in any order; of logs that are not finite it is what adding them gives."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)
-
-
-def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
-    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
-
-    Sums are exact, so that they do not depend on how many members are summed at once.
-    """
-    size = member.job.batch_size
-    before = size * (member.place - 1)
-    last = member.num_rows - before if member.place == member.num_batches else size
-    even = last == size and size & (size - 1) == 0  # then products are exact, and so is that of their sum
-
-    def mean(values: list[float]) -> float:
-        if even:
-            return exact_sum(values) * size / (before + last)
-        return exact_sum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
-
-    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
-    row |= {name: mean(values) for name, values in sorted(member.logs.items())}
-    return row | val | {"lr": rate, "seconds": member.seconds}
-
-
-def weights(model: torch.nn.Module) -> dict[str, object]:
-    """A copy of a model's state on the CPU."""
-    return {
-        k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
-        for k, v in model.state_dict().items()
-    }

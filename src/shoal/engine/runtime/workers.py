@@ -153,8 +153,12 @@ class WorkerHandle:
         try:
             run = make_run()
             signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
-            with suppress(KeyboardInterrupt):
-                run.go()
+            try:
+                with suppress(KeyboardInterrupt):
+                    run.go()
+            finally:
+                for member in run.members.values():
+                    member.data.source.close()
             self.finish(line)
             line.send("done", run.planning.plan.parts)
         except Exception as error:

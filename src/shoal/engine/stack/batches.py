@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
-from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.batch_stream import Stream, another
 from shoal.engine.members.member import Member
 
 
@@ -21,12 +22,13 @@ class Feed:
         """`rows`: for every row of the stack, the slot of its member. `streams`: open ones, by the member's index."""
         first = members[0]
         self.members, self.rows, self.streams = members, rows, streams
-        self.size = first.job.batch_size
+        self.size = first.batch_size
         self.in_memory = all(isinstance(member.data.source, TensorSource) for member in members)
         self.one_source = all(member.data.source is first.data.source for member in members)
         agree = all(member.order is first.order and member.place == first.place for member in members)
         seeds = {(member.job.order_seed, member.epoch) for member in members} if not self.in_memory else {(0, 0)}
-        self.shared = self.one_source and agree and len(seeds) == 1
+        self.batched = first.batched
+        self.shared = (self.one_source and agree and len(seeds) == 1) or self.batched
         """Whether every member gets the very same batch, so that it is read once and has no member axis."""
         self._rows: Tensor | None = None
         self._feeds: list[Iterator[Any]] = []
@@ -34,6 +36,20 @@ class Feed:
             self._rows = self._ahead(batches).to(first.device)
         else:
             self._feeds = [streams.setdefault(m.index, Stream()).at(m) for m in self._readers]
+
+    def another(self) -> bool:
+        """Whether there is another batch: an epoch of a DataLoader may end within a turn."""
+        return not self.batched or another(self._feeds[0], self.members)
+
+    def kind(self, batch: Any) -> int:
+        """The number of the kind of batch, where batches come as they are."""
+        source = self.members[0].data.source
+        assert isinstance(source, LoaderSource)
+        return source.kind(batch)
+
+    def whole(self) -> Any:
+        """The next batch as it came, where batches do."""
+        return next(self._feeds[0])
 
     @property
     def _readers(self) -> list[Member]:

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from shoal.data import View
 from shoal.data.pool import batch_rows
 from shoal.data.source import TensorSource
-from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.tiers.unit import Unit, evaluated, member_output
 from shoal.errors import MemberError
 from shoal.jobs.job import Job
@@ -73,7 +74,7 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
             sheet.add_loss(losses[place], {name: numbers[place] for name, numbers in logs.items()}, batch_rows(batch))
         if one.outputs is not None:
             outputs.append(one.outputs)
-            targets.append(batch[-1])
+            targets.append(targets_of(batch))
     whole, wanted = (_joined(outputs, dim=1), _joined(targets)) if outputs else (None, None)
     values = {slot: sheet.means() for slot, sheet in zip(slots, sheets, strict=True)}
     for place, (slot, member) in enumerate(zip(slots, members, strict=True)):
@@ -170,7 +171,7 @@ class Sheet:
         self.add_loss(loss, logs, batch_rows(batch))
         if self.job.metrics:
             self.outputs.append(outputs)
-            self.targets.append(batch[-1])
+            self.targets.append(targets_of(batch))
 
     def _step(self, model: nn.Module, batch: Any) -> tuple[float, dict[str, float], Any]:
         """Loss, logs and outputs of one batch."""
@@ -178,10 +179,10 @@ class Sheet:
         if job.step is not None:
             loss, logs = run_step(job, model, batch)
             numbers = {name: number(value) for name, value in logs.items()}
-            return number(loss), numbers, model(*batch[:-1]) if self.wants_outputs else None
-        outputs = model(*batch[:-1])
+            return number(loss), numbers, call_model(model, batch) if self.wants_outputs else None
+        outputs = call_model(model, batch)
         assert job.loss is not None
-        return number(job.loss(outputs, batch[-1])), {}, outputs
+        return number(job.loss(outputs, targets_of(batch))), {}, outputs
 
     def means(self) -> dict[str, float]:
         """The loss and the logged numbers of all rows."""

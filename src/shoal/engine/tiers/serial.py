@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.engine.members.batch_stream import Stream
+from shoal.data.pool import batch_rows
+from shoal.engine.members.batch_stream import Stream, another, own_batch
 from shoal.engine.members.evaluation_weights import update_average, with_evaluation_weights
-from shoal.engine.members.member import (
-    Member,
-    autocast,
-    draws,
-    make_optimizer,
-    make_schedule,
-    number,
-    run_step,
-    trying,
-)
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import step_of
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.kinds import needs_closure
@@ -57,6 +50,8 @@ class SerialUnit(Unit):
         self._rate: float | None = None
         """The learning rate of the last step, where the schedule has moved on since."""
         self._stuck = False
+        self._rows = 0
+        """Of the last batch, where data comes in batches."""
         self._failed: Exception | None = None
         """What its schedule raised."""
         self._buffers = Buffers(self.model)
@@ -85,11 +80,20 @@ class SerialUnit(Unit):
         with draws(member) as begin, member.saved_state.noticing():
             for _ in range(batches):
                 begin()
+                if not another(feed, self.members):
+                    break
                 self._batch(feed)
                 member.batches += 1
                 if self._failed is not None:
                     break
         self._stream.went(member)
+
+    def begin_reading(self) -> None:
+        if self.member.batched:
+            self._stream.open(self.member)
+
+    def end_reading(self) -> None:
+        self._stream = Stream()
 
     def failures(self) -> dict[int, Exception]:
         return {} if self._failed is None else {0: self._failed}
@@ -161,6 +165,8 @@ class SerialUnit(Unit):
             raise MemberError(0, error) from error
         member.losses.append(loss)
         member.place += 1
+        if member.batched:
+            member.rows.append(self._rows)
         if logs or member.logs:
             member.log(1, {name: [number(x)] for name, x in logs.items()})
         if not _finite(loss):
@@ -172,7 +178,9 @@ class SerialUnit(Unit):
         place, k = self.member.place, self.job.accumulate
         group_start = place - place % k
         group = min(k, self.member.num_batches - group_start)
-        batch = next(feed)
+        batch = own_batch(feed)
+        if self.member.batched:
+            self._rows = batch_rows(batch)
         if place == group_start:
             self._clear()
         value, loss, logs = self._forward(batch)

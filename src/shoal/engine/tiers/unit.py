@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, autocast, draws, evaluating
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.step import autocast, evaluating
 from shoal.errors import MemberError
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class Unit(ABC):
             MemberError: when one member's step raises; the batch is undone for all of them.
             Alone: when some members cannot take the batch together with others; it is undone for all of them.
         """
+
+    def begin_reading(self) -> None:  # noqa: B027  # most data is there
+        """Before any unit's turn: open what its members read together with those of other units."""
+
+    def end_reading(self) -> None:  # noqa: B027  # most data is there
+        """Give up what `begin_reading` opened: it has no members any more."""
 
     @abstractmethod
     def rates(self) -> list[float]:

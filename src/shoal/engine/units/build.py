@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from shoal.engine.members.batch_stream import pace
 from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.planning.planner import Curve, Part, Request
@@ -146,10 +147,9 @@ def costs(
 def in_step(members: Iterable[Member]) -> list[set[int]]:
     """Members that may be in one unit, by their places in the list: those that accumulate gradients, or read a stream,
     have to be at the same batch of their epochs."""
-    sets: dict[int | None, set[int]] = {}
+    sets: dict[Hashable, set[int]] = {}
     for member in members:
-        apart = member.job.accumulate > 1 or member.data.source.streamed
-        sets.setdefault(member.place if apart else None, set()).add(member.index)
+        sets.setdefault(pace(member), set()).add(member.index)
     return list(sets.values())
 
 
@@ -172,9 +172,7 @@ def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -
 def stacked_units(recipes: Sequence[Recipe], trace_cache: TraceCache) -> list[Unit]:
     """Stacks of members of one recipe: one of all, but of those that accumulate, or share a stream, one for each place
     in the epoch, since they have to be in step (see `StackedUnit.accepts`)."""
-    in_step: dict[int, list[Recipe]] = {}
+    in_step: dict[Hashable, list[Recipe]] = {}
     for recipe in recipes:
-        member = recipe.member
-        apart = member.job.accumulate > 1 or member.data.source.streamed
-        in_step.setdefault(member.place if apart else -1, []).append(recipe)
+        in_step.setdefault(pace(recipe.member), []).append(recipe)
     return [StackedUnit(some, trace_cache) for some in in_step.values()]

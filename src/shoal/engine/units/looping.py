@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.members.member import Member, autocast, draws, run_step
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.step import autocast, run_step
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.engine.units.trials import FEW_STEPS, num_steps
@@ -104,7 +105,9 @@ def _kind(member: Member) -> Hashable:
     tensors = [*model.parameters(), *model.buffers()]
     shapes = [(t.requires_grad, t.dtype, None if is_lazy(t) else t.shape) for t in tensors]
     code = [getattr(function, "__code__", type(function)) for function in (job.step, job.loss)]
-    batches = (job.batch_size, member.num_rows, job.accumulate, job.precision, member.data.source.streamed)
+    source = member.data.source
+    rows = (id(source), job.order_seed) if source.batched else (job.batch_size, member.num_rows)
+    batches = (*rows, job.accumulate, job.precision, source.streamed)
     return tuple(map(type, model.modules())), tuple(shapes), tuple(code), batches
 
 
@@ -155,7 +158,7 @@ def _pilot(member: Member) -> Pilot | None:
         if state.unrestorable or not state.complete:
             return None
         model = copy.deepcopy(member.model)
-        batch = member.data.take(0, min(job.batch_size, member.num_rows))
+        batch = member.data.take(0, min(member.batch_size, member.num_rows))
 
         def step() -> Tensor:
             with autocast(job, member.device):

@@ -19,6 +19,7 @@ from shoal.engine.members.member import Member
 from shoal.environment import environment
 from shoal.errors import PlaceError, ShoalError, describe
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import refuse_batches
 from shoal.place.api import place
 from shoal.place.links import Link as LinkRates
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
@@ -76,6 +77,7 @@ def one_job(jobs: Any) -> Job:
     given = [jobs] if isinstance(jobs, Job) else list(jobs)
     if len(given) != 1 or not isinstance(given[0], Job):
         raise PlaceError(f"a placement is of one job; {len(given)} were given: train the others apart")
+    refuse_batches(given[0], "a placed training")
     return given[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import autocast, evaluating, number, run_step
+from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.place.training.joined_batch import JoinedDraws, batch_norms
 from shoal.place.training.roles import Built, Given, random_state
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.members.member import Member, autocast, run_step
+from shoal.engine.members.member import Member
+from shoal.engine.members.step import autocast, run_step
 from shoal.errors import PlaceError
 from shoal.jobs.job import Job
 from shoal.place.graph import LayerGraph, trace_layers

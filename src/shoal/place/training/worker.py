@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.members.member import autocast, make_optimizer, number, run_step
+from shoal.engine.members.member import make_optimizer
+from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError, ShoalError, describe
 from shoal.place.training.channel import DAY, Arrived, Channel

@@ -13,6 +13,7 @@ from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, SplitError
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import refuse_batches
 from shoal.preparation.checks import prepare
 from shoal.preparation.dry_run import step_problems
 
@@ -22,6 +23,7 @@ def prepare_job(job: Job | Member) -> Member:
     JobError unless it can be trained, and trained in parts."""
     if isinstance(job, Member):
         return job
+    refuse_batches(job, "a split")
     (member,) = prepare([job], torch.device("cpu"))
     lines = split_problems(job, member)
     if lines:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shoal.engine.members.member import evaluating
+from shoal.engine.members.step import evaluating
 from shoal.errors import SplitError, describe
 from shoal.graphs.symbolic import Recorded, copy_node, is_mode, record
 from shoal.split.core.state import named_state

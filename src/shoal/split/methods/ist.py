@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.engine.members.member import Member, autocast, run_step, seeded
+from shoal.engine.members.member import Member, seeded
+from shoal.engine.members.step import autocast, run_step
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.data import View
-from shoal.engine.members.member import autocast, evaluating, run_step, seeded
+from shoal.engine.members.member import seeded
+from shoal.engine.members.step import autocast, evaluating, run_step
 from shoal.jobs.job import Job
 from shoal.split.core.reading import Reading
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import Member, autocast, evaluating, run_step, seeded
+from shoal.engine.members.member import Member, seeded
+from shoal.engine.members.step import autocast, evaluating, run_step
 from shoal.errors import SplitError
 from shoal.graphs.symbolic import record
 from shoal.jobs.job import Job

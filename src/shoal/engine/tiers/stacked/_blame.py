@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member
 from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.stack import LEAST
 from shoal.engine.tiers.unit import context_lost, out_of_memory
+from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import Trace, autocast
 from shoal.errors import describe
 from shoal.utils.randomness import draw_members, generator_at
@@ -46,6 +48,8 @@ def check_shapes(graph: Trace | None, leaves: Sequence[Any], axes: int = 0) -> N
 def culprits(unit: StackedUnit, error: Exception) -> dict[int, str]:
     """What members raise by themselves on the next batch, by slots. Where no member does, but all together do, all of
     them are listed."""
+    if isinstance(error, Untraceable | NotStackable):  # it is about a batch that all of them share
+        return dict.fromkeys(range(len(unit.members)), str(error))
     reasons = _among(unit, list(range(len(unit.members))))
     return reasons or dict.fromkeys(range(len(unit.members)), _reason(error))
 
@@ -68,9 +72,14 @@ def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
     """What the next batch of these members raises, read, forward and backward; nothing has changed afterwards."""
     rows = [*slots, *[slots[-1]] * (LEAST - len(slots))]
     try:
-        batches = [_batch(unit.members[slot], unit.stack.recipes[slot]) for slot in rows]
+        if unit.loaded is not None:
+            size, batch = unit.loaded
+            batches = [batch] * len(rows)
+        else:
+            batches = [_batch(unit.members[slot], unit.stack.recipes[slot]) for slot in rows]
+            size = len(batches[0][0])
         leaves = [torch.stack(column) for column in zip(*batches, strict=True)]
-        traces = [unit.stack.recipes[slot].steps[len(leaves[0][0])] for slot in rows]
+        traces = [unit.stack.recipes[slot].steps[size] for slot in rows]
         program = unit.trace_cache.program(traces, [True] * len(leaves), unit.stack.device)
         state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
         noise = unit.draw(program, rows, [generator_at(unit._generators[slot].get_state()) for slot in rows])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import evaluating
+from shoal.engine.members.step import evaluating
 from shoal.engine.proof.cases import stacked_state
 from shoal.engine.proof.prove import prove_evaluation
 from shoal.engine.recipes.program import Program
@@ -42,6 +42,22 @@ def evaluation_program(
     except (NotStackable, Untraceable):
         return None
     return None if program.draws or program.written else program
+
+
+def traced_program(
+    models: Sequence[nn.Module],
+    whats: Sequence[Evaluation],
+    rows: Sequence[int],
+    batch: Any,
+    trace_cache: TraceCache,
+    device: torch.device,
+) -> Program | None:
+    """`evaluation_program`, with its traces made; None also where there can be none."""
+    try:
+        traces = [trace_cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
+    except Untraceable:
+        return None
+    return evaluation_program(models, whats, traces, rows, batch, trace_cache, device)
 
 
 class Forward:

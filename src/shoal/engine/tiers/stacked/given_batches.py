@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shoal.engine.members.member import draws, run_step
+from shoal.engine.members.member import draws
+from shoal.engine.members.step import run_step
 from shoal.engine.proof.cases import Disproved
 from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.program import Program

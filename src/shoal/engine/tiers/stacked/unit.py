@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.batch_stream import Stream
+from shoal.engine.members.batch_stream import Stream, pace
 from shoal.engine.members.member import Member
 from shoal.engine.proof.prove import proven_together
 from shoal.engine.recipes.program import Program, as_column
@@ -22,11 +22,12 @@ from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
-from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gradients, row_of, undraw
-from shoal.engine.tiers.stacked.forward import evaluation_program
+from shoal.engine.tiers.stacked._blame import added, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.stacked._next_batch import next_batch
+from shoal.engine.tiers.stacked.forward import traced_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
-from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import autocast
+from shoal.errors import ReadError
 from shoal.utils.randomness import Draw, draw_step, generator_at
 
 
@@ -54,6 +55,9 @@ class StackedUnit(Unit):
         self.members: list[Member] = self.stack.members
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
+        self.sizes: list[int] = []
+        self.loaded: tuple[int, list[Tensor]] | None = None
+        """Of a DataLoader: the rows of this turn's batches; the kind of the last, and its leaves."""
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
@@ -68,8 +72,7 @@ class StackedUnit(Unit):
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
-        self._all_active = bool(self.stack.active.all())
-        """Whether all rows still train."""
+        self._all_active = bool(self.stack.active.all())  # whether all rows still train
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
             for i, member in enumerate(self.members[row] for row in self.stack.rows)
@@ -84,10 +87,12 @@ class StackedUnit(Unit):
             return
         self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
-        self._losses, self._logs, self._drawn = [], [], []
+        self._losses, self._logs, self._drawn, self.sizes = [], [], [], []
         before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
+                if not feed.another():
+                    break
                 self._batch(feed, index)
                 if self._undone or self._aside or self._failed or self.stack.optimizer.schedule_failed:
                     break
@@ -96,6 +101,9 @@ class StackedUnit(Unit):
             self._stop()
             if context_lost(error) or out_of_memory(error):
                 raise
+            if isinstance(error, ReadError):  # all of them wait for this batch
+                self._failed |= dict.fromkeys(range(len(self.members)), error)
+                return
             raise Alone(culprits(self, error)) from error
         except BaseException:
             self._stop()
@@ -110,6 +118,13 @@ class StackedUnit(Unit):
         """End the turn: note rates and losses in the members."""
         self.stack.optimizer.note_rates()
         self._note()
+
+    def begin_reading(self) -> None:
+        if self.members[0].batched:
+            self._streams.setdefault(self.members[0].index, Stream()).open(self.members[0])
+
+    def end_reading(self) -> None:
+        self._streams = {}
 
     def failures(self) -> dict[int, Exception]:
         return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
@@ -158,10 +173,11 @@ class StackedUnit(Unit):
             counted = done - (slot in self._undone or slot in self._aside)
             member.batches -= done - counted
             member.losses += losses[slot][:counted]
+            member.rows += self.sizes[:counted]
             member.place += counted
             if names or member.logs:
                 member.log(counted, {name: values[slot][:counted] for name, values in logs.items()})
-        self._losses, self._logs = [], []
+        self._losses, self._logs, self.sizes = [], [], []
 
     @property
     def at_step_boundary(self) -> bool:
@@ -185,10 +201,7 @@ class StackedUnit(Unit):
         place, k = member.place + done, member.job.accumulate
         first = place - place % k
         group = min(k, member.num_batches - first)
-        batch = feed.batch(index)
-        size = batch[0].shape[0 if feed.shared else 1]
-        if not feed.in_memory:
-            check_shapes(self.stack.recipes[0].steps.get(size), batch, axes=0 if feed.shared else 1)
+        size, batch = next_batch(self, feed, index)
         program = self.program(size, [not feed.shared] * len(batch))
         if self._noise is None:
             self._drawn.append(program.draws)
@@ -313,15 +326,12 @@ class StackedUnit(Unit):
 
         What is not captured on a GPU is slow there: it takes in members of its own kind only.
         """
-        first, member = self.members[0], recipe.member
-        apart = member.job.accumulate > 1 or member.data.source.streamed
         return (
             self.at_step_boundary
             and recipe.key == self.stack.recipes[0].key
             and proven_together([self.stack.recipes[0], recipe], self.trace_cache)
             and (self.stack.device.type == "cpu" or kind(recipe) in map(kind, self.stack.recipes))
-            and (not apart or all(m.place == member.place for m in self.members))
-            and member.data.source.streamed == first.data.source.streamed
+            and all(pace(member) == pace(recipe.member) for member in self.members)
         )
 
     def join(self, recipes: Sequence[Recipe]) -> Self:
@@ -389,12 +399,6 @@ class StackedUnit(Unit):
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
-            models, stack, cache = [member.model for member in self.members], self.stack, self.trace_cache
-            try:
-                traces = [cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
-            except Untraceable:
-                self._forwards[key] = None
-            else:
-                program = evaluation_program(models, whats, traces, stack.rows, batch, cache, stack.device)
-                self._forwards[key] = program
+            models, rows, device = [member.model for member in self.members], self.stack.rows, self.stack.device
+            self._forwards[key] = traced_program(models, whats, rows, batch, self.trace_cache, device)
         return self._forwards[key]

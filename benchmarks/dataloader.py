@@ -1,0 +1,141 @@
+"""One DataLoader with workers and augmentation feeds many networks: batches a second of the loader alone, against those
+of the training.
+
+    python benchmarks/dataloader.py                                   # 32 MLPs, 2 workers, on a CPU
+    python benchmarks/dataloader.py --device cuda --workers 8 --image 32 --batch-size 128
+    python benchmarks/dataloader.py --out benchmarks/results/dataloader-cpu.json
+
+The loader's own speed is that of iterating it and doing nothing with its batches, before and after the training. The
+first epoch of the training, with its set-up, is not counted; the others are from the end of the epoch before to their
+own, so that the start of the loader's workers is in all numbers. `--loop` adds a plain loop over the same loader that
+trains all networks one after the other on each batch. Medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import shoal
+from shoal.environment import environment
+
+
+class Augmented(Dataset[Any]):
+    """Images that are flipped and shifted at random; `work`: how often noise is added, to make it cost more."""
+
+    def __init__(self, rows: int, side: int, work: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.rand(rows, 3, side, side, generator=generator)
+        self.y = torch.randint(10, (rows,), generator=generator)
+        self.work = work
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        x = self.x[row]
+        if torch.rand(()) < 0.5:
+            x = x.flip(-1)
+        x = x.roll(int(torch.randint(-2, 3, ())), -1)
+        for _ in range(self.work):
+            x = x + 0.01 * torch.randn_like(x)
+        return x, self.y[row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--members", type=int, default=32)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=100, help="in an epoch")
+    parser.add_argument("--image", type=int, default=8, help="pixels on a side")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--work", type=int, default=1, help="additions of noise to each image")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loop", action="store_true", help="time the plain loop too")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    pixels = 3 * given.image**2
+    dataset = Augmented(given.batches * given.batch_size, given.image, given.work)
+    pin = given.device.startswith("cuda")
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=given.batch_size, shuffle=True, num_workers=given.workers, pin_memory=pin
+    )
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(pixels, given.hidden), nn.ReLU(), nn.Linear(given.hidden, 10))
+
+    alone: list[float] = []
+    looped: list[float] = []
+    jobs = [
+        shoal.Job(
+            model=network, data=loader, loss=F.cross_entropy, hparams={"lr": 1e-3 * (1 + i % 4)}, seed=i,
+            epochs=given.rounds + 1,
+        )
+        for i in range(given.members)
+    ]  # fmt: skip
+    for _ in range(given.rounds):
+        alone.append(given.batches / _time(loader))
+    ends: list[float] = []
+
+    def listen(event: shoal.Event) -> None:
+        if event.kind == "epoch" and event.data["epoch"] > len(ends):
+            ends.append(time.perf_counter())
+
+    results = shoal.train(jobs, device=given.device, events=listen, progress=False)
+    packed = [given.batches / (b - a) for a, b in pairwise(ends)]
+    for _ in range(given.rounds):
+        alone.append(given.batches / _time(loader))
+    if given.loop:
+        looped = [given.batches / _loop(loader, network, given.members, given.device) for _ in range(given.rounds)]
+    rows: dict[str, Any] = {
+        "loader alone, batches/s": round(statistics.median(alone), 1),
+        "shoal, batches/s": round(statistics.median(packed), 1),
+        "tiers": sorted({result.tier for result in results}),
+        "settings": {key: str(value) for key, value in vars(given).items() if key != "out"},
+        "environment": environment(torch.device(given.device)),
+    }
+    rows["shoal / loader"] = round(rows["shoal, batches/s"] / rows["loader alone, batches/s"], 3)
+    if looped:
+        rows["loop, batches/s"] = round(statistics.median(looped), 1)
+    print(json.dumps({key: value for key, value in rows.items() if key != "environment"}, indent=1))
+    if given.out is not None:
+        given.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _time(loader: DataLoader[Any]) -> float:
+    start = time.perf_counter()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start
+
+
+def _loop(loader: DataLoader[Any], network: Any, members: int, device: str) -> float:
+    models = [network().to(device) for _ in range(members)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    start = time.perf_counter()
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

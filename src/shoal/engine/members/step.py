@@ -1,0 +1,74 @@
+"""A job's step on a batch, in the pieces that training, validation and the reference loop share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.tracing.trace import PRECISIONS
+from shoal.errors import JobError
+from shoal.jobs.job import Job
+
+
+def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
+    """The job's precision, around forward and loss."""
+    return torch.autocast(device.type, PRECISIONS[job.precision]) if job.precision is not None else nullcontext()
+
+
+def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The job's step on one batch: its loss, and its logs."""
+    if job.step is None:
+        assert job.loss is not None
+        return job.loss(call_model(model, batch), targets_of(batch)), {}
+    out = job.step(model, batch)
+    logged = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)
+    return (out[0], out[1]) if logged else (out, {})
+
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Names that the targets of a batch that is a dict may have, the first of these that it has."""
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """What a model makes of a batch's inputs: all but the last of a tuple, or by their names all but the targets of a
+    dict."""
+    if not isinstance(batch, Mapping):
+        return model(*batch[:-1])
+    name = _name_of_targets(batch)
+    return model(**{key: value for key, value in batch.items() if key != name})
+
+
+def targets_of(batch: Any) -> Any:
+    """A batch's targets: the last of a tuple, or what has one of the names in `TARGETS` in a dict."""
+    return batch[_name_of_targets(batch)] if isinstance(batch, Mapping) else batch[-1]
+
+
+def _name_of_targets(batch: Mapping[str, Any]) -> str:
+    for name in TARGETS:
+        if name in batch:
+            return name
+    raise JobError(
+        f"a batch has {', '.join(map(str, batch))} and none of {', '.join(TARGETS)}: name its targets so, or set step="
+    )
+
+
+def number(value: Any) -> float:
+    """A metric or log as a float: from a number, or anything of one element."""
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside: eval mode, no gradients. After: every module in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

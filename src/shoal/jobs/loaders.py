@@ -1,0 +1,68 @@
+"""Data that comes in batches: a DataLoader, or an IterableDataset, whose rows have no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.errors import JobError
+
+if TYPE_CHECKING:
+    from shoal.jobs.job import Job
+
+
+class DefaultInt(int):
+    """A field's default, so that it can be told from the same number when a user gives it."""
+
+
+def batch_size_of(loader: DataLoader[Any], default: int) -> DefaultInt:
+    """Rows in a loader's batches, as far as it says."""
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    return DefaultInt(size if isinstance(size, int) else default)
+
+
+def gives_batches(data: Any) -> bool:
+    """Whether data is read batch by batch, in an order of its own."""
+    return isinstance(data, (DataLoader, IterableDataset))
+
+
+def loader_problems(job: Job) -> list[str]:
+    """Settings that would do nothing beside a DataLoader, and data that can be read once only."""
+    lines: list[str] = []
+    for which in ("data", "val"):
+        if isinstance(getattr(job, which), Iterator):
+            kind = type(getattr(job, which)).__name__
+            lines.append(
+                f"{which} is a {kind}, which can be read once; pass a DataLoader, or an IterableDataset whose __iter__ "
+                "makes a new one each epoch"
+            )
+    if not isinstance(job.data, DataLoader):
+        return lines
+    given: dict[str, Any] = {"batch_size": job.batch_size} if not isinstance(job.batch_size, DefaultInt) else {}
+    given |= {"shuffle": job.shuffle} if job.shuffle is not True else {}
+    given |= {"drop_last": job.drop_last} if job.drop_last is not False else {}
+    given |= {"collate": job.collate} if job.collate is not None and not _for_val(job) else {}
+    lines += [
+        f"data is a DataLoader, so {name}={getattr(value, '__name__', value)} would do nothing; set it on the "
+        "DataLoader, and leave it out here"
+        for name, value in given.items()
+        if name != "batch_size" or not _for_val(job)
+    ]
+    return lines
+
+
+def _for_val(job: Job) -> bool:
+    """Whether the validation data is made into batches by the job's own settings."""
+    return job.val is not None and not isinstance(job.val, DataLoader)
+
+
+def refuse_batches(job: Job, what: str) -> None:
+    """JobError for what needs the numbers of rows."""
+    if gives_batches(job.data):
+        label = f"job {job.name!r}" if job.name else "job"
+        raise JobError(
+            f"{label}: data is a {type(job.data).__name__}, and {what} needs the numbers of rows; pass its dataset (a "
+            "map-style one), with batch_size= and collate= on the job"
+        )
