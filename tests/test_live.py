@@ -349,21 +349,6 @@ def test_a_job_that_leaves_the_program() -> None:
         assert run.status()["a"][0] == "running"
 
 
-def test_orders_from_within() -> None:
-    """A callback that waits for the run it is a part of would wait for ever."""
-    runs: list[shoal.LiveRun] = []
-    ready = threading.Event()
-
-    def greedy(view: shoal.MemberView) -> None:
-        ready.wait(60)
-        runs[0].stop("b")
-
-    runs.append(shoal.start([job("a"), job("b", seed=1)], device="cpu", callbacks=[greedy]))
-    ready.set()
-    for result in runs[0].wait(60):
-        assert result.status == "failed" and "would deadlock" in str(result.error)
-
-
 def test_progress_knows_newcomers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.reporting.progress.Lines.every", 0.0)
     _, found = ordered([job("a")], 2, lambda run: run.add(job("b", seed=1)), progress=True)

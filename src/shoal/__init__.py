@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.explanation import explain as explain
     from shoal.jobs.job import EarlyStop as EarlyStop
     from shoal.jobs.job import Job as Job
+    from shoal.live import JobStatus as JobStatus
     from shoal.live import LiveRun as LiveRun
     from shoal.live import start as start
     from shoal.place.api import place as place
@@ -63,6 +64,7 @@ _HOME = {
     "Fifo": "shoal.engine.planning.policy",
     "Job": "shoal.jobs.job",
     "JobError": "shoal.errors",
+    "JobStatus": "shoal.live",
     "LiveRun": "shoal.live",
     "Logger": "shoal.reporting.loggers",
     "MLflow": "shoal.reporting.mlflow_logger",

@@ -79,7 +79,7 @@ class Run(UnitListener):
         self.checkpointing = Checkpointing(folder, save_every, members)
         self._changed = True
         self._limit = MemberLimit()
-        self._interrupted = False
+        self.interrupted = False
         self._numbers = numbers or itertools.count(1)
         self.all_members = list(members) if all_members is None else all_members
         self._before_turn, self._between, self._supervisor = before_turn, between, supervisor
@@ -96,7 +96,7 @@ class Run(UnitListener):
                     self.save()
                     if self._between is not None:
                         self._between()
-                    if self._interrupted:
+                    if self.interrupted:
                         raise KeyboardInterrupt
                 self.save()
             except KeyboardInterrupt:
@@ -109,10 +109,10 @@ class Run(UnitListener):
 
     def interrupt(self) -> None:
         """Save all members after this turn, and stop."""
-        self._interrupted = True
+        self.interrupted = True
 
     def _cancel(self) -> None:
-        if self._interrupted:
+        if self.interrupted:
             self.save(now=True)
         for runner in self.runners:
             runner.cancel()
