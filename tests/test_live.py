@@ -253,7 +253,6 @@ def test_what_a_clone_cannot_have() -> None:
             time.sleep(0.01)
         for changes, words in [
             ({"model": net}, "clone: model cannot be changed on the way; it takes hparams, epochs"),
-            ({"seed": 3, "batch_size": 2}, "clone: batch_size, seed cannot be changed"),
             ({"colour": 3}, "clone: colour cannot be changed"),
             ({"hparams": 3}, "clone: hparams is 3; pass a dict"),
             ({"hparams": {"colour": 3}}, "colour"),

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from shoal.data import Pool, View
 from shoal.data.source import content_hash
+from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
@@ -31,7 +30,6 @@ from shoal.jobs.job import Job
 from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import seed_torch
-from shoal.utils.randomness import generator_at
 from shoal.utils.weights import load_other_buffers, load_weights, other_buffers
 
 
@@ -87,6 +85,13 @@ class Member:
     """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """What the step logged, for each of this epoch's batches."""
+    earlier: list[Stretch] = field(default_factory=list)
+    """Of a clone whose batches became others within this epoch: what it had of it before. `place`, `order`, `losses`,
+    `num_rows` and `num_batches` are then of the rest."""
+    reshaped: bool = False
+    """Whether such an epoch has ended, so that its recipe is not that of the coming ones."""
+    batch_shift: int = 0
+    """What to add to `batches` of a clone whose batches became others, to compare it with the job's length."""
     closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
     """Losses and logs of the epoch before this one."""
     saved_state: SavedState = field(init=False)
@@ -109,14 +114,31 @@ class Member:
 
     @property
     def num_rows(self) -> int:
-        """Rows in one epoch."""
-        n = len(self.data)
-        return n - n % self.job.batch_size if self.job.drop_last else n
+        """Rows in this epoch."""
+        return self._whole(len(self.data) - self.skipped)
+
+    def _whole(self, rows: int) -> int:
+        return rows - rows % self.job.batch_size if self.job.drop_last else rows
+
+    @property
+    def skipped(self) -> int:
+        """Rows of this epoch that it had before its batches became others."""
+        return sum(stretch.rows for stretch in self.earlier)
 
     @property
     def num_batches(self) -> int:
-        """Batches in one epoch, the short last one included."""
+        """Batches in this epoch, the short last one included."""
         return -(-self.num_rows // self.job.batch_size)
+
+    @property
+    def usual_batches(self) -> int:
+        """Batches in an epoch that is had as a whole."""
+        return -(-self._whole(len(self.data)) // self.job.batch_size)
+
+    @property
+    def shape_rows(self) -> int:
+        """Rows in an epoch, for the shapes of its batches; also where none is left of this one."""
+        return self.num_rows or self._whole(len(self.data))
 
     @property
     def at_step_boundary(self) -> bool:
@@ -136,13 +158,13 @@ class Member:
     def batches_left(self) -> int:
         """Batches until the job has had its full length."""
         job = self.job
-        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
-        return max(0, total - self.batches)
+        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.usual_batches
+        return max(0, total - self.batches - self.batch_shift)
 
     @property
     def batches_to_stop(self) -> int:
         """Batches until it ends, or until it pauses before that."""
-        pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.num_batches - self.place
+        pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.usual_batches - self.place
         return int(min(self.batches_left, max(0, pause)))
 
     def finished(self) -> bool:
@@ -165,7 +187,8 @@ class Member:
     def close_epoch(self) -> None:
         """Between epochs again."""
         self.order, self.place, self.first_step = None, 0, self.step
-        self.closed, self.losses, self.logs = (self.losses, self.logs), [], {}
+        self.closed, self.losses, self.logs = joined([*self.earlier, Stretch(0, 0, self.losses, self.logs)]), [], {}
+        self.reshaped, self.earlier = self.reshaped or bool(self.earlier), []
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
         """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
@@ -178,7 +201,7 @@ class Member:
         """Wait with the host: nothing of a member that was written back stays on the device."""
         if self.device.type != "cpu":
             self.model.to("cpu")
-            self.optimizer_state = _stored(self.optimizer_state)
+            self.optimizer_state = stored(self.optimizer_state)
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
@@ -189,17 +212,19 @@ class Member:
             "schedule_state": self.schedule_state if whole else None,
             "history": [dict(row) for row in self.history],
             "validations": [dict(row) for row in self.validations],
-            "model": _stored(dict(self.model.state_dict())),
-            "buffers": _stored(self._moved_buffers()),
-            "python": _stored(self.saved_state.capture()),
-            "optimizer": _stored(self.optimizer_state),
+            "model": stored(dict(self.model.state_dict())),
+            "buffers": stored(self._moved_buffers()),
+            "python": stored(self.saved_state.capture()),
+            "optimizer": stored(self.optimizer_state),
             "best": self.best,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
             "rng": self.rng.get_state(),
             "orders": self.orders.get_state() if drawn is None else drawn,
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+            "losses": packed(self.losses),
+            "logs": packed_logs(self.logs),
             "before_end": self.before_end,
+            **({"earlier": [s.state() for s in self.earlier]} if self.earlier else {}),
+            **({"batch_shift": self.batch_shift} if self.batch_shift else {}),
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -223,27 +248,12 @@ class Member:
         self.rng.set_state(state["rng"])
         self.orders.set_state(state["orders"])
         self.order = self.order_state = self.ahead = None
-        self.losses = state["losses"].tolist()
-        self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        self.losses, self.logs = state["losses"].tolist(), unpacked_logs(state["logs"])
+        self.earlier = [Stretch.of_state(stretch) for stretch in state.get("earlier", ())]
+        self.reshaped, self.batch_shift = False, state.get("batch_shift", 0)
         self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
-
-
-def scratch_copy(member: Member) -> Member:
-    """A member to try things on: nothing done to it reaches the real one."""
-    return replace(
-        member,
-        model=copy.deepcopy(member.model),
-        rng=generator_at(member.rng.get_state()),
-        orders=generator_at(member.orders.get_state()),
-        history=[],
-        validations=[],
-        losses=[],
-        logs={},
-        optimizer_state={},
-        best=None,
-    )
 
 
 LARGE_BUFFER = 1 << 16
@@ -252,21 +262,6 @@ _PLAIN = (
     "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
     "schedule_state", "scaler_state",
 )  # fmt: skip
-
-
-def _stored(value: Any) -> Any:
-    """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
-
-    def detached(x: Any) -> Any:
-        if not isinstance(x, Tensor) or is_lazy(x):
-            return x
-        x = x.detach()
-        if x.layout != torch.strided:
-            return x.cpu()
-        part = x.untyped_storage().nbytes() > x.nbytes + 1024
-        return x.cpu().clone() if part or x.device.type != "cpu" else x
-
-    return pytree.tree_map(detached, value)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step, scratch_copy
+from shoal.engine.members.member import Member, autocast, draws, evaluating, number, run_step
+from shoal.engine.members.scratch import scratch_copy
 from shoal.engine.planning import memory
 from shoal.engine.proof import cases as proof_cases
 from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves

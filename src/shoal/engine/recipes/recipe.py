@@ -295,9 +295,10 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
 
 def batch_sizes(member: Member) -> list[int]:
     """The sizes of the batches a member will see: the full one, and the short last one where it comes to that."""
-    job, n = member.job, member.num_rows
+    job, n = member.job, member.shape_rows
     full = min(job.batch_size, n)
-    if job.steps is not None and job.steps * job.accumulate < member.num_batches:
+    changed = member.earlier or member.batch_shift
+    if job.steps is not None and job.steps * job.accumulate < member.num_batches and not changed:
         return [full]
     return sorted({full, n % job.batch_size or full}, reverse=True)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.engine.members import row_order
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import closes_early
+from shoal.engine.members.stretches import Stretch, joined
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
 from shoal.errors import MemberError, describe
@@ -369,17 +370,22 @@ def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str,
     Sums are exact, so that they do not depend on how many members are summed at once.
     """
     size = member.job.batch_size
-    before = size * (member.place - 1)
-    last = member.num_rows - before if member.place == member.num_batches else size
-    even = last == size and size & (size - 1) == 0  # then products are exact, and so is that of their sum
+    rows = member.num_rows if member.place == member.num_batches else size * member.place
+    stretches = [*member.earlier, Stretch(rows, size, member.losses, member.logs)]
+    even = len(stretches) == 1 and rows == size * member.place and size & (size - 1) == 0  # then products are exact
 
     def mean(values: list[float]) -> float:
         if even:
-            return exact_sum(values) * size / (before + last)
-        return exact_sum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
+            return exact_sum(values) * size / rows
+        weighted, at = list[float](), 0
+        for stretch in stretches:
+            weighted += stretch.weighted(values[at : at + len(stretch.losses)])
+            at += len(stretch.losses)
+        return exact_sum(weighted) / sum(stretch.rows for stretch in stretches)
 
-    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
-    row |= {name: mean(values) for name, values in sorted(member.logs.items())}
+    losses, logs = joined(stretches)
+    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(losses)}
+    row |= {name: mean(values) for name, values in sorted(logs.items())}
     return row | val | {"lr": rate, "seconds": member.seconds}
 
 
