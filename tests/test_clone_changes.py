@@ -213,9 +213,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", [net, branching])
-@pytest.mark.parametrize(
-    "steps", [pytest.param(3, marks=pytest.mark.slow), 10, pytest.param(13, marks=pytest.mark.slow), 14]
-)
+@pytest.mark.parametrize("steps", [10, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 13, 14))])
 def test_clones_with_changes_equal_a_plain_loop(steps: int, model: Callable[[], nn.Module]) -> None:
     """In the first epoch, within the second, before its last batch and after it."""
     source = job(model=model)
@@ -274,7 +272,6 @@ def test_a_finished_job_is_cloned_with_other_batches() -> None:
     run.clone("a", "c", steps=30, epochs=None, batch_size=3, optimizer=torch.optim.SGD, hparams={"lr": 0.1})
     results = run.wait(60)
     agree(results["b"], by_hand(job(), 14, {"batch_size": 20}))
-    loop = Loop(job())
     with torch.random.fork_rng():
         loop = Loop(job())
         loop.take(14)
@@ -338,7 +335,7 @@ def test_what_a_change_cannot_be() -> None:
         with pytest.raises(shoal.JobError, match=words) as caught:
             run.clone("a", "b", epochs=3, **changes)
         assert "\n" not in str(caught.value)
-    with pytest.raises(shoal.JobError, match="max_lr.*change schedule= too"):
+    with pytest.raises(shoal.JobError, match=r"max_lr.*change schedule= too"):
         run.clone("one", "b", epochs=3, hparams={"lr": 0.5})
     run.clone("one", "b", epochs=3, hparams={"lr": 0.5}, schedule=None)
     b = run.wait(60)["b"]

@@ -238,9 +238,10 @@ class LiveRun:
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
         """A copy of a job as it is now, optimizer and random state and all, that continues with some settings changed.
 
-        Changes are fields of shoal.Job: hparams (put over those it has), epochs, steps, clip_norm, clip_value, loss,
-        step, val, metrics, val_every, stop, keep, owner, priority. Its length counts from the first job's beginning.
-        Under a schedule a new lr scales all rates from here on.
+        Changes are fields of shoal.Job, all but model. hparams are put over those it has; under a schedule a new lr
+        scales all rates from here on. A new batch_size holds for the rest of this epoch's rows too; a new schedule
+        is where it would be by now; another optimizer has a fresh state; with other data the epoch begins again. Its
+        length counts from the first job's beginning.
         """
         command = lambda run: run.add(clone_of(run, named(run.all_members, name), new_name, changes))  # noqa: E731
         self._order(f"clone({name!r}, {new_name!r})", command)

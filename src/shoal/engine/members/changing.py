@@ -112,8 +112,8 @@ def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[st
             _move(schedule, member)
         except Exception as error:
             raise JobError(
-                f"clone: schedule raised {describe(error)} when it was put at step {member.step}, epoch {member.epoch}, "
-                "where the clone continues; give it one that is long enough"
+                f"clone: schedule raised {describe(error)} when put at step {member.step}, epoch {member.epoch}, where "
+                "the clone continues; use a longer one"
             ) from error
     state = None if schedule is None else copy.deepcopy(schedule.state_dict())
     return plain, copy.deepcopy(optimizer.state_dict()), state
