@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.jobs.averaging import SWA as SWA
     from shoal.jobs.job import EarlyStop as EarlyStop
     from shoal.jobs.job import Job as Job
+    from shoal.live import JobStatus as JobStatus
     from shoal.live import LiveRun as LiveRun
     from shoal.live import start as start
     from shoal.place.api import place as place
@@ -66,6 +67,7 @@ _HOME = {
     "Fifo": "shoal.engine.planning.policy",
     "Job": "shoal.jobs.job",
     "JobError": "shoal.errors",
+    "JobStatus": "shoal.live",
     "LiveRun": "shoal.live",
     "Logger": "shoal.reporting.loggers",
     "MLflow": "shoal.reporting.mlflow_logger",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import as_trained, beginning
@@ -121,7 +122,7 @@ def carry_out(
     search: Search | None = None,
 ) -> Results:
     """`train`, with its settings made; `search`: instead of jobs."""
-    calls = Callbacks(callbacks)
+    calls = Callbacks(callbacks, controls.live if controls is not None else None)
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     if out is not None and not isinstance(out, (str, os.PathLike)):
@@ -147,7 +148,8 @@ def carry_out(
             tiers = trained if settings.device.type == "cuda" else tiers | trained
         with progress_for(members, progress) as watch:
             running = MembersRunning()
-            tell = Listeners([running, watch, *calls.listeners(), *([events] if events is not None else [])])
+            also = [*([controls.listen] if controls is not None else []), *([events] if events is not None else [])]
+            tell = Listeners([running, watch, *calls.listeners(), *also])
             work = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads)
             interrupted: KeyboardInterrupt | None = None
             try:
@@ -300,15 +302,16 @@ class _Work:
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
     """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
-    return Results([_result(member, stamp) for member in members])
+    return Results([result_of(member, member.model.to("cpu").eval(), stamp) for member in members])
 
 
-def _result(member: Member, stamp: dict[str, Any]) -> Result:
+def result_of(member: Member, model: nn.Module, stamp: dict[str, Any]) -> Result:
+    """A member's result, with this network."""
     trained: dict[str, Any] = {} if member.trained is None else member.trained["model"]
     return Result(
         name=member.name,
         job=member.job,
-        model=member.model.to("cpu").eval(),
+        model=model,
         history=member.history,
         validations=member.validations,
         status=member.status,

@@ -262,7 +262,7 @@ class Tally:
 
 def batches_at(member: Member, step: int) -> int:
     """Batches a member has had after so many optimizer steps; an epoch may end in a smaller group."""
-    batches, k = max(1, member.num_batches), member.job.accumulate
+    batches, k = max(1, member.usual_batches), member.job.accumulate
     epochs, steps = divmod(step, -(-batches // k))
     return epochs * batches + min(batches, steps * k)
 
@@ -270,7 +270,7 @@ def batches_at(member: Member, step: int) -> int:
 def length(member: Member) -> int:
     """Batches of the whole job."""
     job = member.job
-    return (job.epochs or 0) * max(1, member.num_batches) if job.steps is None else batches_at(member, job.steps)
+    return (job.epochs or 0) * max(1, member.usual_batches) if job.steps is None else batches_at(member, job.steps)
 
 
 def done(member: Member) -> int:

@@ -28,10 +28,11 @@ class ViewError(ShoalError, RuntimeError):
 class MemberView:
     """One member as its callback sees it. What it gives are copies: nothing done to them reaches the training."""
 
-    __slots__ = ("_member", "_model", "_open", "_reason", "_write_back")
+    __slots__ = ("_member", "_model", "_open", "_reason", "_run", "_write_back")
 
-    def __init__(self, member: Member, write_back: WriteBack | None = None) -> None:
+    def __init__(self, member: Member, write_back: WriteBack | None = None, run: Any = None) -> None:
         self._member = member
+        self._run = run
         self._write_back = write_back
         self._model: nn.Module | None = None
         self._reason: str | None = None
@@ -128,6 +129,13 @@ class MemberView:
             self._model = own_copy(self._member)
         return self._model
 
+    @property
+    def run(self) -> Any:
+        """The shoal.LiveRun that this member is in: a callback may stop, cancel, add and clone jobs there."""
+        if self._run is None:
+            raise ViewError("view.run: this run takes no orders; begin it with shoal.start(jobs, callbacks=[...])")
+        return self._run
+
     def stop(self, reason: str = "") -> None:
         """End this member here, as "stopped"; the reason becomes its `error`. At its end this does nothing more."""
         self._check("stop()")
@@ -176,8 +184,10 @@ class Callbacks:
     member trains, which must be the calling process: their Python has effects that the caller waits for.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] | None = None) -> None:
+    def __init__(self, callbacks: Sequence[Callback] | None = None, run: Any = None) -> None:
+        """`run`: the shoal.LiveRun that they may give orders to."""
         given = _checked(callbacks)
+        self._run = run
         self._callbacks = [f for f in given if not getattr(f, "only_watches", False)]
         self._watchers = [f for f in given if getattr(f, "only_watches", False)]
         self._raised: set[tuple[int, int]] = set()
@@ -201,7 +211,7 @@ class Callbacks:
         for place, callback in enumerate(self._callbacks):
             if (place, member.index) in self._raised:
                 continue
-            said = _call(callback, member, write_back)
+            said = _call(callback, MemberView(member, write_back, self._run))
             if said is not None and said.status == "failed":
                 self._raised.add((place, member.index))
             if ending is None or (said is not None and said.status == "failed" != ending.status):
@@ -216,8 +226,7 @@ class Callbacks:
         return ending
 
 
-def _call(callback: Callback, member: Member, write_back: WriteBack | None) -> Ending | None:
-    view = MemberView(member, write_back)
+def _call(callback: Callback, view: MemberView) -> Ending | None:
     try:
         callback(view)
     except Exception as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from shoal.engine.members.building import scratch_copy
 from shoal.engine.members.member import Member, draws
+from shoal.engine.members.scratch import scratch_copy
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import MODULES, share, state_roots
 from shoal.engine.python_state.state_keeper import SHARED

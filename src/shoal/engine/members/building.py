@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from shoal.engine.members.member import Member, open_data, seeded
 from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, in_train_mode, overlapping, spans
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
-from shoal.utils.randomness import generator_at
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
@@ -65,21 +62,3 @@ def give_own_networks(members: Sequence[Member]) -> list[str]:
 def names(jobs: Sequence[Job]) -> list[str]:
     """What the jobs are called: by their names, or by their place where they have none."""
     return [job.name or f"job-{index}" for index, job in enumerate(jobs)]
-
-
-def scratch_copy(member: Member) -> Member:
-    """A member to try things on: nothing done to it reaches the real one."""
-    return replace(
-        member,
-        model=copy.deepcopy(member.model),
-        rng=generator_at(member.rng.get_state()),
-        orders=generator_at(member.orders.get_state()),
-        history=[],
-        validations=[],
-        losses=[],
-        logs={},
-        rows=[],
-        optimizer_state={},
-        best=None,
-        average=None,
-    )

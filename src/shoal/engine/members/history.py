@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.members.member import Member
+from shoal.engine.members.stretches import Stretch, joined
 
 
 def exact_sum(values: list[float]) -> float:
@@ -26,29 +27,33 @@ def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str,
 
     Sums are exact, so that they do not depend on how many members are summed at once.
     """
-    if member.batched:
-        return _row(member, rate, val, partial(_weighted_mean, member.rows))
-    size = member.job.batch_size
-    before = size * (member.place - 1)
-    last = member.num_rows - before if member.place == member.num_batches else size
-    even = last == size and size & (size - 1) == 0  # then products are exact, and so is that of their sum
-
-    def mean(values: list[float]) -> float:
-        if even:
-            return exact_sum(values) * size / (before + last)
-        return exact_sum([*(value * size for value in values[:-1]), values[-1] * last]) / (before + last)
-
-    return _row(member, rate, val, mean)
+    losses, logs = joined([*member.earlier, Stretch(0, 0, member.losses, member.logs)])
+    mean = partial(_weighted_mean, member.rows) if member.batched else _mean_over_rows(member)
+    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(losses)}
+    row |= {name: mean(values) for name, values in sorted(logs.items())}
+    return row | val | {"lr": rate, "seconds": member.seconds}
 
 
 def _weighted_mean(rows: list[int], values: list[float]) -> float:
     return exact_sum([value * n for value, n in zip(values, rows, strict=True)]) / sum(rows)
 
 
-def _row(member: Member, rate: float, val: dict[str, float], mean: Callable[[list[float]], float]) -> dict[str, float]:
-    row: dict[str, float] = {"epoch": member.epoch, "step": member.step, "loss": mean(member.losses)}
-    row |= {name: mean(values) for name, values in sorted(member.logs.items())}
-    return row | val | {"lr": rate, "seconds": member.seconds}
+def _mean_over_rows(member: Member) -> Callable[[list[float]], float]:
+    size = member.job.batch_size
+    rows = member.num_rows if member.place == member.num_batches else size * member.place
+    stretches = [*member.earlier, Stretch(rows, size, member.losses, member.logs)]
+    even = len(stretches) == 1 and rows == size * member.place and size & (size - 1) == 0  # then products are exact
+
+    def mean(values: list[float]) -> float:
+        if even:
+            return exact_sum(values) * size / rows
+        weighted, at = list[float](), 0
+        for stretch in stretches:
+            weighted += stretch.weighted(values[at : at + len(stretch.losses)])
+            at += len(stretch.losses)
+        return exact_sum(weighted) / sum(stretch.rows for stretch in stretches)
+
+    return mean
 
 
 def weights(model: torch.nn.Module) -> dict[str, object]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shoal.data import Pool, View
 from shoal.data.source import content_hash
 from shoal.engine.members.hooks import hooks_set_once
+from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
@@ -92,6 +92,13 @@ class Member:
     """Of data that comes in batches: the rows of each of this epoch's batches."""
     epoch_length: int | None = None
     """Of data that comes in batches: how many this epoch has, once that is seen."""
+    earlier: list[Stretch] = field(default_factory=list)
+    """Of a clone whose batches became others within this epoch: what it had of it before. `place`, `order`, `losses`,
+    `num_rows` and `num_batches` are then of the rest."""
+    reshaped: bool = False
+    """Whether such an epoch has ended, so that its recipe is not that of the coming ones."""
+    batch_shift: int = 0
+    """What to add to `batches` of a clone whose batches became others, to compare it with the job's length."""
     closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
     """Losses and logs of the epoch before this one."""
     saved_state: SavedState = field(init=False)
@@ -124,21 +131,38 @@ class Member:
 
     @property
     def num_rows(self) -> int:
-        """Rows in one epoch. Of data that comes in batches it is known near the end of an epoch; before, as it says."""
-        n = len(self.data)
+        """Rows in this epoch. Data that comes in batches shows it near the end of an epoch; before, as it says."""
         if self.batched:
-            return self.epoch_length if self.epoch_length is not None else max(n, self.place + UNSEEN)
-        return n - n % self.job.batch_size if self.job.drop_last else n
+            return self.epoch_length if self.epoch_length is not None else max(len(self.data), self.place + UNSEEN)
+        return self._whole(len(self.data) - self.skipped)
+
+    def _whole(self, rows: int) -> int:
+        return rows - rows % self.job.batch_size if self.job.drop_last else rows
+
+    @property
+    def skipped(self) -> int:
+        """Rows of this epoch that it had before its batches became others."""
+        return sum(stretch.rows for stretch in self.earlier)
 
     @property
     def num_batches(self) -> int:
-        """Batches in one epoch, the short last one included."""
+        """Batches in this epoch, the short last one included."""
         return -(-self.num_rows // self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one epoch; 0 where its data does not say how many batches it has."""
-        return -(-(len(self.data) if self.batched else self.num_batches) // self.job.accumulate)
+        return -(-(len(self.data) if self.batched else self.usual_batches) // self.job.accumulate)
+
+    @property
+    def usual_batches(self) -> int:
+        """Batches in an epoch that is had as a whole."""
+        return self.num_batches if self.batched else -(-self._whole(len(self.data)) // self.job.batch_size)
+
+    @property
+    def shape_rows(self) -> int:
+        """Rows in an epoch, for the shapes of its batches; also where none is left of this one."""
+        return self.num_rows or self._whole(len(self.data))
 
     @property
     def at_step_boundary(self) -> bool:
@@ -162,13 +186,13 @@ class Member:
         job = self.job
         if self.batched and job.epochs is not None:  # an epoch may have more batches than another
             return max(0, (job.epochs - self.epoch) * self.num_batches - self.place)
-        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.num_batches
-        return max(0, total - self.batches)
+        total = job.steps * job.accumulate if job.steps is not None else (job.epochs or 0) * self.usual_batches
+        return max(0, total - self.batches - self.batch_shift)
 
     @property
     def batches_to_stop(self) -> int:
         """Batches until it ends, or until it pauses before that."""
-        pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.num_batches - self.place
+        pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.usual_batches - self.place
         return int(min(self.batches_left, max(0, pause)))
 
     def finished(self) -> bool:
@@ -191,7 +215,8 @@ class Member:
     def close_epoch(self) -> None:
         """Between epochs again."""
         self.order, self.place, self.first_step, self.epoch_length, self.rows = None, 0, self.step, None, []
-        self.closed, self.losses, self.logs = (self.losses, self.logs), [], {}
+        self.closed, self.losses, self.logs = joined([*self.earlier, Stretch(0, 0, self.losses, self.logs)]), [], {}
+        self.reshaped, self.earlier = self.reshaped or bool(self.earlier), []
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
         """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
@@ -204,8 +229,7 @@ class Member:
         """Wait with the host: nothing of a member that was written back stays on the device."""
         if self.device.type != "cpu":
             self.model.to("cpu")
-            self.optimizer_state = _stored(self.optimizer_state)
-            self.average = _stored(self.average)
+            self.optimizer_state, self.average = stored(self.optimizer_state), stored(self.average)
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
@@ -216,21 +240,23 @@ class Member:
             "schedule_state": self.schedule_state if whole else None,
             "history": [dict(row) for row in self.history],
             "validations": [dict(row) for row in self.validations],
-            "model": _stored(dict(self.model.state_dict())),
-            "buffers": _stored(self._moved_buffers()),
-            "python": _stored(self.saved_state.capture()),
-            "optimizer": _stored(self.optimizer_state),
+            "model": stored(dict(self.model.state_dict())),
+            "buffers": stored(self._moved_buffers()),
+            "python": stored(self.saved_state.capture()),
+            "optimizer": stored(self.optimizer_state),
             "best": self.best,
-            "average": _stored(self.average),
+            "average": stored(self.average),
             "trained": self.trained,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
             "rng": self.rng.get_state(),
             "orders": self.orders.get_state() if drawn is None else drawn,
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "logs": {name: torch.tensor(values, dtype=torch.float64) for name, values in self.logs.items()},
+            "losses": packed(self.losses),
+            "logs": packed_logs(self.logs),
             "before_end": self.before_end,
             "rows": torch.tensor(self.rows, dtype=torch.int64),
             "epoch_length": self.epoch_length,
+            **({"earlier": [s.state() for s in self.earlier]} if self.earlier else {}),
+            **({"batch_shift": self.batch_shift} if self.batch_shift else {}),
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -258,9 +284,10 @@ class Member:
         self.rng.set_state(state["rng"])
         self.orders.set_state(state["orders"])
         self.order = self.order_state = self.ahead = None
-        self.losses = state["losses"].tolist()
-        self.logs = {name: values.tolist() for name, values in state["logs"].items()}
+        self.losses, self.logs = state["losses"].tolist(), unpacked_logs(state["logs"])
         self.rows, self.epoch_length = state.get("rows", torch.empty(0)).tolist(), state.get("epoch_length")
+        self.earlier = [Stretch.of_state(stretch) for stretch in state.get("earlier", ())]
+        self.reshaped, self.batch_shift = False, state.get("batch_shift", 0)
         self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
@@ -274,21 +301,6 @@ _PLAIN = (
     "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
     "schedule_state", "scaler_state",
 )  # fmt: skip
-
-
-def _stored(value: Any) -> Any:
-    """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
-
-    def detached(x: Any) -> Any:
-        if not isinstance(x, Tensor) or is_lazy(x):
-            return x
-        x = x.detach()
-        if x.layout != torch.strided:
-            return x.cpu()
-        part = x.untyped_storage().nbytes() > x.nbytes + 1024
-        return x.cpu().clone() if part or x.device.type != "cpu" else x
-
-    return pytree.tree_map(detached, value)
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:

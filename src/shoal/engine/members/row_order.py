@@ -24,7 +24,7 @@ def deal(members: Sequence[Member]) -> None:
 
 def look_ahead(members: Sequence[Member]) -> None:
     """Draw the next epoch's rows already, for when the device is busy and the host is not."""
-    wanting = [member for member in members if member.ahead is None]
+    wanting = [member for member in members if member.ahead is None and not member.earlier]
     for member, drawn in zip(wanting, _draw(wanting), strict=True):
         member.ahead = drawn
 
@@ -47,10 +47,18 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
             order = twin[1]
             if member.job.shuffle:
                 member.orders.set_state(twin[3])
-        same = (known[2] for known in alike if known[0].num_rows == member.num_rows and known[0].data.same(member.data))
+        same = (
+            known[2] for known in alike if _stretch(known[0]) == _stretch(member) and known[0].data.same(member.data)
+        )
         rows = next(same, None)
         if rows is None:
-            rows = member.data.rows(order[: member.num_rows])
+            first, last = _stretch(member)
+            rows = member.data.rows(order[first:last])
             alike.append((member, order, rows, member.orders.get_state()))
         orders.append((rows, before))
     return orders
+
+
+def _stretch(member: Member) -> tuple[int, int]:
+    """The part of an epoch's order that a member has: all, or what was left when its batches became others."""
+    return member.skipped, member.skipped + member.num_rows

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.data.loader import LoaderSource
-from shoal.engine.members.building import scratch_copy
 from shoal.engine.members.member import Member, draws
+from shoal.engine.members.scratch import scratch_copy
 from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.planning import memory
 from shoal.engine.proof import cases as proof_cases

@@ -54,7 +54,7 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
             source.try_reading()
             _refuse(read, "reading its data")
     elif streamed:
-        member.data.take(0, min(2, member.num_rows))
+        member.data.take(0, min(2, member.shape_rows))
         _refuse(read, "reading its data")
     if stepped and read.shared_with(Walk({"schedule": job.schedule})):
         with preserved({"schedule": job.schedule}):
@@ -65,7 +65,8 @@ def _try_schedule(member: Member, schedule: ScheduleRunner, read: Watch) -> None
     job = member.job
     if member.optimizer_state:
         schedule.resume(member.optimizer_state["param_groups"], member.schedule_state)
-    steps = (job.steps or (job.epochs or 0) * -(-member.num_batches // job.accumulate)) - member.step
+    epochs_left = (job.epochs or 0) - member.epoch
+    steps = job.steps - member.step if job.steps else epochs_left * -(-member.usual_batches // job.accumulate)
     for _ in range(min(steps, MOST_STEPS)):
         try:
             schedule.step()

@@ -308,11 +308,12 @@ def _reads(member: Member) -> Hashable:
 def batch_sizes(member: Member) -> list[int]:
     """The sizes of the batches a member will see: the full one, and the short last one where it comes to that. Of a
     DataLoader: the first kind of batch; others are looked at when they come."""
-    job, n = member.job, member.num_rows
+    job, n = member.job, member.shape_rows
     if member.batched:
         return [1]
     full = min(job.batch_size, n)
-    if job.steps is not None and job.steps * job.accumulate < member.num_batches:
+    changed = member.earlier or member.batch_shift
+    if job.steps is not None and job.steps * job.accumulate < member.num_batches and not changed:
         return [full]
     return sorted({full, n % job.batch_size or full}, reverse=True)
 

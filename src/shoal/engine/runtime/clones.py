@@ -5,17 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from shoal.engine.members.changing import (
+    BATCHES,
+    FRESH,
+    READING,
+    SCHEDULE,
+    change_optimizer,
+    change_rows,
+    count_batches,
+)
 from shoal.engine.members.hooks import lost_in_a_copy
-from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.members.member import Member, trying
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import MODULES, share
 from shoal.errors import JobError, ShoalWarning
+from shoal.jobs.averaging import counts_epochs
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
@@ -24,10 +31,11 @@ if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
 
 CHANGEABLE = (
-    "hparams", "epochs", "steps", "clip_norm", "clip_value", "loss", "step", "val", "metrics", "val_every",
-    "val_every_steps", "stop", "keep", "owner", "priority",
+    "hparams", "epochs", "steps", "batch_size", "accumulate", "drop_last", "optimizer", "params", "schedule",
+    "schedule_every", "clip_norm", "clip_value", "loss", "step", "precision", "seed", "data", "collate", "data_seed",
+    "shuffle", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "owner", "priority",
 )  # fmt: skip
-"""Fields of a job that a clone may have otherwise: what it computes, and how far it has come, stay."""
+"""Fields of a job that a clone may have otherwise: all but the network."""
 WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
 """With another one of these, what was best before says nothing."""
 
@@ -64,30 +72,60 @@ def clone_of(
     `instead`: it gets the place of this one, by `run.replace`.
     """
     _check(source, changes)
-    given = dict(changes)
-    hparams = given.pop("hparams", {})
-    if not isinstance(hparams, Mapping):
-        raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
-    job = dataclasses.replace(source.job, name=name, hparams={**source.job.hparams, **hparams}, **given)
+    given = {field: value for field, value in changes.items() if not _is(getattr(source.job, field), value)}
+    job = dataclasses.replace(source.job, name=name, **{**given, "hparams": _hparams(source.job, given)})
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
         member = new_member(run, job, instead)
-    member.data, member.val = source.data, member.val if "val" in given else source.val
+    member.data = member.data if given.keys() & {"data", "collate"} else source.data
+    member.val = member.val if given.keys() & {"val", "collate"} else source.val
     state = copy.deepcopy(run.written(source).state())
+    _check_driver(source, state["python"], given)
     if source.saved_state.job is not None:
         state["python"] = _apart(member, source, state["python"], given)
         share([other.saved_state for other in (*run.all_members, member) if other.status == "running"])
         _warn_of_shared(source, member)
+    if given.keys() & FRESH:
+        state["python"] = {part: saved for part, saved in (state["python"] or {}).items() if part != "driver"} or None
+    change_rows(state, source, job, given)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
-    if changes.keys() & WATCHED:
+    if given.keys() & WATCHED or ("data" in given and job.val is None):
         member.monitor, member.best = Monitor.of(job), None
     if member.finished():
         raise JobError(
             f"clone: {source.name!r} has had {member.epoch} epochs and {member.step} steps, and the clone's length "
             "counts from its beginning; give it more epochs= or steps="
         )
-    if hparams and member.optimizer_state:
-        _change(member, source.job)
+    if given.keys() & (READING | BATCHES | {"seed", "epochs", "steps"}):
+        count_batches(member)
+    if member.optimizer_state:
+        change_optimizer(member, source.job, given)
     return member
+
+
+def _is(before: Any, now: Any) -> bool:
+    """Whether a field that was given is as it was."""
+    plain = isinstance(now, int | float | str | None) and type(before) is type(now)
+    return before is now or (plain and bool(before == now))
+
+
+def _hparams(before: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+    hparams = given.get("hparams", {})
+    if not isinstance(hparams, Mapping):
+        raise JobError(f"clone: hparams is {hparams!r}; pass a dict")
+    if "optimizer" in given and "hparams" not in given:
+        raise JobError(
+            f"clone: optimizer changes, and hparams {dict(before.hparams)} are those of the one before; "
+            "give all of its own as hparams="
+        )
+    return dict(hparams) if "optimizer" in given else {**before.hparams, **hparams}
+
+
+def _check_driver(source: Member, saved: Any, given: Mapping[str, Any]) -> None:
+    if saved and saved.get("driver") and given.keys() & SCHEDULE and not given.keys() & FRESH:
+        raise JobError(
+            f"clone: schedule cannot be changed: the optimizer or schedule of {source.name!r} has state outside its "
+            "state_dict(), made by both; change the optimizer= too, or add(job, warm_start=...) starts anew"
+        )
 
 
 COPIED = ("model", "collate", "loss", "step", "optimizer", "params", "schedule", "metrics")
@@ -102,7 +140,8 @@ def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any])
     member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
     member.saved_state.begin(member.job, member.model)
     assert source.saved_state.job is not None and member.saved_state.job is not None
-    held = {name: copies.known(source.saved_state.job.at((name,))) for name in ("optimizer", "scheduler")}
+    kept = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
+    held = {name: copies.known(source.saved_state.job.at((name,))) for name in kept}
     member.saved_state.stand_ins = {name: value for name, value in held.items() if value is not None}
     for value in copies.shared:
         member.saved_state.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
@@ -134,7 +173,7 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
     if fixed:
         raise JobError(
             f"clone: {', '.join(fixed)} cannot be changed on the way; it takes {', '.join(CHANGEABLE)}, "
-            "and all else needs a job of its own: add(job)"
+            "and another network needs a job of its own: add(job)"
         )
     why = None
     if source.status in ("diverged", "failed"):
@@ -145,59 +184,18 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
         why = "it is between two optimizer steps"
     elif (hooks := lost_in_a_copy(source.model)) is not None:
         why = f"it has {hooks}, and a copy would not train as it does"
+    elif changes.keys() & (READING | BATCHES):
+        why = _why_not_in_other_batches(source)
     if why is not None:
         raise JobError(
             f"clone: {source.name!r} cannot continue ({why}); add(job, warm_start={source.name!r}) starts anew"
         )
 
 
-def _change(member: Member, before: Job) -> None:
-    """Put new hyper-parameters into the state of a member's optimizer and schedule.
-
-    What the optimizer would have been built with before and now is compared group by group, so that what a group has
-    from `params`, and what a schedule has made of a number, stays where nothing was changed.
-    """
-    with draws(member, keep=False):
-        old, new = (make_optimizer(job, member.model).param_groups for job in (before, member.job))
-    for place, group in enumerate(member.optimizer_state["param_groups"]):
-        for key in new[place].keys() - {"params"}:
-            was, now = old[place].get(key), new[place][key]
-            if _same(was, now):
-                continue
-            if key == "lr" and member.job.schedule is not None:
-                _scale(member, group, place, was, now)
-            else:
-                group[key] = now
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return bool(a == b)
-
-
-def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any) -> None:
-    """A new learning rate under a schedule: all that it is made from, by the same factor."""
-    if not float(was):
-        raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
-    if "max_lr" in group:
-        raise JobError("clone: its schedule sets the rates by itself (max_lr), so that lr would do nothing")
-    factor = float(now) / float(was)
-    for key in ("lr", "initial_lr"):
-        if key in group:
-            group[key] = now if _same(group[key], was) else group[key] * factor
-    for state in _states(member.schedule_state):
-        for key in ("base_lrs", "_last_lr"):
-            if key in state:
-                state[key] = [
-                    rate if i != place else now if _same(rate, was) else rate * factor
-                    for i, rate in enumerate(state[key])
-                ]
-
-
-def _states(state: Any) -> Iterator[dict[str, Any]]:
-    """The states of a schedule and of those that it is made of."""
-    if isinstance(state, dict):
-        yield state
-        for inner in state.get("_schedulers", ()):
-            yield from _states(inner)
+def _why_not_in_other_batches(source: Member) -> str | None:
+    if source.batched and source.place:
+        return "it is within an epoch of a DataLoader, which has no rest in other batches"
+    average = source.job.average
+    if average is not None and counts_epochs(average):
+        return "its average counts epochs, which would have another number of steps"
+    return None

@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
     from shoal.engine.runtime.unit_runner import UnitRunner
+    from shoal.reporting.events import Event
 
 WORTH = 0.95
 """What a stack must gain over its members one after another to be kept; of one member alone, nothing is gained."""
@@ -63,10 +64,17 @@ class EndedError(ShoalError, RuntimeError):
 class Controls:
     """A queue of commands. Each is answered with what it returned or raised."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_open: bool = False, live: Any = None) -> None:
+        """`keep_open`: without anything to train the run waits for commands, until `finish`. `live`: what callbacks
+        give their commands to."""
+        self.live = live
+        self.run: Run | None = None
+        """The run, once it has begun; only its own thread may look at it."""
+        self._keep_open = keep_open
         self._commands: queue.SimpleQueue[tuple[Command, Future[Any]]] = queue.SimpleQueue()
         self._open = True
         self._lock = threading.Lock()
+        self._news, self._num_ends = threading.Condition(), 0
 
     def give(self, command: Command) -> Future[Any]:
         """Have a command carried out; EndedError in the answer where the run has ended."""
@@ -78,10 +86,18 @@ class Controls:
                 answer.set_exception(_too_late())
         return answer
 
+    def finish(self) -> None:
+        """No more jobs come: the run ends when those that it has have ended."""
+        self._keep_open = False
+        self.give(lambda run: None)  # it may be waiting for one
+
     def carry_out(self, run: Run) -> bool:
-        """Carry out the commands that have come; whether there were any."""
-        some = False
-        while not self._commands.empty():
+        """Carry out the commands that have come; whether there were any. A run that stays open and has nothing to train
+        waits for some."""
+        self.run, some = run, False
+        while not self._commands.empty() or (self._keep_open and _idle(run)):
+            if self._commands.empty():
+                run.save()
             command, answer = self._commands.get()
             some = True
             try:
@@ -92,12 +108,38 @@ class Controls:
                 answer.set_result(result)
         return some
 
+    def listen(self, event: Event) -> None:
+        """Of the run's events: let those know who wait for a job's end."""
+        if event.kind == "leave":
+            self._tell_of_an_end()
+
+    def _tell_of_an_end(self) -> None:
+        with self._news:
+            self._num_ends += 1
+            self._news.notify_all()
+
+    @property
+    def num_ends(self) -> int:
+        """How many ends there were so far, of jobs and of the run."""
+        return self._num_ends
+
+    def wait_for_an_end(self, num_ends: int, timeout: float | None) -> bool:
+        """Wait until there were more ends than so many; False where it takes longer."""
+        with self._news:
+            return self._news.wait_for(lambda: self._num_ends > num_ends, timeout)
+
     def close(self) -> None:
         """Take no more commands; those that were not carried out are answered so."""
         with self._lock:
             self._open = False
         while not self._commands.empty():
             self._commands.get()[1].set_exception(_too_late())
+        self._tell_of_an_end()
+
+
+def _idle(run: Run) -> bool:
+    """Whether a run has nothing to train, and would end."""
+    return not (run.waiting or run.runners or run.interrupted)
 
 
 def _too_late() -> EndedError:

@@ -60,8 +60,7 @@ class Run(UnitListener):
             folder: Where members are saved, every `save_every` seconds.
             controls: Commands to the run while it is under way.
             numbers: Of its units; by default 1, 2, 3.
-            all_members: All members, those of other processes and those that have ended too; members that are added
-                while it runs are appended.
+            all_members: All, those of other processes and those that have ended too; members that are added come last.
             before_turn: Called before each turn with the batches that each member will have had after it.
             between: Called once a round.
             supervisor: Decides between rounds what becomes of members that pause.
@@ -79,7 +78,7 @@ class Run(UnitListener):
         self.checkpointing = Checkpointing(folder, save_every, members)
         self._changed = True
         self._limit = MemberLimit()
-        self._interrupted = False
+        self.interrupted = False
         self._numbers = numbers or itertools.count(1)
         self.all_members = list(members) if all_members is None else all_members
         self._before_turn, self._between, self._supervisor = before_turn, between, supervisor
@@ -96,7 +95,7 @@ class Run(UnitListener):
                     self.save()
                     if self._between is not None:
                         self._between()
-                    if self._interrupted:
+                    if self.interrupted:
                         raise KeyboardInterrupt
                 self.save()
             except KeyboardInterrupt:
@@ -109,10 +108,10 @@ class Run(UnitListener):
 
     def interrupt(self) -> None:
         """Save all members after this turn, and stop."""
-        self._interrupted = True
+        self.interrupted = True
 
     def _cancel(self) -> None:
-        if self._interrupted:
+        if self.interrupted:
             self.save(now=True)
         for runner in self.runners:
             runner.cancel()
@@ -134,8 +133,7 @@ class Run(UnitListener):
         self._changed = False
         self._limit.lift({self.planning.request(member).key for member in (*self.waiting.values(), *self._running())})
         admission = self._queue.admit(self._fits, time.monotonic())
-        if admission.leave:
-            self._eject(set(admission.leave))
+        self._eject(set(admission.leave))
         joining = [self.waiting.pop(index) for index in admission.join]
         if joining:
             self._place(joining)
@@ -287,9 +285,8 @@ class Run(UnitListener):
     # --- events and checkpoints ---------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
-        event = happened(kind, member, **data)
         if self._listener is not None:
-            self._listener(event)
+            self._listener(happened(kind, member, **data))
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         member = runner.members[slot]
@@ -327,6 +324,8 @@ class Run(UnitListener):
         """Do what was asked for since the last round; whether there is something to train."""
         if self.controls is not None and self.controls.carry_out(self):
             self.planning.renewals.due = True
+        for member in [member for member in self._running() if member.reshaped]:  # its batches are others from here on
+            self.replace(member, "new batches")
         if self._supervisor is not None:
             supervise(self, self._supervisor)
         return bool(self.waiting or self.runners)
@@ -361,9 +360,10 @@ class Run(UnitListener):
         self.checkpointing.add(members, self.planning.recipes)
         self.put_back(members)
 
-    def replace(self, member: Member) -> None:
+    def replace(self, member: Member, by: str = "a copy") -> None:
         """Put a member in the place of the one that has its index; it waits for a unit."""
-        self.take_out({member.index}, "a copy")
+        self.take_out({member.index}, by)
+        member.reshaped = False
         self.paused.pop(member.index, None)
         self.checkpointing.forget(member)
         self.planning.replace(member)

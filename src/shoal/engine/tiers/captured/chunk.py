@@ -42,10 +42,10 @@ class Chunk:
         self.seats: list[Member | None] = list(stack.members)
         """The member of each row; None: the row is free and does not change."""
         member = stack.members[0]
-        size, n, device = len(stack.rows), member.num_rows, stack.device
+        size, n, device = len(stack.rows), member.shape_rows, stack.device
         source = member.data.source
         assert isinstance(source, TensorSource)
-        batches = member.num_batches
+        batches = max(1, member.num_batches)
         self.inputs = Inputs(
             data=source.leaves,
             orders=torch.zeros(n if shared else (size, n), dtype=torch.int64, device=device),

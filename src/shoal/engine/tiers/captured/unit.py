@@ -51,7 +51,7 @@ class CapturedUnit(Unit):
         self.set_up_bytes = 0
         """The most that the allocator held while steps were made ready."""
         self._crowded = False
-        self._full = min(recipes[0].member.job.batch_size, recipes[0].member.num_rows)
+        self._full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
         self._short: list[int] = []
         self._mixed = False
         """Whether some have a full batch now and others a short one."""

@@ -1,0 +1,173 @@
+"""A member's state under a job that reads other rows, or trains in another way, than the one it was taken from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.stretches import Stretch
+from shoal.engine.optim.schedules import jump_to
+from shoal.errors import JobError, describe
+from shoal.jobs.job import Job
+
+READING = frozenset({"data", "collate", "data_seed", "shuffle"})
+"""With another one of these, an epoch that was begun has no rest: it begins again."""
+BATCHES = frozenset({"batch_size", "drop_last", "accumulate"})
+"""With another one of these, the rest of an epoch's rows comes in other batches."""
+FRESH = frozenset({"optimizer", "params"})
+"""With another one of these, the optimizer's state says nothing."""
+SCHEDULE = frozenset({"schedule", "schedule_every"})
+
+
+def change_rows(state: dict[str, Any], source: Member, job: Job, changed: Collection[str]) -> None:
+    """Put a member's state where it continues under another job, as far as rows and random numbers are concerned."""
+    if job.seed != source.job.seed:
+        state["rng"] = torch.Generator().manual_seed(job.seed).get_state()
+    reordered = job.order_seed != source.job.order_seed
+    if reordered:
+        state["orders"] = torch.Generator().manual_seed(job.order_seed).get_state()
+    if not (reordered or READING & set(changed) or BATCHES & set(changed)):
+        return
+    earlier = list(state.get("earlier", ()))
+    if reordered or READING & set(changed):
+        earlier = []
+    elif source.place:
+        whole, size = source.place == source.num_batches, source.job.batch_size
+        rows = source.num_rows if whole else source.place * size
+        earlier.append(Stretch(rows, size, source.losses, source.logs).state())
+    nothing = torch.empty(0, dtype=torch.float64)
+    state |= {"earlier": earlier, "place": 0, "losses": nothing, "logs": {}, "first_step": state["step"]}
+
+
+def count_batches(member: Member) -> None:
+    """Note how a changed member's batches compare with its length."""
+    if member.job.steps is not None:
+        had = member.step * member.job.accumulate
+    else:
+        had = (member.epoch + 1) * member.usual_batches - member.num_batches + member.place
+    member.batch_shift = had - member.batches
+
+
+def change_optimizer(member: Member, before: Job, changed: Collection[str]) -> None:
+    """Put new hyper-parameters, another optimizer or another schedule into the state of a member that has trained."""
+    fresh, scheduled = bool(FRESH & set(changed)), bool((FRESH | SCHEDULE) & set(changed))
+    if "hparams" in changed and not fresh:
+        _change_hparams(member, before, without={"lr"} if scheduled else set())
+    if scheduled:
+        _schedule_anew(member, before, fresh=fresh)
+    if "precision" in changed:
+        member.scaler_state = None
+
+
+def _change_hparams(member: Member, before: Job, without: Collection[str]) -> None:
+    """What the optimizer would have been built with before and now is compared group by group, so that what a group has
+    from `params`, and what a schedule has made of a number, stays where nothing was changed."""
+    with draws(member, keep=False):
+        old, new = (make_optimizer(job, member.model).param_groups for job in (before, member.job))
+    for place, group in enumerate(member.optimizer_state["param_groups"]):
+        for key in new[place].keys() - {"params", *without}:
+            was, now = old[place].get(key), new[place][key]
+            if _same(was, now):
+                continue
+            if key == "lr" and member.job.schedule is not None:
+                _scale(member, group, place, was, now)
+            else:
+                group[key] = now
+
+
+def _schedule_anew(member: Member, before: Job, *, fresh: bool) -> None:
+    """The job's schedule, where it would be if it had been there from the beginning; `fresh`: its optimizer too."""
+    with draws(member, keep=False), trying(member.job), trying(before):
+        plain, now, schedule = _groups(member, member.job, moved=True)
+        if fresh:
+            member.optimizer_state = {"state": now.pop("state"), "param_groups": now.pop("param_groups")}
+        else:
+            old_plain, old, _ = _groups(member, before)
+            pairs = [(old_plain, old["param_groups"]), (plain, now["param_groups"])]
+            for place, group in enumerate(member.optimizer_state["param_groups"]):
+                wanted = now["param_groups"][place]
+                for key in {"lr", *(key for a, b in pairs for key in _differing(a[place], b[place]))}:
+                    if key in wanted:
+                        group[key] = wanted[key]
+                    else:
+                        group.pop(key, None)
+    member.schedule_state = schedule
+
+
+def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """The groups of a job's optimizer when it is made, its state with the schedule, and the schedule's; `moved`: where
+    that is by now."""
+    optimizer = make_optimizer(job, member.model)
+    plain = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    schedule = make_schedule(job, optimizer)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps; torch would warn
+    if schedule is not None and moved:
+        try:
+            _move(schedule, member)
+        except Exception as error:
+            raise JobError(
+                f"clone: schedule raised {describe(error)} when put at step {member.step}, epoch {member.epoch}, where "
+                "the clone continues; use a longer one"
+            ) from error
+    state = None if schedule is None else copy.deepcopy(schedule.state_dict())
+    return plain, copy.deepcopy(optimizer.state_dict()), state
+
+
+def _move(schedule: Any, member: Member) -> None:
+    """As often as if it had been there from the member's beginning."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        for value in (member.monitor.value(row) for row in member.history):
+            if value is not None:
+                schedule.step(value)
+        return
+    count = member.step if member.job.schedule_every == "step" else member.epoch
+    if isinstance(schedule, LambdaLR) and count:
+        jump_to(schedule, count)
+        return
+    for _ in range(count):
+        schedule.step()
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
+    return {key for key in a.keys() | b.keys() if key not in a or key not in b or not _same(a[key], b[key])}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any) -> None:
+    """A new learning rate under a schedule: all that it is made from, by the same factor."""
+    if not float(was):
+        raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
+    if "max_lr" in group:
+        raise JobError(
+            "clone: its schedule sets the rates by itself (max_lr), so that lr would do nothing; change schedule= too"
+        )
+    factor = float(now) / float(was)
+    for key in ("lr", "initial_lr"):
+        if key in group:
+            group[key] = now if _same(group[key], was) else group[key] * factor
+    for state in _states(member.schedule_state):
+        for key in ("base_lrs", "_last_lr"):
+            if key in state:
+                state[key] = [
+                    rate if i != place else now if _same(rate, was) else rate * factor
+                    for i, rate in enumerate(state[key])
+                ]
+
+
+def _states(state: Any) -> Iterator[dict[str, Any]]:
+    """The states of a schedule and of those that it is made of."""
+    if isinstance(state, dict):
+        yield state
+        for inner in state.get("_schedulers", ()):
+            yield from _states(inner)

@@ -1,0 +1,28 @@
+"""Members to try things on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from shoal.engine.members.member import Member
+from shoal.utils.randomness import generator_at
+
+
+def scratch_copy(member: Member) -> Member:
+    """A member to try things on: nothing done to it reaches the real one."""
+    return replace(
+        member,
+        model=copy.deepcopy(member.model),
+        rng=generator_at(member.rng.get_state()),
+        orders=generator_at(member.orders.get_state()),
+        history=[],
+        validations=[],
+        losses=[],
+        logs={},
+        rows=[],
+        earlier=list(member.earlier),
+        optimizer_state={},
+        best=None,
+        average=None,
+    )
