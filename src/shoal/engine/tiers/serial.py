@@ -24,7 +24,7 @@ from shoal.engine.members.member import (
     run_step,
     trying,
 )
-from shoal.engine.optim.fused_steps import step_of
+from shoal.engine.optim.fused_steps import clearing, step_of
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
@@ -48,7 +48,7 @@ class SerialUnit(Unit):
         # of a member that has begun, asking the schedule for its beginning must not change what its step reads
         with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
-            self._update = step_of(self.optimizer)
+            self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
             self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
@@ -127,7 +127,7 @@ class SerialUnit(Unit):
         else:
             with draws(member, keep=False):
                 self.optimizer = make_optimizer(self.job, self.model)
-                self._update = step_of(self.optimizer)
+                self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
                 self.schedule = make_schedule(self.job, self.optimizer)
         if step is not None and self.schedule is not None:
             jump_to(self.schedule, step)
@@ -221,7 +221,7 @@ class SerialUnit(Unit):
         self.optimizer.step(closure)  # type: ignore[arg-type]
 
     def _clear(self) -> None:
-        self.optimizer.zero_grad()
+        self._clear_grads()
         for parameter in self._others:
             parameter.grad = None
 
