@@ -89,6 +89,21 @@ def test_a_study_has_the_best_trials(tmp_path: Path) -> None:
         tune("none", num_trials=8, out=tmp_path / "s", metric=["val_loss", "accuracy"])
 
 
+def test_values_that_are_no_numbers() -> None:
+    def job(params: dict[str, Any]) -> shoal.Job:
+        return make_job(params, metrics={"accuracy": lambda outputs, targets: float("nan")})
+
+    study = tune("none", make_job=job, metric="accuracy")
+    assert study.best_trials == [] and repr(study) == "Study(4 trials)"
+    with pytest.raises(TuneError, match="no trial has a value of 'accuracy': all values are NaN"):
+        print(study.best)
+
+
+def test_hyperband_of_one_trial_is_no_search() -> None:
+    with pytest.warns(shoal.ShoalWarning, match="max_epochs=2 is less than eta=3, so that Hyperband has one trial"):
+        assert len(tune("hyperband", max_epochs=2).trials) == 1
+
+
 def test_the_weights_that_are_kept_count() -> None:
     def job(params: dict[str, Any]) -> shoal.Job:
         return make_job(params, keep="best")

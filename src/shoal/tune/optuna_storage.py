@@ -183,7 +183,7 @@ class OptunaStorage:
         except Exception as error:
             with self._lock:
                 missing = len(self._trials)
-            line = f"the storage lacks the last reports of {missing} trials: {describe(error)}; with out=, run it again"
+            line = f"the storage lacks the last reports of {missing} trials: {_cause(error)}; with out=, run it again"
             warnings.warn(ShoalWarning(line), stacklevel=2)
         close_storage(self._storage)
 
@@ -208,9 +208,7 @@ class OptunaStorage:
                 self._failed = False
             except Exception as error:
                 if not self._failed:
-                    line = (
-                        f"the storage cannot be written: {describe(error)}; training continues, and it is tried again"
-                    )
+                    line = f"the storage cannot be written: {_cause(error)}; training continues, and it is tried again"
                     warnings.warn(ShoalWarning(line), stacklevel=1)
                 self._failed = True
 
@@ -262,6 +260,13 @@ class _Stored:
 
     def __init__(self, id: int, epochs: set[int], finished: bool) -> None:
         self.id, self.epochs, self.finished = id, epochs, finished
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong in the database, in one line: Optuna's own words for it are the same for all mistakes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return describe(error)
 
 
 def _open(storage: Any, name: str, mode: str | Sequence[str], metric: str | None) -> Any:

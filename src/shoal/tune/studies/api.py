@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.engine.planning.policy import Policy
-from shoal.errors import TuneError
+from shoal.errors import ShoalWarning, TuneError
 from shoal.jobs.job import Job
 from shoal.reporting.callbacks import Callback
 from shoal.reporting.events import Event, Listener, Listeners
@@ -167,6 +168,9 @@ def _question(
     count = _num_trials(num_trials, source.limit, scheduler)
     goal = Goal(max_epochs=max_epochs, mode=first, num_trials=count, seed=seed, space=space)
     scheduler.check(goal)
+    if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
+        line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; use more epochs"
+        warnings.warn(ShoalWarning(f"{line}, or scheduler='none' with num_trials"), stacklevel=3)
     jobs = Jobs(make_job, space, source, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)

@@ -82,7 +82,8 @@ class Study:
             raise TuneError(f"the study has several metrics ({names}), so that no trial is the best; use best_trials")
         best = best_trial(self.trials, self.mode)
         if best is None:
-            failed = next((trial.error for trial in self.trials if trial.error), "no trial ended an epoch")
+            reason = "all values are NaN" if any(trial.values for trial in self.trials) else "no trial ended an epoch"
+            failed = next((trial.error for trial in self.trials if trial.error), reason)
             raise TuneError(f"no trial has a value of {self.metric!r}: {failed}")
         return best
 
