@@ -169,8 +169,8 @@ def _question(
     goal = Goal(max_epochs=max_epochs, mode=first, num_trials=count, seed=seed, space=space)
     scheduler.check(goal)
     if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
-        line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; use more epochs"
-        warnings.warn(ShoalWarning(f"{line}, or scheduler='none' with num_trials"), stacklevel=3)
+        line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
+        warnings.warn(ShoalWarning(line + "use more epochs, or scheduler='none' with num_trials"), stacklevel=3)
     jobs = Jobs(make_job, space, source, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)
