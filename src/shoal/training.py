@@ -225,17 +225,19 @@ class _Work:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)
-        count = processes_for(alive, planning, settings.threads) if self._may_share else 1
+        search = self.search
+        busy_too = search is not None  # it looks for free cores itself, again and again
+        count = processes_for(alive, planning, settings.threads, busy_too=busy_too) if self._may_share else 1
         make = lambda members, tell, **more: self._run(members, planning, tell, **more)  # noqa: E731
         shared: Any = partial(run_shared, requeue=self._requeue)
-        if self.search is not None and count > 1:
-            shared = partial(run_lending, supervisor=self.search)
+        if search is not None and count > 1:
+            shared = partial(run_lending, supervisor=search)
         try:
             shared(alive, planning, count, make, self.tell, all_members=self.members)
         except RuntimeError as error:
             if not context_lost(error):
                 raise
-            raise lost_context(error, searching=self.search is not None) from error
+            raise lost_context(error, searching=search is not None) from error
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device

@@ -18,30 +18,33 @@ pytestmark = pytest.mark.slow
 ROOT, KILLS = Path(__file__).parents[2], int(os.environ.get("SHOAL_KILLS", "10"))
 PROGRAM = """
 import json, sys, torch
-from tests.tune.studies.problems import tune
+from tests.tune.studies.problems import share, tune
 torch.set_num_threads(1)
+if sys.argv[4] == "2":
+    share()
 print("ready", flush=True)
 study = tune("hyperband", out=sys.argv[1], storage=sys.argv[2], study_name=sys.argv[3], checkpoint_every=0.05)
 print(json.dumps(study.to_dict()))
 """
 
 
-def start(out: Path, url: str) -> subprocess.Popen[str]:
+def start(out: Path, url: str, processes: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(out), url, out.name],
+        [sys.executable, "-c", PROGRAM, str(out), url, out.name, str(processes)],
         stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
-def test_a_killed_study_and_its_storage(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_study_and_its_storage(url: str, processes: int, tmp_path: Path) -> None:
     """Killed until it ends before it is killed, and then another study, until there were enough kills."""
     moments, killed, studies = random.Random(7), 0, 0
     while killed < KILLS:
         out = tmp_path / f"study-{studies}"
-        process = start(out, url)
+        process = start(out, url, processes)
         try:
             output, _ = process.communicate(timeout=moments.uniform(0.0, 2.0) if killed < KILLS - 1 else 300)
         except subprocess.TimeoutExpired:

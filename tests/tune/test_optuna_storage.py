@@ -300,6 +300,17 @@ def test_a_storage_that_fails_does_not_end_the_training(url: str, monkeypatch: p
     assert read(url).trials[0].intermediate_values == {1: 0.5}
 
 
+def test_a_locked_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    storage = OptunaStorage(f"sqlite:///{path}?timeout=0.01", "s", mode="max", space=SPACE, every=1000)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    storage.report(Trial(0, SPACE.sample(0, 0), "running"), 1, 0.5)
+    with pytest.warns(ShoalWarning, match="OperationalError: database is locked; with out="):
+        storage.close()
+    other.close()
+
+
 def test_a_journal_whose_last_line_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     url = f"journal:///{path}"

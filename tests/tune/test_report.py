@@ -14,6 +14,7 @@ import pytest
 
 from shoal.results import Results
 from shoal.tune.brackets import hyperband
+from shoal.tune.objectives import Objectives
 from shoal.tune.report import ranked, study_report
 from shoal.tune.space import parse
 from shoal.tune.studies.study import Study
@@ -105,7 +106,7 @@ def test_the_best_comes_first() -> None:
 
 def test_a_study_writes_its_report(tmp_path: Path) -> None:
     study = Study(
-        metric="accuracy", mode="max", max_epochs=27, scheduler="hyperband", trials=make_trials(),
+        objectives=Objectives(("accuracy",), ("max",)), max_epochs=27, scheduler="hyperband", trials=make_trials(),
         brackets=hyperband(27, 3), results=Results([]), seconds=3.5, folder=Path("runs/digits"), space=SPACE.to_json(),
     )  # fmt: skip
     page = study.report(tmp_path / "new" / "report.html").read_text()
@@ -121,7 +122,12 @@ def test_the_table_says_what_it_leaves_out() -> None:
     trials = [Trial(n, {"lr": 0.5}, "complete", {1: 1.0 * n}) for n in range(12)]
     trials += [Trial(n, {"lr": 1.0 * n}, "failed", error="no lr") for n in range(12, 17)]
     study = Study(
-        metric="loss", mode="min", max_epochs=1, scheduler="none", trials=trials, brackets=[], results=Results([])
+        objectives=Objectives(("loss",), ("min",)),
+        max_epochs=1,
+        scheduler="none",
+        trials=trials,
+        brackets=[],
+        results=Results([]),
     )
     lines = study.table().splitlines()
     assert lines[-6:] == [
@@ -140,8 +146,8 @@ def test_axes_follow_the_space_and_one_value_does_not_flatten_the_others() -> No
     trials[3].values = {1: 1e6}
     trials[5].values = {1: 0.5}
     study = Study(
-        metric="loss", mode="min", max_epochs=1, scheduler="none", trials=trials, brackets=[], results=Results([]),
-        space=parse({"drop": ("uniform", 0.0, 1.0)}).to_json(),
+        objectives=Objectives(("loss",), ("min",)), max_epochs=1, scheduler="none", trials=trials, brackets=[],
+        results=Results([]), space=parse({"drop": ("uniform", 0.0, 1.0)}).to_json(),
     )  # fmt: skip
     drawings = re.findall(r"<svg.*?</svg>", study_report(trials, [], "loss", "min", log=study._logarithmic()), re.S)
     assert drawings[0].count('class="beyond"') == 1, "the best is never beyond the edge"

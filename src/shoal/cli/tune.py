@@ -63,17 +63,18 @@ def tune(
     settings |= {name: value for name, value in given.items() if value is not None}
     settings.setdefault("progress", not as_json)
     study = _tune(make_job, space, settings, as_json)
-    has_best = study.to_dict()["best"] is not None
-    weights = study.weights_file(study.best) if has_best else None
+    best = study.best_trials
+    weights = [study.weights_file(trial) for trial in best]
     if as_json:
         typer.echo(json.dumps({"kind": "study", **study.to_dict()}))
     else:
         typer.echo(study.table())
         if study.folder is not None:
             typer.echo(f"report: {study.folder / 'report.html'}")
-        if weights is not None:
-            typer.echo(f"best weights: {weights}")
-    if not has_best:
+        for path in weights:
+            if path is not None:
+                typer.echo(f"best weights: {path}")
+    if not best:
         raise typer.Exit(1)
 
 

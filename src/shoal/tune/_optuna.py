@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.errors import JobError, ShoalError, describe
 from shoal.tune.distributions import Distribution, to_optuna
+from shoal.tune.objectives import values_of
 from shoal.tune.space import Space, parse
 from shoal.tune.trial import Trial
 
@@ -46,17 +47,17 @@ def state_of(trial: Trial) -> Any:
     from optuna.trial import TrialState
 
     if trial.state == "complete":
-        return TrialState.FAIL if math.isnan(trial.value) else TrialState.COMPLETE
+        return TrialState.FAIL if any(map(math.isnan, values_of(trial))) else TrialState.COMPLETE
     return {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}.get(trial.state, TrialState.RUNNING)
 
 
 def results_of(trial: Trial) -> list[float] | None:
-    """The values that Optuna compares trials by: the last one, or `objectives` of its attrs; None: it has none."""
+    """The values that Optuna compares trials by, one for each metric; None: it has none."""
     from optuna.trial import TrialState
 
     if state_of(trial) not in (TrialState.COMPLETE, TrialState.PRUNED):
         return None
-    values = [float(each) for each in trial.attrs.get("objectives", [trial.value])]
+    values = values_of(trial)
     return None if any(map(math.isnan, values)) else values
 
 

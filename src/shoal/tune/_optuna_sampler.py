@@ -31,6 +31,8 @@ class OptunaSampler:
         if isinstance(sampler, str) and sampler not in NAMES:
             raise JobError(f"sampler is {sampler!r}; use one of {_names()}, an Optuna sampler or an Optuna study")
         optuna = load_optuna(f"sampler={sampler!r}")
+        if sampler == "cma" and not isinstance(mode, str):
+            raise JobError(f"sampler is 'cma', which has one metric, and there are {len(mode)}; use 'nsga2' or 'tpe'")
         self.space, self.seed = space, seed
         self._make: Callable[[int], Any] | None = None
         self._restarted = False

@@ -20,7 +20,7 @@ import socket
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -60,7 +60,7 @@ class OptunaStorage:
         storage: Any,
         study: str = "shoal",
         *,
-        mode: str = "min",
+        mode: str | Sequence[str] = "min",
         metric: str | None = None,
         space: Space | None = None,
         run: str | None = None,
@@ -72,7 +72,7 @@ class OptunaStorage:
             storage: A URL such as "sqlite:///study.db", "postgresql+psycopg://user@host/database" or
                 "journal:///study.log", a storage object of Optuna's, or an Optuna study.
             study: The study's name there.
-            mode: "min" or "max"; a study that is there must have the same.
+            mode: "min" or "max", for each metric; a study that is there must have the same.
             metric: What the values are, for people.
             space: The search space; None where make_job suggests its settings.
             run: What marks the trials of this run; the same after a restart. None: nothing resumes this run, and trials
@@ -183,7 +183,7 @@ class OptunaStorage:
         except Exception as error:
             with self._lock:
                 missing = len(self._trials)
-            line = f"the storage lacks the last reports of {missing} trials: {describe(error)}; with out=, run it again"
+            line = f"the storage lacks the last reports of {missing} trials: {_cause(error)}; with out=, run it again"
             warnings.warn(ShoalWarning(line), stacklevel=2)
         close_storage(self._storage)
 
@@ -208,9 +208,7 @@ class OptunaStorage:
                 self._failed = False
             except Exception as error:
                 if not self._failed:
-                    line = (
-                        f"the storage cannot be written: {describe(error)}; training continues, and it is tried again"
-                    )
+                    line = f"the storage cannot be written: {_cause(error)}; training continues, and it is tried again"
                     warnings.warn(ShoalWarning(line), stacklevel=1)
                 self._failed = True
 
@@ -264,21 +262,28 @@ class _Stored:
         self.id, self.epochs, self.finished = id, epochs, finished
 
 
-def _open(storage: Any, name: str, mode: str, metric: str | None) -> Any:
+def _cause(error: BaseException) -> str:
+    """What went wrong in the database, in one line: Optuna's own words for it are the same for all mistakes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return describe(error)
+
+
+def _open(storage: Any, name: str, mode: str | Sequence[str], metric: str | None) -> Any:
     optuna = load_optuna("a storage")
-    direction = f"{mode}imize"
+    wanted = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
     if isinstance(storage, optuna.Study):
         study = storage
     else:
         with silent_log():
             study = optuna.create_study(
-                storage=open_storage(storage), study_name=name, direction=direction, load_if_exists=True
+                storage=open_storage(storage), study_name=name, directions=wanted, load_if_exists=True
             )
     directions = [one.name.lower() for one in study.directions]
-    if directions != [direction]:
+    if directions != wanted:
         raise JobError(
-            f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to {direction}; "
-            "use another study name"
+            f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to "
+            f"{' and '.join(wanted)}; use another study name"
         )
     if metric is not None and study.user_attrs.get("metric") != metric:
         study.set_user_attr("metric", metric)  # not by set_metric_names, which renames the column of data frames

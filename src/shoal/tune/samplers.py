@@ -8,7 +8,7 @@ to its sampler the trials that it had, and continues as it would have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from shoal.errors import JobError
@@ -68,7 +68,7 @@ class Sampler(Protocol):
         ...
 
 
-def make_sampler(sampler: Any, space: Space | None, *, mode: str = "min", seed: int = 0) -> Sampler:
+def make_sampler(sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> Sampler:
     """The sampler for "random", "grid", a name or an object of Optuna's, or one of your own, which is used as it is."""
     if sampler == "random":
         return RandomSampler(space, seed)

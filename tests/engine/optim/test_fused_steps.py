@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import shoal
-from shoal.engine.optim.fused_steps import step_of
+from shoal.engine.optim.fused_steps import clearing, step_of
 
 X, Y = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 
@@ -86,3 +86,36 @@ def test_what_its_owner_said_stays(make: Any, fused: bool | None) -> None:
 
 def test_half_precision_weights_are_not_fused() -> None:
     assert fused_in_step(optim.Adam([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])) == [None]
+
+
+def test_parameters_without_a_gradient_are_not_counted() -> None:
+    """Each has its own count of steps, also where they are counted at once."""
+    ours, theirs = ([nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(3)] for _ in range(2))
+    fused, plain = optim.Adam(ours, lr=0.1), optim.Adam(theirs, lr=0.1)
+    step = step_of(fused)
+    for number in range(8):
+        for params in (ours, theirs):
+            for place, param in enumerate(params):
+                missing = place == 1 and number in (3, 4)
+                param.grad = None if missing else torch.full((3,), float(number - 3))
+        step()
+        plain.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+        assert float(fused.state[a]["step"]) == float(plain.state[b]["step"])
+    fused.load_state_dict(plain.state_dict())
+    step()
+    assert [float(fused.state[param]["step"]) for param in ours] == [9.0, 7.0, 9.0]
+    assert [float(plain.state[param]["step"]) for param in theirs] == [8.0, 6.0, 8.0]
+
+
+def test_an_own_way_to_clear_gradients_is_used() -> None:
+    class Keeps(optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none=False)
+
+    weight = nn.Parameter(torch.ones(2))
+    for kind, cleared in ((optim.SGD, True), (Keeps, False)):
+        weight.grad = torch.ones(2)
+        clearing(kind([weight], lr=0.1))()
+        assert (weight.grad is None) is cleared

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.engine.proof import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.sharing import movable, processes_for
@@ -76,6 +77,24 @@ def test_long_lists_of_unlike_jobs_are_traced_to_be_shared_among_processes(monke
     assert not any(movable(member, alone) for member in long) and processes_for(long, alone, None) == 1
     monkeypatch.setenv("SHOAL_WORKERS", "2")
     assert looping.worth_sharing(short)
+
+
+def test_a_looped_job_is_traced_once_and_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(group, "prove_training", lambda *_, **__: pytest.fail("it was proven"))
+    members = prepare([job(w, epochs=100_000, batch_size=24) for w in (4, 8, 12)], CPU)
+    planning = PlanningContext(members, may_loop=True, may_share=True)
+    assert [list(planning.recipes[m.index].steps) for m in members] == [[24]] * 3  # and not the last batch of 16
+
+
+def test_steps_that_a_search_will_hardly_take_are_not_counted() -> None:
+    (member,) = prepare([job(epochs=81)], CPU)
+    whole = looping.expected_steps(member)
+    assert whole == 81 * 4
+    member.pause_at = 1
+    assert looping.expected_steps(member) == round(4 * (1 + 4 * 2 / 3))  # 81 at 1 epoch, 27 at 3 ...: 297 / 81
+    member.pause_at = 81
+    assert looping.expected_steps(member) == whole
 
 
 def test_what_explain_says_is_what_train_does() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.tune.studies import problems
 
 import shoal
-from shoal.engine.runtime import lending
+from shoal.engine.runtime import lending, sharing
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -61,6 +61,17 @@ def test_asha_begins_trials_while_others_are_elsewhere(started: list[int]) -> No
 
 def test_population_based_training_stays_in_one_process(started: list[int]) -> None:
     assert len(problems.tune("pbt").trials) == 8 and not started
+
+
+def test_cores_that_become_free_are_used(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_WORKERS")
+    answers = iter([1.0, 0.4, 1.8])
+    monkeypatch.setattr(lending, "free_cores", lambda count: next(answers, 2.0))
+    monkeypatch.setattr(lending, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(sharing, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 2)
+    study = problems.tune("none")
+    assert started and next(answers, None) is None and study.epochs == 16
 
 
 def test_gradients_that_accumulate(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

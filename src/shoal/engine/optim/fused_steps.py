@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 DTYPES = (torch.float32, torch.float64)
 OTHERS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a parameter group by which its owner has said how it is updated."""
-STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], None]:
@@ -29,7 +29,20 @@ def step_of(optimizer: Optimizer) -> Callable[[], None]:
         return lambda: _own(optimizer)  # of another default dtype torch counts the fused steps in another dtype
     if "step" in vars(optimizer) or not all(map(_suits, optimizer.param_groups)):
         return lambda: _own(optimizer)
-    return lambda: _fused(optimizer)
+    return FusedStep(optimizer)
+
+
+def clearing(optimizer: Optimizer) -> Callable[[], None]:
+    """How to clear an optimizer's gradients: its own `zero_grad`, without the profiler's mark where it is torch's."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        return lambda: optimizer.zero_grad()
+
+    def clear() -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    return clear
 
 
 def _own(optimizer: Optimizer) -> None:
@@ -42,24 +55,46 @@ def _suits(group: dict[str, Any]) -> bool:
     return all(p.device.type == "cpu" and p.dtype in DTYPES for p in group["params"])
 
 
-def _fused(optimizer: Optimizer) -> None:
-    """Call the kernel at once, or, where there is more to a step than that, by way of `optimizer.step`."""
-    groups = optimizer.param_groups
-    columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
-    if None not in columns:
-        with torch.no_grad():
-            for group, lists in zip(groups, columns, strict=True):
-                if lists is not None and lists[0]:
-                    _call(group, *lists)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
-        return
-    for group in groups:
-        group["fused"] = True
-    try:
-        optimizer.step()
-    finally:
+class FusedStep:
+    """Calls the kernel at once, or, where there is more to a step than that, by way of `optimizer.step`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._counts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By a group's place: its parameters' counts of steps as one tensor, and each of them as a part of it."""
+
+    def __call__(self) -> None:
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
+        if None not in columns:
+            with torch.no_grad():
+                for place, (group, lists) in enumerate(zip(groups, columns, strict=True)):
+                    if lists is not None and lists[0]:
+                        self._count(place, *lists)
+                        _call(group, *lists)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
+            return
         for group in groups:
-            group["fused"] = None  # as in the user's own
+            group["fused"] = True
+        try:
+            optimizer.step()
+        finally:
+            for group in groups:
+                group["fused"] = None  # as in the user's own
+
+    def _count(self, place: int, params: list[Tensor], *lists: list[Tensor]) -> None:
+        """Add one to the counts of steps: all at once, since a call for each takes longer than the update itself."""
+        steps = lists[-1]
+        whole, parts = self._counts.get(place, (steps[0], []))
+        if len(parts) != len(steps) or any(step is not part for step, part in zip(steps, parts, strict=True)):
+            whole = torch.stack(steps)
+            parts = [whole[row] for row in range(len(steps))]
+            for param, part in zip(params, parts, strict=True):
+                self._optimizer.state[param]["step"] = part
+            steps[:] = parts
+            self._counts[place] = whole, parts
+        whole += 1
 
 
 def _hooked(optimizer: Any) -> bool:
@@ -70,20 +105,30 @@ def _hooked(optimizer: Any) -> bool:
 
 def _columns(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
     """Parameters, gradients and states of a group; None where torch has to look at them: at the first step, say."""
-    params = [param for param in group["params"] if param.grad is not None]
-    states = [optimizer.state.get(param) for param in params]
-    if not all(states) or any(param.grad.layout is not torch.strided for param in params):
-        return None
-    names = [name for name in STATES if name != "max_exp_avg_sq" or group["amsgrad"]]
-    lists = {name: [state[name] for state in states if state] for name in names}
-    return [params, [param.grad for param in params], *(lists.get(name, []) for name in STATES)]
+    columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+    params, grads, averages, squares, maxima, steps = columns
+    known, maximum = optimizer.state, group["amsgrad"]
+    for param in group["params"]:
+        grad = param.grad
+        if grad is None:
+            continue
+        state = known.get(param)
+        if not state or grad.layout is not torch.strided:
+            return None
+        params.append(param)
+        grads.append(grad)
+        averages.append(state["exp_avg"])
+        squares.append(state["exp_avg_sq"])
+        steps.append(state["step"])
+        if maximum:
+            maxima.append(state["max_exp_avg_sq"])
+    return list(columns)
 
 
 def _call(
     group: dict[str, Any], params: Any, grads: Any, averages: Any, squares: Any, maxima: Any, steps: list[Any]
 ) -> None:
     kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    torch._foreach_add_(steps, 1)
     beta1, beta2 = group["betas"]
     kernel(
         params, grads, averages, squares, maxima, steps, amsgrad=group["amsgrad"], lr=group["lr"], beta1=beta1,

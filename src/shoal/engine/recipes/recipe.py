@@ -163,13 +163,17 @@ class TraceCache:
         self.executables: dict[Hashable, Any] = {}
         """Compiled steps, for `captured`: by what they compute and its shape."""
 
-    def recipe(self, member: Member) -> Recipe:
+    def recipe(self, member: Member, *, brief: bool = False) -> Recipe:
         """The member's recipe.
+
+        `brief`: for one that is not stacked, of which only that it can be traced is to be known: its step on a full
+        batch, recorded once.
 
         Raises:
             Untraceable: with the reason why it cannot be stacked.
         """
-        steps = {rows: self.step(member, rows) for rows in batch_sizes(member)}
+        sizes = batch_sizes(member)[: 1 if brief else None]
+        steps = {rows: self.step(member, rows, twice=not brief) for rows in sizes}
         for graph in steps.values():
             try:
                 used_params(graph)
@@ -202,12 +206,12 @@ class TraceCache:
             )
         return self._programs[key]
 
-    def step(self, member: Member, rows: int) -> Trace:
-        """The training step on a batch of so many rows: `((loss, logs), buffers)`."""
+    def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
+        """The training step on a batch of so many rows: `((loss, logs), buffers)`; `twice`: see `trace`."""
         batch = sample(member, rows)
         if member.data.source.streamed and not member.batched:
             self._refuse_other_shapes(member, rows, batch)
-        return self.step_on(member, batch)
+        return self.step_on(member, batch, twice=twice)
 
     def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
         """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""

@@ -16,6 +16,7 @@ from shoal.engine.tracing.signature import PerMember
 aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = 0, 1, 2
+FEW_CLASSES = 16
 
 # op -> the position of its `reduction` argument
 _ELEMENTWISE = {
@@ -75,7 +76,7 @@ def cross_entropy(ctx: OpContext) -> Run:
 
     def run(x: Tensor, y: Tensor, weight: Tensor | None, *_: Any) -> Tensor:
         y = widened(y, flags[0], members)
-        table = x if logs else F.log_softmax(x, 2)
+        table = x if logs else _log_softmax(x) if smoothing == 0.0 else F.log_softmax(x, 2)
         counted = y != ignore
         index = torch.where(counted, y, 0).unsqueeze(2)
         class_weights = None if weight is None else widened(weight, flags[1], members)  # [M, C]
@@ -99,6 +100,14 @@ def cross_entropy(ctx: OpContext) -> Run:
             members,
         )
     return run
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    """Over the classes [M, B, C, ...]. With fewer of them than a vector of the CPU holds, torch is much slower along
+    the last dimension than along another one, a copy included."""
+    if x.dim() != 3 or x.shape[2] >= FEW_CLASSES or x.device.type != "cpu":
+        return F.log_softmax(x, 2)
+    return F.log_softmax(x.transpose(1, 2).contiguous(), 1).transpose(1, 2)
 
 
 def _mixed(plain: Tensor, extra: Tensor, smoothing: float | PerMember, classes: int) -> Tensor:

@@ -8,6 +8,7 @@ Then those that continue are dealt out anew, by what they have left to do before
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from shoal.engine.planning.planner import Part
 from shoal.engine.runtime.commands import Supervisor
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Line, take
-from shoal.engine.runtime.sharing import Piece, even_shares, kinds_of, load, movable, weight
+from shoal.engine.runtime.sharing import Piece, even_shares, free_cores, kinds_of, load, movable, weight
 from shoal.engine.runtime.workers import MakeRun, Tell, WorkerHandle
 from shoal.reporting.events import happened
 
@@ -36,6 +37,8 @@ HALF = 0.7
 """Of a stack's work, what half of it may take, if it is to be halved."""
 SLICE_SECONDS, OVERHEAD = 5.0, 0.05
 """A worker's time, at least; longer where starting it and getting its members back took more than this share."""
+LOOK_SECONDS = 10.0
+"""After so long it is measured again how many cores are free: other programs come and go."""
 
 
 def run_lending(
@@ -75,6 +78,7 @@ class Lending:
         self._supervisor, self._planning, self._count, self._make, self._tell = supervisor, planning, count, make, tell
         self._workers: list[Borrower] = []
         self._slice = SLICE_SECONDS
+        self._usable, self._look_at = count, 0.0
         self._numbers = [itertools.count(1 + place, count) for place in range(count)]
 
     def numbers(self, place: int) -> Any:
@@ -111,11 +115,23 @@ class Lending:
         """Deal out the members that train here, where there is enough to do for another process."""
         free = self._count - 1 - len(self._workers)
         pieces = _pieces(run) if free > 0 else []
-        if sum(piece.weight for piece in pieces) < 2 * LEAST_SECONDS:
+        if sum(piece.weight for piece in pieces) < 2 * LEAST_SECONDS or not self._shares(pieces, free):
             return
-        for share in even_shares(pieces, self._planning, free + 1, most=HALF)[1:]:
-            if share and load(share) >= LEAST_SECONDS:
-                self._start(run, [member for piece in share for member in piece.members])
+        free = min(free, self._free_cores() - 1 - len(self._workers))
+        for share in self._shares(pieces, free) if free > 0 else ():
+            self._start(run, [member for piece in share for member in piece.members])
+
+    def _shares(self, pieces: list[Piece], free: int) -> list[list[Piece]]:
+        """What so many other processes would get; nothing that is not worth a process."""
+        shares = even_shares(pieces, self._planning, free + 1, most=HALF)[1:]
+        return [share for share in shares if share and load(share) >= LEAST_SECONDS]
+
+    def _free_cores(self) -> int:
+        """Cores for this process and its workers; measured while there are none, since others may use them."""
+        now = time.monotonic()
+        if not self._workers and now >= self._look_at and "SHOAL_WORKERS" not in os.environ:
+            self._usable, self._look_at = max(1, round(free_cores(self._count))), now + LOOK_SECONDS
+        return min(self._count, self._usable)
 
     def _start(self, run: Run, members: list[Member]) -> None:
         lent = run.take_out({member.index for member in members}, "sharing")

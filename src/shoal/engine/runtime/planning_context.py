@@ -115,11 +115,12 @@ class PlanningContext:
         with timed("traces"):
             alone = looped([*members, *self._stacked()], self.tiers) if self._may_loop else {}
             looping = [member for member in members if member.index in alone]
-            if self.thorough or (self._may_share and worth_sharing(looping)):
+            if self.thorough:
                 looping = []
             groups = self._groups([member for member in members if member not in looping])
             groups = [part for alike in groups for part in set_apart(alike, alone)]
-            groups += [Group([member], reason=alone[member.index]) for member in looping]
+            traced = self._may_share and worth_sharing(looping)
+            groups += [self._looped(member, alone[member.index], traced) for member in looping]
         with timed("trials"):
             timing = self.timed and not self.gpu
             tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}
@@ -155,6 +156,15 @@ class PlanningContext:
         for member in members:
             self._look_at(member)
         return group(list(members), self.trace_cache)
+
+    def _looped(self, member: Member, reason: str, traced: bool) -> Group:
+        """A member that is looped; `traced`: with its recipe, so that it may train in another process."""
+        if traced:
+            try:
+                return Group([member], [self.trace_cache.recipe(member, brief=True)], reason)
+            except Untraceable as refusal:
+                reason = str(refusal)
+        return Group([member], reason=reason)
 
     def _look_at(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""

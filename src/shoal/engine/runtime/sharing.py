@@ -38,11 +38,13 @@ MANY_STEPS = 100
 """Steps of work from which it is worth a trial of a few."""
 
 
-def processes_for(members: Sequence[Member], planning: PlanningContext, threads: int | None) -> int:
-    """How many processes these members are worth; `threads` as in `workers_for`."""
+def processes_for(
+    members: Sequence[Member], planning: PlanningContext, threads: int | None, *, busy_too: bool = False
+) -> int:
+    """How many processes these members are worth; `threads` and `busy_too` as in `workers_for`."""
     if not any(movable(member, planning) for member in members):
         return 1
-    count = workers_for(threads, planning.device, predicted_seconds(planning, members))
+    count = workers_for(threads, planning.device, predicted_seconds(planning, members), busy_too=busy_too)
     given = "SHOAL_WORKERS" in os.environ
     return count if count == 1 or given or _apart_pays(members, planning, count) else 1
 
@@ -82,11 +84,12 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def workers_for(threads: int | None, device: torch.device, seconds: float) -> int:
+def workers_for(threads: int | None, device: torch.device, seconds: float, *, busy_too: bool = False) -> int:
     """How many processes a run of so many predicted seconds is worth.
 
     `threads=None`: one process for each core that is free, whatever torch's own thread count. A number
-    keeps everything in this process, with so many torch threads. SHOAL_WORKERS overrides both.
+    keeps everything in this process, with so many torch threads. SHOAL_WORKERS overrides both. `busy_too`: count cores
+    that others use now.
     """
     if device.type != "cpu" or not hasattr(os, "fork"):
         return 1
@@ -98,7 +101,7 @@ def workers_for(threads: int | None, device: torch.device, seconds: float) -> in
     if threads is not None or seconds < WORTH_SECONDS:
         return 1
     cores = usable_cores()
-    return min(cores, max(1, round(free_cores(cores)))) if cores > 1 else 1
+    return cores if cores == 1 or busy_too else min(cores, max(1, round(free_cores(cores))))
 
 
 def free_cores(count: int) -> float:

@@ -17,7 +17,7 @@ from shoal.engine.members.batch_stream import Stream, another, own_batch
 from shoal.engine.members.evaluation_weights import update_average, with_evaluation_weights
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
 from shoal.engine.members.step import autocast, number, run_step
-from shoal.engine.optim.fused_steps import step_of
+from shoal.engine.optim.fused_steps import clearing, step_of
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.schedules import jump_to
@@ -42,7 +42,7 @@ class SerialUnit(Unit):
         # of a member that has begun, asking the schedule for its beginning must not change what its step reads
         with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
-            self._update = step_of(self.optimizer)
+            self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
             self.schedule = make_schedule(self.job, self.optimizer)
         self.scaler = torch.amp.GradScaler(member.device.type) if self.job.precision == "fp16" else None
         self.closure = needs_closure(self.optimizer)
@@ -138,7 +138,7 @@ class SerialUnit(Unit):
         else:
             with draws(member, keep=False):
                 self.optimizer = make_optimizer(self.job, self.model)
-                self._update = step_of(self.optimizer)
+                self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
                 self.schedule = make_schedule(self.job, self.optimizer)
         if step is not None and self.schedule is not None:
             jump_to(self.schedule, step)
@@ -237,7 +237,7 @@ class SerialUnit(Unit):
         self.optimizer.step(closure)  # type: ignore[arg-type]
 
     def _clear(self) -> None:
-        self.optimizer.zero_grad()
+        self._clear_grads()
         for parameter in self._others:
             parameter.grad = None
 

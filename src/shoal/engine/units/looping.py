@@ -10,6 +10,7 @@ computed from frozen weights that members have alike, and the same rows, a stack
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ NODE, UPDATE, STACKED = 20, 18, 90
 """Calls that a node of the autograd graph takes, forward and backward; its share of the update; both in a stack."""
 SET_UP, SET_UP_NODE = 120_000, 8_000
 """Calls that it takes to trace, prove and build a stack, and more of them for each node."""
+TRACE, TRACE_NODE = 2_000, 700
+"""The same for a trace alone."""
 VALIDATION, TRIAL = 1.5, 100
 """Times that, where validation has to be traced too; and the steps that a trial takes, where there is one."""
 MANY_STEPS, SMALL_SHARE = 500, 0.05
@@ -63,7 +66,7 @@ def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str
 def worth_sharing(members: Sequence[Member]) -> bool:
     """Whether members that are looped are worth a trace after all: those that have one may train in other processes."""
     given, cores = os.environ.get("SHOAL_WORKERS"), os.cpu_count() or 1
-    steps = {member: num_steps(member) - member.step for member in members}
+    steps = {member: expected_steps(member) for member in members}
     if given is not None or min(len(steps), cores) < 2 or sum(steps.values()) < MANY_STEPS:
         return given not in (None, "1")
     try:
@@ -71,7 +74,7 @@ def worth_sharing(members: Sequence[Member]) -> bool:
     except Exception:  # they stay here
         return False
     kinds = len({_kind(member) for member in members})
-    return pilot is not None and kinds * pilot.set_up < SMALL_SHARE * pilot.alone * sum(steps.values())
+    return pilot is not None and kinds * pilot.trace < SMALL_SHARE * pilot.alone * sum(steps.values())
 
 
 def _reason(alike: Sequence[Member]) -> str:
@@ -84,10 +87,18 @@ def _reason(alike: Sequence[Member]) -> str:
         return str(refusal)
     except Exception:  # whatever it is will show in training, where it ends its own member
         return ""
-    steps = [num_steps(member) - member.step for member in alike]
+    steps = [expected_steps(member) for member in alike]
     if pilot is None or pilot.gain(steps, alike[0].val is not None, _same_beginning(alike)) > 0:
         return ""
     return "a stack would take longer to set up than it could save"
+
+
+def expected_steps(member: Member) -> int:
+    """Optimizer steps that a member is likely to have: all that are left, or, where others decide at its pauses whether
+    it continues, as many as if each decision let a third continue, at three times the epochs of the one before."""
+    left = num_steps(member) - member.step
+    paused = member.batches_to_stop // member.job.accumulate
+    return left if not 0 < paused < left else round(paused * (1 + math.log(left / paused) * 2 / (3 * math.log(3))))
 
 
 def _same_beginning(alike: Sequence[Member]) -> bool:
@@ -144,6 +155,11 @@ class Pilot:
     def set_up(self) -> float:
         """Seconds that it takes to set up a stack of them."""
         return (SET_UP + SET_UP_NODE * self.nodes) * self.call
+
+    @property
+    def trace(self) -> float:
+        """Seconds that it takes to trace one of them."""
+        return (TRACE + TRACE_NODE * self.nodes) * self.call
 
 
 def _pilot(member: Member) -> Pilot | None:

@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,8 @@ from typing import Any, Literal
 import torch
 
 from shoal.engine.planning.policy import Policy
-from shoal.errors import TuneError
+from shoal.errors import ShoalWarning, TuneError
 from shoal.jobs.job import Job
-from shoal.jobs.metric_direction import direction
 from shoal.reporting.callbacks import Callback
 from shoal.reporting.events import Event, Listener, Listeners
 from shoal.reporting.progress import progress_for
@@ -24,6 +24,7 @@ from shoal.results import Results
 from shoal.settings import Settings, make_settings
 from shoal.training import carry_out
 from shoal.tune.brackets import table
+from shoal.tune.objectives import Objectives, check_rank, make_objectives
 from shoal.tune.population import PBT
 from shoal.tune.samplers import Sampler, make_sampler
 from shoal.tune.schedulers import ASHA, Goal, Hyperband, Mode, NoScheduler, Scheduler, SuccessiveHalving
@@ -50,8 +51,8 @@ def tune(
     make_job: Callable[[Any], Job],
     space: Mapping[str, Any] | Space | None = None,
     *,
-    metric: str = "val_loss",
-    mode: Mode | None = None,
+    metric: str | Sequence[str] = "val_loss",
+    mode: Mode | Sequence[Mode] | None = None,
     max_epochs: int,
     eta: int | None = None,
     scheduler: str | Scheduler = "hyperband",
@@ -78,8 +79,9 @@ def tune(
         make_job: From a trial's settings, a dict, to its shoal.Job, without epochs. One that raises costs that trial
             alone. Without `space` it is given a trial, and suggests its settings itself: `trial.suggest_float(...)`.
         space: Names, and what their values are drawn from: `{"lr": ("log", 1e-5, 1e-1), "width": [64, 128]}`.
-        metric: What is compared: "loss", "val_loss", a name in the jobs' `metrics` or in a step's logs.
-        mode: Which way is better, "min" or "max"; None: as the metric's name says.
+        metric: What is compared: "loss", "val_loss", a name in the jobs' `metrics` or in a step's logs. Several of
+            them, as a list, with scheduler="none": the study then has `best_trials`.
+        mode: Which way is better, "min" or "max", for each metric; None: as the metric's name says.
         max_epochs: The longest that a trial trains.
         eta: A rung keeps one in eta; 3 by default. A scheduler that is given as an object has its own.
         scheduler: Which trials continue: "hyperband", "successive-halving", "asha", "pbt", "none", or an object such as
@@ -110,7 +112,7 @@ def tune(
     try:
         mirror = _mirror(storage, study_name, question, None if out is None else written["run"])
         search = TrialSearch(
-            question.jobs, question.goal, question.scheduler, question.sampler, metric, journal,
+            question.jobs, question.goal, question.scheduler, question.sampler, question.objectives.names, journal,
             [] if mirror is None else [mirror], trials,
         )  # fmt: skip
         if mirror is not None:
@@ -125,7 +127,7 @@ def tune(
     finally:
         journal.close()
     study = Study(
-        metric=metric, mode=question.goal.mode, max_epochs=max_epochs, scheduler=question.scheduler.name,
+        objectives=question.objectives, max_epochs=max_epochs, scheduler=question.scheduler.name,
         trials=search.trials, brackets=question.scheduler.brackets(question.goal), results=results,
         seconds=time.perf_counter() - start, name="" if storage is None else study_name, folder=journal.folder,
         space=None if question.space is None else question.space.to_json(),
@@ -139,7 +141,7 @@ def tune(
 class _Question:
     """What a search is after, checked: everything but how it is run and where it is stored."""
 
-    metric: str
+    objectives: Objectives
     space: Space | None
     scheduler: Scheduler
     sampler: Sampler
@@ -150,8 +152,8 @@ class _Question:
 def _question(
     make_job: Callable[[Any], Job],
     space: Space | None,
-    metric: str,
-    mode: Mode | None,
+    metric: Any,
+    mode: Any,
     max_epochs: int,
     scheduler: Scheduler,
     sampler: Any,
@@ -159,22 +161,27 @@ def _question(
     seed: int,
 ) -> _Question:
     """Check what was asked for, and make its parts; TuneError or JobError where it can't be done."""
-    towards = _mode(metric, mode, lambda: check_metric(make_job, space, metric, max_epochs, seed))
-    source = make_sampler(sampler, space, mode=towards, seed=seed)
+    objectives = make_objectives(metric, mode, lambda name: check_metric(make_job, space, name, max_epochs, seed))
+    check_rank(objectives, scheduler)
+    first = objectives.modes[0]
+    source = make_sampler(sampler, space, mode=objectives.modes if objectives.several else first, seed=seed)
     count = _num_trials(num_trials, source.limit, scheduler)
-    goal = Goal(max_epochs=max_epochs, mode=towards, num_trials=count, seed=seed, space=space)
+    goal = Goal(max_epochs=max_epochs, mode=first, num_trials=count, seed=seed, space=space)
     scheduler.check(goal)
-    jobs = Jobs(make_job, space, source, metric, max_epochs)
+    if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
+        line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
+        warnings.warn(ShoalWarning(line + "use more epochs, or scheduler='none' with num_trials"), stacklevel=3)
+    jobs = Jobs(make_job, space, source, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)
-    return _Question(metric, space, scheduler, source, goal, jobs)
+    return _Question(objectives, space, scheduler, source, goal, jobs)
 
 
 def _described(question: _Question, sampler: Any) -> dict[str, Any]:
     """What a folder remembers of a search: a call that differs in it is another search."""
     goal = question.goal
     return {
-        "metric": question.metric, "mode": goal.mode, "max_epochs": goal.max_epochs, "num_trials": goal.num_trials,
+        **question.objectives.described, "max_epochs": goal.max_epochs, "num_trials": goal.num_trials,
         "seed": goal.seed, "scheduler": repr(question.scheduler),
         "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
         "space": None if question.space is None else question.space.to_json(), "run": uuid.uuid4().hex[:12],
@@ -248,24 +255,6 @@ def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
     return goal
 
 
-def _mode(metric: Any, mode: Any, check: Callable[[], None]) -> Mode:
-    """Which way is better; `check` raises where the metric is none of a job's, as where its name is misspelt."""
-    if not isinstance(metric, str) or not metric:
-        raise TuneError(f"metric is {metric!r}; name one: 'val_loss', or one of the jobs' metrics")
-    if mode is None:
-        mode = direction(metric)
-        if mode is None:
-            check()
-            raise TuneError(
-                f"the name {metric!r} does not say which way is better; set mode='min' or mode='max', or check "
-                "its spelling"
-            )
-    if mode not in ("min", "max"):
-        raise TuneError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
-    chosen: Mode = mode
-    return chosen
-
-
 def _num_trials(asked: int | None, limit: int | None, scheduler: Scheduler) -> int | None:
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise TuneError(f"num_trials is {asked!r}; use a whole number, 1 or more")
@@ -285,5 +274,5 @@ def _mirror(storage: Any, name: str, question: _Question, run: str | None) -> An
         return None
     from shoal.tune.optuna_storage import OptunaStorage
 
-    mode, metric = question.goal.mode, question.metric
-    return OptunaStorage(storage, name, mode=mode, metric=metric, space=question.space, run=run)
+    modes, metric = question.objectives.modes, ", ".join(question.objectives.names)
+    return OptunaStorage(storage, name, mode=modes, metric=metric, space=question.space, run=run)

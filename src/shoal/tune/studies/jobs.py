@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,13 +23,18 @@ class Jobs:
     """Makes the job of a trial by the user's function, with settings of the sampler."""
 
     def __init__(
-        self, make_job: Callable[[Any], Job], space: Space | None, sampler: Sampler, metric: str, max_epochs: int
+        self,
+        make_job: Callable[[Any], Job],
+        space: Space | None,
+        sampler: Sampler,
+        metrics: Sequence[str],
+        max_epochs: int,
     ) -> None:
         """`space`: None where make_job is given a trial and suggests its settings itself."""
         if not callable(make_job):
             raise TuneError(f"make_job is {make_job!r}; pass a function of the settings that returns a shoal.Job")
         self._make_job, self._space, self._sampler = make_job, space, sampler
-        self._metric, self._max_epochs = metric, max_epochs
+        self._metrics, self._max_epochs = metrics, max_epochs
 
     def draw(self, trial: Trial) -> Callable[[], Job]:
         """Draw the settings of a new trial; what is returned makes its job, and raises what make_job raises."""
@@ -94,8 +99,9 @@ class Jobs:
                 "leave epochs and steps out of the job"
             )
         known = known_metrics(job)
-        if known is not None and self._metric not in known:
-            raise TuneError(f"metric is {self._metric!r}, which {trial.name} does not have; it has {', '.join(known)}")
+        missing = [name for name in self._metrics if known is not None and name not in known]
+        if known is not None and missing:
+            raise TuneError(f"metric is {missing[0]!r}, which {trial.name} does not have; it has {', '.join(known)}")
         return dataclasses.replace(job, name=trial.name)
 
 
@@ -107,7 +113,7 @@ def known_metrics(job: Job) -> list[str] | None:
 def check_metric(make_job: Any, space: Space | None, metric: str, max_epochs: Any, seed: int) -> None:
     """TuneError where the job of a first trial has no such metric; nothing where that can't be known yet."""
     try:
-        jobs = Jobs(make_job, space, RandomSampler(space, seed), metric, max_epochs)
+        jobs = Jobs(make_job, space, RandomSampler(space, seed), (metric,), max_epochs)
         jobs.draw(Trial(0, {}))()
     except TuneError:
         raise

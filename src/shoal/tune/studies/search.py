@@ -7,6 +7,7 @@ written to the journal before the run acts on it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -48,13 +49,14 @@ class TrialSearch:
         goal: Goal,
         scheduler: Scheduler,
         sampler: Sampler,
-        metric: str,
+        metrics: Sequence[str],
         journal: Journal,
         observers: Sequence[Observer] = (),
         trials: Sequence[Trial] = (),
     ) -> None:
-        """`trials`: those of the study that is resumed."""
-        self.jobs, self.goal, self.scheduler, self.sampler, self.metric = jobs, goal, scheduler, sampler, metric
+        """`metrics`: trials are compared by the first of them. `trials`: those of the study that is resumed."""
+        self.jobs, self.goal, self.scheduler, self.sampler = jobs, goal, scheduler, sampler
+        self.metric, self._metrics = metrics[0], tuple(metrics)
         self.trials = list(trials)
         self._journal, self._observers = journal, observers
         self._members: dict[int, Member] = {}
@@ -195,6 +197,8 @@ class TrialSearch:
             if rows and member.job.keep == "best":
                 best = kept_row(member.job, member.history)
                 trial.kept_epoch = None if best is None else int(best["epoch"])
+            if rows and len(self._metrics) > 1:
+                self._note_objectives(trial, member)
             state = self._state(trial, member)
             if state != trial.state:
                 trial.state, trial.error = state, member.error if state == "failed" else None
@@ -206,10 +210,11 @@ class TrialSearch:
     def _take_in(self, trial: Trial, member: Member, row: dict[str, float]) -> bool:
         """Note a row of a member's history; whether it holds something new."""
         epoch = int(row["epoch"])
-        if self.metric not in row:
+        missing = [name for name in self._metrics if name not in row]
+        if missing:
             if not trial.values and (member.job.val is None or "val_loss" in row):
                 names = ", ".join(name for name in row if name not in ("epoch", "step", "lr", "seconds"))
-                raise TuneError(f"metric is {self.metric!r}, which {trial.name} does not have; it has {names}")
+                raise TuneError(f"metric is {missing[0]!r}, which {trial.name} does not have; it has {names}")
             return False
         if epoch in trial.values:
             return False
@@ -217,6 +222,12 @@ class TrialSearch:
         for observer in self._observers:
             observer.report(trial, epoch, trial.values[epoch])
         return True
+
+    def _note_objectives(self, trial: Trial, member: Member) -> None:
+        """Note the values of all metrics, of the weights that a trial keeps."""
+        kept = trial.epochs if trial.kept_epoch is None else trial.kept_epoch
+        row = next((row for row in member.history if row["epoch"] == kept), {})
+        trial.attrs["objectives"] = [float(row.get(name, math.nan)) for name in self._metrics]
 
     def _state(self, trial: Trial, member: Member) -> State:
         if trial.ended or member.status == "cancelled":

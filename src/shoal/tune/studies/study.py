@@ -16,6 +16,7 @@ from torch import nn
 from shoal.errors import TuneError
 from shoal.results import Result, Results, finite
 from shoal.tune.brackets import Bracket
+from shoal.tune.objectives import Objectives, pareto_front, values_of
 from shoal.tune.schedulers import Mode
 from shoal.tune.trial import Trial
 from shoal.utils.tables import render
@@ -37,8 +38,8 @@ def best_trial(trials: Sequence[Trial], mode: Mode) -> Trial | None:
 class Study:
     """A search that has ended."""
 
-    metric: str
-    mode: Mode
+    objectives: Objectives
+    """The metrics, and which way each is better."""
     max_epochs: int
     scheduler: str
     trials: list[Trial]
@@ -56,11 +57,33 @@ class Study:
     """What settings were drawn from, in the short form; None where make_job suggests them."""
 
     @property
+    def metric(self) -> str:
+        """What is compared; of several metrics, the first."""
+        return self.objectives.names[0]
+
+    @property
+    def mode(self) -> Mode:
+        """Which way the metric is better."""
+        return self.objectives.modes[0]
+
+    @property
+    def best_trials(self) -> list[Trial]:
+        """The trials to which no other is better in one metric and as good in the others; of one metric, the best."""
+        if self.objectives.several:
+            return pareto_front(self.trials, self.objectives.modes)
+        best = best_trial(self.trials, self.mode)
+        return [] if best is None else [best]
+
+    @property
     def best(self) -> Trial:
         """The trial whose weights have the best value, whether it was stopped at a rung or trained to the end."""
+        if self.objectives.several:
+            names = ", ".join(self.objectives.names)
+            raise TuneError(f"the study has several metrics ({names}), so that no trial is the best; use best_trials")
         best = best_trial(self.trials, self.mode)
         if best is None:
-            failed = next((trial.error for trial in self.trials if trial.error), "no trial ended an epoch")
+            reason = "all values are NaN" if any(trial.values for trial in self.trials) else "no trial ended an epoch"
+            failed = next((trial.error for trial in self.trials if trial.error), reason)
             raise TuneError(f"no trial has a value of {self.metric!r}: {failed}")
         return best
 
@@ -105,15 +128,15 @@ class Study:
 
     def to_dict(self) -> dict[str, Any]:
         """All but the weights, as plain data."""
-        best = best_trial(self.trials, self.mode)
+        best = self.best_trials
         return {
-            "metric": self.metric,
-            "mode": self.mode,
+            **self.objectives.described,
             "max_epochs": self.max_epochs,
             "scheduler": self.scheduler,
             "seconds": self.seconds,
             "epochs": self.epochs,
-            "best": None if best is None else best.number,
+            "best": None if not best or self.objectives.several else best[0].number,
+            "best_trials": [trial.number for trial in best],
             "brackets": [
                 {"number": b.number, "rungs": [{"trials": r.trials, "epochs": r.epochs} for r in b.rungs]}
                 for b in self.brackets
@@ -150,6 +173,12 @@ class Study:
             f"{self.scheduler}, {self.seconds:.1f} s, {self.epochs} epochs of {len(self.results)} networks, "
             f"written {time.strftime('%Y-%m-%d %H:%M')}"
         ]
+        if self.objectives.several:
+            front = ", ".join(trial.name for trial in self.best_trials) or "none"
+            notes.append(
+                f"Of several metrics ({', '.join(self.objectives.names)}), ranks and charts are by the first. Trials "
+                f"that no other beats in all of them: {front}"
+            )
         name = self.name or ("" if self.folder is None else str(self.folder))
         page = study_report(
             self.trials, self.brackets, self.metric, self.mode, title=f"Search {name}".strip(), notes=notes,
@@ -168,14 +197,15 @@ class Study:
         return {name: word.startswith("log") for name, word in words.items() if word in RANGES}
 
     def table(self, most: int = 10) -> str:
-        """The best trials as text, the best one first, how many ended how, and why some failed."""
+        """The best trials as text, the best ones first, how many ended how, and why some failed."""
         sign = -1 if self.mode == "max" else 1
         known = [trial for trial in self.trials if not math.isnan(trial.value)]
-        known.sort(key=lambda t: (t.state == "failed", sign * t.value, -t.epochs, t.number))
+        front = {trial.number for trial in self.best_trials}
+        known.sort(key=lambda t: (t.state == "failed", t.number not in front, sign * t.value, -t.epochs, t.number))
         names = list(dict.fromkeys(name for trial in known for name in trial.settings))
-        head = ["trial", "state", "bracket", "epochs", self.metric, *names]
+        head = ["trial", "state", "bracket", "epochs", *self.objectives.names, *names]
         rows = [
-            [str(t.number), t.state, str(t.bracket), str(t.epochs), f"{t.value:.4g}"]
+            [str(t.number), t.state, str(t.bracket), str(t.epochs), *(f"{value:.4g}" for value in values_of(t))]
             + [_short(t.settings.get(name)) for name in names]
             for t in known[:most]
         ]
@@ -192,8 +222,9 @@ class Study:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        best = best_trial(self.trials, self.mode)
-        said = "" if best is None else f", best {self.metric} {best.value:.4g} of {best.name}"
+        best = self.best_trials
+        said = f", best {self.metric} {best[0].value:.4g} of {best[0].name}" if best else ""
+        said = f", {len(best)} that no other beats" if self.objectives.several else said
         return f"Study({len(self.trials)} trials{said})"
 
 
@@ -209,6 +240,7 @@ def trial_to_dict(trial: Trial) -> dict[str, Any]:
         "value": finite(trial.value),
         "values": {str(epoch): finite(value) for epoch, value in trial.values.items()},
         "error": trial.error,
+        **({"objectives": finite(trial.attrs["objectives"])} if "objectives" in trial.attrs else {}),
         **({"mutations": finite(trial.attrs["mutations"])} if "mutations" in trial.attrs else {}),
     }
 

@@ -345,14 +345,15 @@ class StackedUnit(Unit):
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
         what = Evaluation.forward(self.members[0].job.precision)
-        program = self._evaluation("forward", tuple(inputs), [what] * len(self.members))
+        program = self._evaluation("forward", tuple(inputs), lambda: [what] * len(self.members))
         if program is None:
             return super().outputs(inputs, slots)
         return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
-        program = self._evaluation("validation", batch, [Evaluation.validation(m.job, wanted) for m in self.members])
+        whats = lambda: [Evaluation.validation(member.job, wanted) for member in self.members]  # noqa: E731
+        program = self._evaluation("validation", batch, whats)
         if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch, slots)
@@ -393,12 +394,12 @@ class StackedUnit(Unit):
             stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
-    def _evaluation(self, kind: str, batch: Any, whats: Sequence[Evaluation]) -> Program | None:
+    def _evaluation(self, kind: str, batch: Any, make_whats: Callable[[], Sequence[Evaluation]]) -> Program | None:
         """An eval-mode program for a batch that all members share; None: they must be asked one by one."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
             models, rows, device = [member.model for member in self.members], self.stack.rows, self.stack.device
-            self._forwards[key] = traced_program(models, whats, rows, batch, self.trace_cache, device)
+            self._forwards[key] = traced_program(models, make_whats(), rows, batch, self.trace_cache, device)
         return self._forwards[key]
