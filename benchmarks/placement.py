@@ -81,22 +81,32 @@ def load_times(times: Mapping[str, Any]) -> Placement:
     return Placement.from_dict(times)
 
 
+def used_by_others() -> float:
+    """Seconds of the cores that other processes have used since the machine started."""
+    fields = [float(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    machine = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return machine - sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 @contextmanager
 def watched(record: dict[str, Any]) -> Iterator[None]:
     """Inside, note which share of the machine's cores other processes use."""
-
-    def machine() -> float:
-        fields = [float(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-    def own() -> float:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-    began, before = time.monotonic(), machine() - own()
+    began, before = time.monotonic(), used_by_others()
     yield
     spent = (time.monotonic() - began) * (os.cpu_count() or 1)
-    record["others"] = max(0.0, (machine() - own() - before) / spent)
+    record["others"] = max(0.0, (used_by_others() - before) / spent)
+
+
+def wait_for_quiet(until: float) -> bool:
+    """Wait until other processes leave the machine alone; False where that does not happen in time."""
+    while time.monotonic() < until:
+        record: dict[str, Any] = {}
+        with watched(record):
+            time.sleep(0.5)
+        if record["others"] <= BUSY:
+            return True
+    return False
 
 
 def measure(case: Case, placement: Placement, links: Links) -> dict[str, Any]:
@@ -136,12 +146,12 @@ def run_case(
         for _ in range(ROUNDS):
             for name in pending:
                 placement = by_name[name]
-                if wanted_rounds(ways.get(name, []), placement.seconds) and time.monotonic() < until:
+                if wanted_rounds(ways.get(name, []), placement.seconds) and wait_for_quiet(until):
                     one = measure(case, placement, links)
                     print(f"{network} {rows} {rate} {name}: {one['seconds']} ({placement.seconds}), "
                           f"others {one['others']:.2f} {one['error'] or ''}", flush=True)  # fmt: skip
                     ways.setdefault(name, []).append(one)
-        if ddp and time.monotonic() < until:
+        if ddp and wait_for_quiet(until):
             record: dict[str, Any] = {}
             with watched(record):
                 done = measure_ddp(case, links, STEPS)
@@ -259,7 +269,7 @@ def _measure_all(
     for rate in reversed(RATES):
         for network, graph in graphs.items():
             for rows in ROWS:
-                if time.monotonic() > until:
+                if not wait_for_quiet(until):
                     return
                 profile(saved, network, graph, rows)
                 run_case(saved, network, graph, rows, rate, until, ddp=options.ddp)
