@@ -132,7 +132,7 @@ class CostModel:
 
     def _micro_batches(self, given: int | None) -> list[int]:
         if given is not None:
-            return [max(1, min(given, *self.rows))]
+            return [given]
         if any(layer.channels for layer in self.graph.layers):
             return [1]  # a batch norm's statistics are of all rows
         return [count for count in MICRO_BATCHES if count <= min(self.rows)] or [1]

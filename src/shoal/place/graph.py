@@ -248,6 +248,9 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
     Raises:
         PlaceError: when the network cannot be traced.
     """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlaceError(f"model is {what}; pass the network itself, an nn.Module")
     try:
         calls = record_calls(model, sample)
     except GraphError as error:
