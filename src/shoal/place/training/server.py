@@ -13,12 +13,13 @@ from torch import Tensor
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError
+from shoal.place.devices import divide
 from shoal.place.training.back import Back, Computed, take_rows
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.joining import Joining, StateLost
 from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
-from shoal.place.training.roles import Built, chunks, divide
+from shoal.place.training.roles import Built, chunks
 
 MOST_BROKEN = 5
 """Times in a row that workers may fail to reach each other."""

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ from shoal.place.training.joined_batch import JoinedDraws, JoinedRows, join_batc
 from shoal.place.training.roles import Built, chunks, random_state
 from shoal.split.core.moments import load_moments, moments_of
 from shoal.split.net.handshake import describe_training
-from shoal.split.net.links import Address, LinkLost, connect
+from shoal.split.net.joining import join_and_serve
+from shoal.split.net.links import Address, Link, LinkLost
 from shoal.split.net.messages import WireError
 
 PARAMETER, MOMENT = "p:", "m:"
@@ -66,23 +66,17 @@ def serve_worker(
     """
     worker = Worker(built, torch.device(device))
     request = {"name": f"{socket.gethostname()}:{os.getpid()}", "job": describe_placed(built)}
-    say, joined = tell if tell is not None else lambda line: None, False
-    while True:
-        try:
-            link = connect(where, request, patience)
-        except LinkLost as error:
-            lost = f"lost the server at {where} and did not find it again in {patience:g} s"
-            raise PlaceError(f"{lost}; start it again, its run resumes" if joined else str(error)) from None
-        joined, channel = True, Channel(link, echo=True)
+
+    def serve(link: Link) -> None:
+        channel = Channel(link, echo=True)
         try:
             worker.serve(channel)
-            return worker.done
-        except (LinkLost, WireError) as error:
-            say(f"lost the server at {where} ({error}); joining again, for {patience:g} s")
-            time.sleep(0.05)
         finally:
             worker.leave_group()
             channel.close()
+
+    join_and_serve(where, request, serve, leader="server", patience=patience, error=PlaceError, tell=tell)
+    return worker.done
 
 
 @dataclass(slots=True)
