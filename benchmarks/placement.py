@@ -42,7 +42,7 @@ from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
 
 OUT = Path(__file__).parent / "results" / "placement.json"
-RATES, ROWS, WORKERS, STEPS, ROUNDS = ("50mbit", "100mbit", "500mbit"), (4, 16, 64), 4, 6, 3
+RATES, ROWS, WORKERS, STEPS = ("50mbit", "100mbit", "500mbit"), (4, 16, 64), 4, 6
 """Six steps have five intervals between their ends."""
 SLOW = 1.0
 """Seconds of a step from which a way is measured in one round: the link, not the cores, takes that long."""
@@ -124,39 +124,34 @@ def good_rounds(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [one for one in rounds if one["seconds"] and one["others"] <= BUSY]
 
 
-def wanted_rounds(rounds: Sequence[Mapping[str, Any]], predicted: float) -> int:
-    good = good_rounds(rounds)
-    slow = predicted > SLOW or bool(good and good[0]["seconds"] > SLOW)
-    return max(0, (1 if slow else ROUNDS) - len(good))
+def lacks_rounds(rounds: Sequence[Mapping[str, Any]], predicted: float, wanted: int) -> bool:
+    return len(good_rounds(rounds)) < (1 if predicted > SLOW else wanted)
 
 
 def run_case(
-    saved: dict[str, Any], network: str, graph: LayerGraph, rows: int, rate: str, until: float, *, ddp: bool
-) -> bool:
-    """Measure what is missing of a case; whether there was anything to do."""
+    saved: dict[str, Any], network: str, graph: LayerGraph, rows: int, rate: str, until: float, wanted: int, ddp: bool
+) -> None:
+    """Measure what is missing of so many rounds of a case."""
     case = Case(network, rows, rate, WORKERS)
     placements = ways_of(network, graph, rows, rate, saved["times"][f"{network} {rows}"])
     ways: dict[str, Any] = saved["measured"].setdefault(f"{network} {rows} {rate}", {})
     by_name = {json.dumps(key_of(placement)): placement for placement in placements}
-    pending = [n for n, p in by_name.items() if wanted_rounds(ways.get(n, []), p.seconds)]
+    pending = [n for n, p in by_name.items() if lacks_rounds(ways.get(n, []), p.seconds, wanted)]
     ddp = ddp and not good_rounds(ways.get(DDP, []))
     if not pending and not ddp:
-        return False
+        return
     with shaped(1 + WORKERS, rate) as links:
-        for _ in range(ROUNDS):
-            for name in pending:
-                placement = by_name[name]
-                if wanted_rounds(ways.get(name, []), placement.seconds) and wait_for_quiet(until):
-                    one = measure(case, placement, links)
-                    print(f"{network} {rows} {rate} {name}: {one['seconds']} ({placement.seconds}), "
-                          f"others {one['others']:.2f} {one['error'] or ''}", flush=True)  # fmt: skip
-                    ways.setdefault(name, []).append(one)
+        for name in pending:
+            if wait_for_quiet(until):
+                one = measure(case, by_name[name], links)
+                print(f"{network} {rows} {rate} {name}: {one['seconds']} ({by_name[name].seconds}), "
+                      f"others {one['others']:.2f} {one['error'] or ''}", flush=True)  # fmt: skip
+                ways.setdefault(name, []).append(one)
         if ddp and wait_for_quiet(until):
             record: dict[str, Any] = {}
             with watched(record):
                 done = measure_ddp(case, links, STEPS)
             ways.setdefault(DDP, []).append({**done, **record})
-    return True
 
 
 def profile(saved: dict[str, Any], network: str, graph: LayerGraph, rows: int) -> None:
@@ -209,7 +204,7 @@ def _compared(
         ways.append({
             "mode": placement.mode, "way": list(key_of(placement)), "seconds": seconds, "predicted": placement.seconds,
             "seconds_off": placement.seconds / seconds - 1 if seconds else None,
-            "bytes": moved, "bytes_off": placement.predicted.bytes_both / moved - 1 if moved else None,
+            "bytes": moved, "bytes_off": placement.predicted.socket_bytes / moved - 1 if moved else None,
         })  # fmt: skip
     chosen, there = ways[0], [way for way in ways if way["seconds"]]
     spread = [way for way in there if way["mode"] != ONE_MACHINE]
@@ -244,6 +239,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--limit", type=float, default=330.0, help="seconds after which no measurement begins")
     parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each way of a case")
     parser.add_argument("--networks", default=",".join(PIXELS), help="with commas")
     parser.add_argument("--ddp", action="store_true", help=f"also torch's {DDP}")
     options = parser.parse_args()
@@ -266,14 +262,14 @@ def _measure_all(
     saved: dict[str, Any], graphs: Mapping[str, LayerGraph], until: float, options: argparse.Namespace
 ) -> None:
     saved |= stamp("cpu", 1)
-    for rate in reversed(RATES):
-        for network, graph in graphs.items():
-            for rows in ROWS:
-                if not wait_for_quiet(until):
-                    return
-                profile(saved, network, graph, rows)
-                run_case(saved, network, graph, rows, rate, until, ddp=options.ddp)
-                options.out.write_text(json.dumps(saved) + "\n")
+    every = [(rate, network, rows) for rate in reversed(RATES) for network in graphs for rows in ROWS]
+    for wanted in range(1, options.rounds + 1):
+        for rate, network, rows in every:
+            if not wait_for_quiet(until):
+                return
+            profile(saved, network, graphs[network], rows)
+            run_case(saved, network, graphs[network], rows, rate, until, wanted, options.ddp)
+            options.out.write_text(json.dumps(saved) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from shoal.errors import PlaceError
 from shoal.place.links import Link
 
+BUCKET_BYTES = 1 << 20
+"""Gradients travel in pieces of about this size, while the backward pass makes the next ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -297,7 +297,7 @@ def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
     def lose() -> None:
         executor.roll(0)
         executor._workers[0].link.close()
-        executor._listener.close()
+        executor._admission.close()
 
     thread = threading.Thread(target=lose)
     thread.start()

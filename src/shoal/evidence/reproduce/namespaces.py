@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-LEAST_BURST, BURST_SECONDS = 16_000, 0.001
+LEAST_BURST, BURST_SECONDS = 16_000, 0.0011
 """Bytes that a link may carry at once, however slow it is, and seconds of its rate: with more, a message that fits into
-the bucket would arrive at once, as if the link had no rate."""
+the bucket would arrive at once, as if the link had no rate. From 500 Mbit on it holds the kernel's largest packets (64
+kB); to cut those into small ones takes a core's time, which counts at such rates."""
 QUEUE = "2s"
 """How long a packet may wait for its turn before it is dropped: TCP should feel the rate, not losses."""
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -57,7 +58,7 @@ def burst_of(rate: str) -> int:
     """Bytes of the token bucket for a rate of tc's, such as 100mbit.
 
     >>> burst_of("50mbit"), burst_of("1gbit")
-    (16000, 125000)
+    (16000, 137500)
     """
     match = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", rate)
     if match is None:

@@ -113,7 +113,7 @@ def measure_way(
     measured = _asked(partial(_serve, case, placement, links, steps, validates))
     return {
         "way": placement.mode, "cut": placement.cut_name, "micro_batches": placement.micro_batches,
-        "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.bytes_both, **measured,
+        "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.socket_bytes, **measured,
     }  # fmt: skip
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.place.devices import BUCKET_BYTES
 from shoal.place.training.group import WorkerGroup
 
-BUCKET_BYTES = 1 << 20
-"""Gradients travel in pieces of about this size, while the backward pass makes the next ones."""
 Push = Callable[[dict[str, Tensor]], None]
 
 
