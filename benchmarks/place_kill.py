@@ -111,7 +111,7 @@ class Attack:
         """`forked`: those that work now, and then those that wait for their turn."""
         active, spares = forked[:WORKERS], forked[WORKERS:]
         for action in self.actions:
-            if self.over.wait(self.draw.uniform(0.3, 1.2)):
+            if self.over.wait(self.draw.uniform(0.1, 0.8)):
                 return
             victim = active.pop(self.draw.randrange(len(active)))
             os.kill(victim.pid, action)
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=16)
     parser.add_argument("--stops", type=int, default=4)
     parser.add_argument("--server-kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", default=",".join(SYNCS), help="with commas")
     parser.add_argument("--attacks", default="workers,server,link", help="with commas")

@@ -44,8 +44,9 @@ from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, 
 OUT = Path(__file__).parent / "results" / "placement.json"
 RATES, ROWS, WORKERS, STEPS = ("50mbit", "100mbit", "500mbit"), (4, 16, 64), 4, 6
 """Six steps have five intervals between their ends."""
-SLOW = 1.0
-"""Seconds of a step from which a way is measured in one round: the link, not the cores, takes that long."""
+SLOW, VERY_SLOW = 1.0, 2.0
+"""Seconds of a step from which a way is measured in one round, and at one batch size: the link, not the cores, takes
+that long, whatever the rows."""
 BUSY = 0.15
 Key = tuple[str, str, int, str]
 """Of a way: its mode, cut, micro-batches, and how layers on the workers stay equal."""
@@ -73,7 +74,8 @@ def ways_of(network: str, graph: LayerGraph, rows: int, rate: str, times: Mappin
         {"mode": PARAMETER_SERVER}, {"mode": DATA_PARALLEL}, {"mode": ONE_MACHINE},
     ]  # fmt: skip
     made = [planned(network, graph, rows, rate, profile, **how) for how in asked]
-    return list({key_of(placement): placement for placement in made}.values())
+    different = {key_of(placement): placement for placement in made}
+    return [p for i, p in enumerate(different.values()) if not i or p.seconds < VERY_SLOW or rows == ROWS[1]]
 
 
 def load_times(times: Mapping[str, Any]) -> Placement:

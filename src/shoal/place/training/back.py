@@ -88,8 +88,8 @@ class Back:
         if tensors is None or self.part is None:
             return run_step(self.job, self.built.member.model, some)[0]
         part = self.part
-        own = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
-        return run_step(self.job, Given(self.built.member.model, lambda: part(*own)), some)[0]
+        taken = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
+        return run_step(self.job, Given(self.built.member.model, lambda: part(*taken)), some)[0]
 
 
 def take_rows(batch: Any, rows: slice | Tensor) -> Any:

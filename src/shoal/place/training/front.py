@@ -183,9 +183,9 @@ class Shards:
     @torch.no_grad()
     def spread(self) -> None:
         """Send this worker's own parameters to the others, and take theirs."""
-        own = self._flat([self.parameters[name].detach() for name in self.own])
+        flat_own = self._flat([self.parameters[name].detach() for name in self.own])
         sizes = [sum(self.parameters[name].numel() for name in names) for names in self.by_owner]
-        for names, flat in zip(self.by_owner, self.group.exchange([own] * self.group.size, sizes), strict=True):
+        for names, flat in zip(self.by_owner, self.group.exchange([flat_own] * self.group.size, sizes), strict=True):
             for name, value in _parts(flat, {n: self.parameters[n] for n in names}).items():
                 self.parameters[name].copy_(value)
 

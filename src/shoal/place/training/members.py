@@ -91,7 +91,7 @@ class Workers:
         self.ending = ""
         """What workers are sent at the end, where it is no error."""
         self._admission = Admission(
-            "server", lambda request: difference(plan, request.get("job") or {}), _connected, expected=expected,
+            "server", lambda request: difference(dict(plan), request.get("job") or {}), _connected, expected=expected,
             address=address, offer=offer, start_seconds=start_seconds, patience=patience, tell=tell,
             advice=lambda address: "start the workers, then run this again to resume",
         )  # fmt: skip
@@ -124,7 +124,7 @@ class Workers:
             raise PlaceError(self._admission.nobody())
 
     def drop(self, error: WorkerLost, step: int, waited: float) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         worker = error.worker
         if worker not in self.live:
             return
@@ -139,7 +139,7 @@ class Workers:
         worker.channel.close()
 
     def drop_dead(self, step: int) -> None:
-        """Go on without all whose links have ended."""
+        """Continue without all whose links have ended."""
         for worker in list(self.live):
             if worker.channel.lost is not None:
                 self.drop(WorkerLost(worker, str(worker.channel.lost)), step, 0.0)

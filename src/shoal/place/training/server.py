@@ -149,10 +149,10 @@ class Server(Joining):
         pushed, ends = self._collect(shares, until)
         self.squares = sum(float(end.numbers.get("squares", 0.0)) for end in ends)
         for name in self.built.held_by_server:
-            own = self.parameters[name].grad
+            total = self.parameters[name].grad
             for gradients in pushed:
-                own = gradients[name] if own is None else own + gradients[name]
-            self.parameters[name].grad = own
+                total = gradients[name] if total is None else total + gradients[name]
+            self.parameters[name].grad = total
         if done is None:
             done = self._mean(ends)
         self.workers.deadline.observe("step", time.monotonic() - began)

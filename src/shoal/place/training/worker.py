@@ -211,9 +211,9 @@ class Worker:
     @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from the server."""
-        own = {**dict(self.front.named_parameters()), **dict(self.front.named_buffers())}
+        state = {**dict(self.front.named_parameters()), **dict(self.front.named_buffers())}
         for name, value in _named(tensors, PARAMETER).items():
-            own[name].copy_(value)
+            state[name].copy_(value)
 
     def _update(self, arrived: Arrived) -> None:
         """Commit the batch before, where the server did, or forget it."""
@@ -254,15 +254,20 @@ class Worker:
     def _state(self, asked: Mapping[str, Any]) -> dict[str, Tensor]:
         """Buffers, and what this worker knows of parameters that workers update."""
         tensors: dict[str, Tensor] = {}
-        own = set(self.shards.own) if self.shards is not None else set(self.sharded)
+        wanted = self._owned
         if asked.get("all"):
             tensors |= {PARAMETER + name: buffer for name, buffer in self.front.named_buffers()}
             tensors |= {PARAMETER + name: self.parameters[name] for name in self.built.held_by_workers}
-            own |= set(self.built.held_by_workers) - set(self.sharded)
+            wanted |= set(self.built.held_by_workers) - set(self.sharded)
         if self.optimizer is not None:
             moments = moments_of(self.optimizer, self.model)
-            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in own}
+            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in wanted}
         return tensors
+
+    @property
+    def _owned(self) -> set[str]:
+        """Sharded parameters that this worker updates; all of them where it is alone."""
+        return set(self.shards.own) if self.shards is not None else set(self.sharded)
 
     # --- one batch ----------------------------------------------------------------------------------------------------
 
@@ -365,10 +370,9 @@ class Worker:
     def _squares(self) -> float:
         """The square of the norm of gradients that are known here: of each parameter on one worker."""
         assert self.pending is not None
-        own = set(self.shards.own) if self.shards is not None else set(self.sharded)
-        total = 0.0
+        total, owned = 0.0, self._owned
         for name, gradient in self.pending.gradients.items():
-            if name in own or (self.leader and name not in self.sharded):
+            if name in owned or (self.leader and name not in self.sharded):
                 both = gradient + self.sums[name] if name in self.sums else gradient
                 total += float(both.double().square().sum())
         return total

@@ -62,8 +62,9 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
     return [LocalWorker(partial(work, serve, CoordinatorEnded)) for _ in range(count)]
 
 
-say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
-"""A line of a forked worker."""
+def say(line: str) -> None:
+    """Print a line of a forked worker."""
+    print("shoal: worker:", line, file=sys.stderr, flush=True)
 
 
 def work(serve: Callable[[Address], None], ended: type[Exception], pipe: Connection) -> None:
