@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.place import networks
 from tests.place.networks import chain
-from torch import nn
+from torch import Tensor, nn
 
 import shoal
 from shoal.errors import PlaceError
@@ -110,17 +110,26 @@ def test_a_weak_worker_with_a_strong_server_is_placed() -> None:
         ({"link": "fast"}, "link is 'fast'; give its speed, such as 100Mbit"),
         ({"workers": 0}, "workers is 0; use 1 or more"),
         ({"workers": [1, 0]}, "speed is 0.0; it is a factor above 0"),
-        ({"workers": []}, "workers is 0"),
+        ({"workers": []}, r"workers is \[\]; use 1 or more"),
+        ({"workers": "4"}, "workers is '4'; use 1 or more"),
+        ({"workers": 2.5}, "workers is 2.5; use 1 or more"),
+        ({"workers": 1, "mode": "data parallel"}, "mode is 'data parallel' with one worker"),
         ({"memory": "1kB", "server_memory": "1kB"}, "no placement fits: .* needs .* and has 1 kB; use more memory"),
         ({"memory": "much"}, "memory is 'much'"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"cut": "conv7"}, "cut 'conv7': there is no such layer"),
         ({"cut": 9}, "cut is 9; the network has 3 layers: use 1 to 2"),
+        ({"cut": 1.5}, "cut is 1.5; the network has 3 layers"),
         ({"cut": 1, "mode": "data parallel"}, "which has no cut"),
         ({"mode": "fastest"}, "mode is 'fastest'; use 'placed'"),
         ({"sync": "gossip"}, "sync is 'gossip'; use 'server'"),
         ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": "two"}, "micro_batches is 'two'"),
+        ({"micro_batches": 8}, "micro_batches is 8, but a worker has 4 rows"),
         ({"optimizer": "lion"}, "optimizer is 'lion'"),
+        ({"optimizer": torch.optim.Adam}, "optimizer is <class .*; use none, sgd, adam"),
+        ({"speed": 0}, "speed is 0; give operations a second"),
         ({"batch_norm": "mine"}, "batch_norm is 'mine'"),
         ({"cores": 0}, "cores is 0"),
         ({"server_profile": "nowhere.json"}, "cannot be read as a profile"),
@@ -130,6 +139,63 @@ def test_mistakes_are_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         shoal.place(chain(20, 30, 5), torch.randn(4, 20), measure=False, **settings)
     assert "\n" not in str(caught.value)
+
+
+class Named(nn.Module):
+    """Needs an argument by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x) * scale)
+        return out
+
+
+class Classes(Named):
+    """Gives whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = self.second(self.first(x)).argmax(1)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        (lambda: None, torch.zeros(4, 20), "model is a function; pass the network itself, an nn.Module"),
+        (nn.Linear, torch.zeros(4, 20), "model is the class Linear; pass the network itself"),
+        (chain(20, 30, 5), torch.zeros(4, 21), r"does not take the sample \(RuntimeError: .*4x21"),
+        (chain(20, 30, 5), torch.zeros(0, 20), "the sample has no tensor with rows"),
+        (chain(20, 30, 5), None, "the sample has no tensor with rows"),
+        (Named(), torch.zeros(4, 20), "does not take the sample .*'scale'.*a dict of named ones"),
+        (Classes(), torch.zeros(4, 20), "no output of the network has a gradient"),
+        (chain(20, 30, 5).requires_grad_(False), torch.zeros(4, 20), "no output of the network has a gradient"),
+    ],
+)
+def test_networks_and_samples_that_cannot_be_placed(
+    model: Any, sample: Any, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PlaceError, match=message) as caught:
+        shoal.place(model, sample, measure=False)
+    assert "\n" not in str(caught.value) and not capfd.readouterr().err
+
+
+def test_arguments_by_name() -> None:
+    made = shoal.place(Named(), {"x": torch.zeros(4, 20), "scale": torch.ones(4, 4)}, cut="first", measure=False)
+    assert made.cut_name == "first"
+
+
+def test_micro_batches_of_a_network_with_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(PlaceError, match="micro_batches is 2, but the network has batch norm"):
+        shoal.place(model, torch.zeros(4, 20), micro_batches=2, measure=False)
+
+
+def test_a_profile_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(PlaceError, match="which cannot be written"):
+        shoal.place(chain(20, 30, 5), torch.zeros(4, 20), measure=False, profile=tmp_path / "no" / "profile.json")
 
 
 def test_a_network_that_cannot_be_cut_says_why() -> None:

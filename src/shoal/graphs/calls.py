@@ -112,7 +112,7 @@ def as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def rows_of(sample: Any) -> int:
     """The batch size of a sample: the first dimension of its first tensor."""
     for leaf in pytree.tree_leaves(as_arguments(sample)):
-        if isinstance(leaf, Tensor) and leaf.dim():
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
             return int(leaf.shape[0])
     raise GraphError("the sample has no tensor with rows; give what the model is called with, batch dimension first")
 

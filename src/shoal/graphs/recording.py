@@ -29,6 +29,7 @@ from shoal.errors import GraphError, describe
 from shoal.graphs._joining import join
 from shoal.graphs.calls import ROWS, Calls, as_arguments, rows_of
 from shoal.graphs.symbolic import MOST_OPAQUE
+from shoal.utils.torch_flags import quiet_fake_tensors
 
 CONTAINERS = (
     nn.Sequential,
@@ -66,11 +67,28 @@ def record_calls(model: nn.Module, sample: Any) -> Calls:
         except Exception as error:
             failed = tries[-1].failed
             if not failed or failed in opaque or len(opaque) >= MOST_OPAQUE:
+                _check_sample(model, sample)
                 raise GraphError(
                     f"the network cannot be traced ({describe(error)}); it can be placed only where its forward "
                     "calls modules without branches on values"
                 ) from error
             opaque.add(failed)
+
+
+def _check_sample(model: nn.Module, sample: Any) -> None:
+    """GraphError where the network itself does not take the sample."""
+    args, kwargs = as_arguments(sample)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(tensor.is_meta for tensor in (*model.parameters(), *tensors)):
+        return
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copy.deepcopy(model)(*args, **kwargs)
+    except Exception as error:
+        raise GraphError(
+            f"the network does not take the sample ({describe(error)}); give what it is called with: a tensor, a tuple "
+            "of arguments, or a dict of named ones"
+        ) from error
 
 
 class _Recorder(TorchFunctionMode):
@@ -105,6 +123,7 @@ class _Recorder(TorchFunctionMode):
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(quiet_fake_tensors())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.fake)

@@ -98,6 +98,7 @@ def place(
     """
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
+    _check_trains(graph)
     rows = _rows(batch_size, sample, cluster)
     known, server = _known(profile)
     if known is None:
@@ -126,8 +127,7 @@ def decide(
     """The fastest placement of a cost model, or the best one with this cut or of this mode."""
     if mode is not None and mode not in MODES:
         raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
-    if micro_batches is not None and micro_batches < 1:
-        raise PlaceError(f"micro_batches is {micro_batches!r}; use 1 or more, or None for the best")
+    _check_micro_batches(costs, micro_batches)
     every = costs.alternatives(micro_batches)
     chosen = _choose(costs, every, cut, mode, micro_batches)
     saved = [other for i, other in enumerate(every) if i < MOST_ALTERNATIVES or other.mode != PLACED]
@@ -165,6 +165,8 @@ def _choose(
             raise PlaceError(f"cut is {cut!r} and mode {mode!r}, which has no cut; leave one of them out")
         return _at(costs, cut, micro)
     options = [other for other in every if mode is None or other.mode == mode]
+    if not options and mode == DATA_PARALLEL:
+        raise PlaceError(f"mode is {mode!r} with one worker; use 2 workers or more, or another mode")
     if not options:
         raise PlaceError(f"mode is {mode!r}, but {_no_cut(costs.graph)}")
     if options[0].problem:
@@ -180,7 +182,7 @@ def _at(costs: CostModel, cut: int | str, micro: int | None) -> Alternative:
     graph = costs.graph
     if isinstance(cut, str):
         where = graph.cut_named(cut)
-    elif isinstance(cut, bool) or not 1 <= cut < len(graph.layers):
+    elif isinstance(cut, bool) or not isinstance(cut, int) or not 1 <= cut < len(graph.layers):
         raise PlaceError(
             f"cut is {cut!r}; the network has {len(graph.layers)} layers: use 1 to {len(graph.layers) - 1}"
         )
@@ -208,9 +210,15 @@ def _cluster(
 ) -> Cluster:
     from shoal.settings import parse_bytes
 
-    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlaceError(f"workers is {workers!r}; use 1 or more, or the speed of each, such as [1, 1, 0.5]")
-    speeds = [1.0] * workers if isinstance(workers, int) else [float(speed) for speed in workers]
+    try:
+        if isinstance(workers, (bool, str)):
+            raise TypeError
+        speeds = [1.0] * workers if isinstance(workers, int) else [float(speed) for speed in workers]
+        if not speeds:
+            raise ValueError
+    except (TypeError, ValueError):
+        line = f"workers is {workers!r}; use 1 or more, or the speed of each, such as [1, 1, 0.5]"
+        raise PlaceError(line) from None
     limit = parse_bytes(memory) if memory is not None else None
     worker_link = Link.parse(link)
     return Cluster(
@@ -223,9 +231,34 @@ def _cluster(
 
 
 def _rows(batch_size: int | None, sample: Any, cluster: Cluster) -> tuple[int, ...]:
-    if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+    if batch_size is not None and not _is_count(batch_size):
         raise PlaceError(f"batch_size is {batch_size!r}; use the rows of one worker in a step, 1 or more")
     return rows_for((batch_size if batch_size is not None else rows_of(sample)) * cluster.size, cluster)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_micro_batches(costs: CostModel, count: int | None) -> None:
+    if count is None:
+        return
+    if not _is_count(count):
+        raise PlaceError(f"micro_batches is {count!r}; use 1 or more, or None for the best")
+    if count > min(costs.rows):
+        raise PlaceError(f"micro_batches is {count}, but a worker has {min(costs.rows)} rows; use no more than those")
+    if count > 1 and any(layer.channels for layer in costs.graph.layers):
+        raise PlaceError(
+            f"micro_batches is {count}, but the network has batch norm, whose statistics are of all rows; use 1 or None"
+        )
+
+
+def _check_trains(graph: LayerGraph) -> None:
+    if not any(value.has_gradient for value in graph.outputs):
+        raise PlaceError(
+            "no output of the network has a gradient, so it cannot be trained; return numbers such as logits, "
+            "and leave parameters trainable"
+        )
 
 
 def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile | None, Profile | None]:
@@ -247,9 +280,12 @@ def _beside(path: str | os.PathLike[str]) -> str:
 
 
 def _save(path: str | os.PathLike[str], worker: Profile, server: Profile | None) -> None:
-    worker.save(path)
-    if server is not None:
-        server.save(_beside(path))
+    try:
+        worker.save(path)
+        if server is not None:
+            server.save(_beside(path))
+    except OSError as error:
+        raise PlaceError(f"profile is {str(path)!r}, which cannot be written ({error})") from None
 
 
 def _profile(
@@ -265,6 +301,8 @@ def _profile(
     if measure is None:
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
+        if not speed > 0:
+            raise PlaceError(f"speed is {speed!r}; give operations a second, such as 1e12")
         return estimate_profile(graph, operations_per_second=speed)
     from shoal.settings import pick_device
 
@@ -273,8 +311,10 @@ def _profile(
 
 
 def _state(optimizer: str | float) -> float:
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in STATE_FACTORS:
-            raise PlaceError(f"optimizer is {optimizer!r}; use {', '.join(STATE_FACTORS)}, or bytes for each byte")
+    if isinstance(optimizer, str) and optimizer.lower() in STATE_FACTORS:
         return STATE_FACTORS[optimizer.lower()]
-    return float(optimizer)
+    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return float(optimizer)
+    raise PlaceError(
+        f"optimizer is {optimizer!r}; use {', '.join(STATE_FACTORS)}, or bytes for each byte of a parameter"
+    )

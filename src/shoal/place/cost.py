@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal.errors import PlaceError
-from shoal.place.devices import Cluster
+from shoal.place._message_bytes import message_bytes
+from shoal.place.devices import BUCKET_BYTES, Cluster
 from shoal.place.graph import Cut, Layer, LayerGraph
 from shoal.place.placement import (
     DATA_PARALLEL,
@@ -31,8 +32,6 @@ from shoal.utils.tables import size
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of micro-batches that are compared."""
-BUCKET = 1 << 20
-"""Bytes of gradients that workers sum in one exchange."""
 SUM_SHARE = 0.5
 """Of an update's seconds: to add one worker's gradient of the same size."""
 Ways = Mapping[int, Sync]
@@ -132,7 +131,7 @@ class CostModel:
 
     def _micro_batches(self, given: int | None) -> list[int]:
         if given is not None:
-            return [max(1, min(given, *self.rows))]
+            return [given]
         if any(layer.channels for layer in self.graph.layers):
             return [1]  # a batch norm's statistics are of all rows
         return [count for count in MICRO_BATCHES if count <= min(self.rows)] or [1]
@@ -245,6 +244,10 @@ class CostModel:
             micro_batches=micro, peer_sync=peer, seconds=busy.seconds, worker_seconds=busy.worker,
             network_seconds=max(busy.up, busy.down), server_seconds=busy.server,
             bytes_up=sum(t.up for t in transfers), bytes_down=sum(t.down for t in transfers),
+            message_bytes=message_bytes(
+                self.graph.layers[:cut], ways, self.graph.cuts[cut - 1] if cut < len(self.graph.layers) else None,
+                sum(self.rows) / len(self.rows), micro,
+            ),
             worker_memory=worker, server_memory=server, problem=self._too_small(worker, server),
         )  # fmt: skip
 
@@ -278,6 +281,7 @@ class CostModel:
             server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:]),
             late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end,
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
+            shares_cores=self.cluster.cores is not None and self.cluster.cores <= count,
         )  # fmt: skip
 
     def _layer_sync(self, index: int, way: Sync) -> LayerSync:
@@ -285,7 +289,7 @@ class CostModel:
             transfer, count = self.transfer(self.graph.layers[index], way), self.cluster.size
             up, down = self._seconds(transfer)
             hops = {"server": 0, "allreduce": 2 * (count - 1), "sharded": 4, "factors": count - 1}
-            share = self.graph.layers[index].trained_bytes / BUCKET if way != "factors" else 1.0
+            share = self.graph.layers[index].trained_bytes / BUCKET_BYTES if way != "factors" else 1.0
             compute = self._factor_seconds(index) if way == "factors" else 0.0
             busy = max(up, down) if transfer.peers else up
             costs = self.cluster.handling

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.errors import PlaceError
 from shoal.place.links import Link
+
+BUCKET_BYTES = 1 << 20
+"""Gradients travel in pieces of about this size, while the backward pass makes the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,18 @@ class Cluster:
 
 def rows_for(total: int, cluster: Cluster) -> tuple[int, ...]:
     """The joined batch's rows for each worker, in proportion to its speed."""
-    speeds = [device.speed for device in cluster.workers]
-    exact = [total * speed / sum(speeds) for speed in speeds]
-    rows = [max(1, int(x)) for x in exact]
-    order = sorted(range(len(rows)), key=lambda i: (rows[i] - exact[i], i))
-    for i in order[: max(0, total - sum(rows))]:
+    return tuple(max(1, rows) for rows in divide(total, [device.speed for device in cluster.workers]))
+
+
+def divide(total: int, shares: Sequence[float]) -> list[int]:
+    """Rows for each worker, in proportion to its share.
+
+    >>> divide(10, [1, 1, 1]), divide(7, [1, 2])
+    ([4, 3, 3], [2, 5])
+    """
+    exact = [total * share / sum(shares) for share in shares]
+    rows = [int(x) for x in exact]
+    rest = sorted(range(len(shares)), key=lambda i: (rows[i] - exact[i], i))
+    for i in rest[: total - sum(rows)]:
         rows[i] += 1
-    return tuple(rows)
+    return rows

@@ -231,8 +231,8 @@ class LayerGraph:
             if name in part._buffers:
                 part._non_persistent_buffers_set.add(name)
         for prefix, module in part.named_modules():
-            own = network.get_submodule(prefix) if prefix and hasattr(network, prefix.split(".")[0]) else network
-            module._non_persistent_buffers_set |= own._non_persistent_buffers_set & set(module._buffers)
+            original = network.get_submodule(prefix) if prefix and hasattr(network, prefix.split(".")[0]) else network
+            module._non_persistent_buffers_set |= original._non_persistent_buffers_set & set(module._buffers)
         return part
 
 
@@ -248,6 +248,7 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
     Raises:
         PlaceError: when the network cannot be traced.
     """
+    _check_network(model)
     try:
         calls = record_calls(model, sample)
     except GraphError as error:
@@ -265,6 +266,12 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
     last = last[0].all_input_nodes if len(last) == 1 and "value" not in last[0].meta else last
     outputs = tuple(node.meta["value"] for node in last if "value" in node.meta)
     return LayerGraph(calls, tuple(layers), inputs, outputs, kinds_of(calls), tuple(weights.uses))
+
+
+def _check_network(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlaceError(f"model is {what}; pass the network itself, an nn.Module")
 
 
 class _Weights:

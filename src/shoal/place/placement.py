@@ -71,6 +71,8 @@ class Alternative:
     bytes_down: int
     worker_memory: int
     server_memory: int
+    message_bytes: int = 0
+    """Of headers, descriptions and row numbers in its messages, both ways: what travels besides the tensors."""
     peer_sync: Sync = "allreduce"
     """The way among workers, where that is cheaper for a layer than through the server."""
     problem: str = ""
@@ -78,7 +80,13 @@ class Alternative:
 
     @property
     def bytes_both(self) -> int:
+        """Of tensors."""
         return self.bytes_up + self.bytes_down
+
+    @property
+    def socket_bytes(self) -> int:
+        """All that passes a worker's sockets in a step, both ways."""
+        return self.bytes_both + self.message_bytes
 
     def describe(self) -> str:
         """Its name for people: the mode, or where it is cut."""

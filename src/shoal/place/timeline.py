@@ -54,6 +54,8 @@ class StepTimes:
     parameters_down: float = 0.0
     half_trip: float = 0.0
     """Seconds for a message without content, one way."""
+    shares_cores: bool = False
+    """Whether the workers need all cores that there are, so that the server computes only while they do not."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Busy:
 class _Clock:
     """When each resource is free again."""
 
+    shares_cores: bool = False
     busy: Busy = field(default_factory=Busy)
     worker: float = 0.0
     server: float = 0.0
@@ -78,11 +81,11 @@ class _Clock:
     down: float = 0.0
 
     def compute(self, seconds: float) -> None:
-        self.worker += seconds
+        self.worker = max(self.worker, self.server if self.shares_cores else 0.0) + seconds
         self.busy.worker += seconds
 
     def serve(self, moment: float, seconds: float) -> None:
-        self.server = max(self.server, moment) + seconds
+        self.server = max(self.server, moment, self.worker if self.shares_cores else 0.0) + seconds
         self.busy.server += seconds
 
     def send_up(self, moment: float, seconds: float) -> None:
@@ -105,7 +108,7 @@ class _Clock:
 
 def follow(step: StepTimes) -> Busy:
     """When a step ends that begins with every resource free."""
-    clock = _Clock()
+    clock = _Clock(step.shares_cores)
     _cross(step, clock)
     _synchronise(step, clock)
     clock.compute(step.worker_update)

@@ -3,6 +3,7 @@ standard streams. A run changes what it was asked to change, and puts back what 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,18 @@ def training_mode() -> Iterator[None]:
     """Inside: operations are recorded for a backward pass, whatever mode the caller is in."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Silence what torch logs of an operator that fails on tensors without data: the exception says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from tests.place.training.jobs import job_of, mlp, placement_of, rows
 from torch import nn
 
 import shoal
-from shoal.place.training.roles import chunks, divide
+from shoal.place.devices import divide
+from shoal.place.training.roles import chunks
 
 
 def test_what_is_no_placement() -> None:

@@ -86,7 +86,7 @@ def test_a_stopped_worker_is_left_behind_at_the_deadline_and_returns(tmp_path: P
                 (tmp_path / "who").write_text(str(local[2].pid))
             if number == 4:
                 os.kill(local[2].pid, signal.SIGCONT)
-                until(lambda: len(executor._lobby.waiting) == 1)
+                until(lambda: executor._admission.num_waiting == 1)
 
         between = Between(executor, act)
         result = train_split(job, method, between)
@@ -119,7 +119,7 @@ def test_a_worker_joins_in_the_middle() -> None:
         def act(number: int) -> None:
             if number == 2:
                 late.go(executor.address)
-                until(lambda: bool(executor._lobby.waiting))
+                until(lambda: bool(executor._admission.num_waiting))
 
         between = Between(executor, act)
         result = train_split(job, method, between)
@@ -297,7 +297,7 @@ def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
     def lose() -> None:
         executor.roll(0)
         executor._workers[0].link.close()
-        executor._listener.close()
+        executor._admission.close()
 
     thread = threading.Thread(target=lose)
     thread.start()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,6 +28,7 @@ from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.errors import describe
 from shoal.utils.random_state import Snapshot
+from shoal.utils.torch_flags import quiet_fake_tensors
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,7 +139,7 @@ def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
 def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
     """The call for real, for what it leaves behind in Python."""
     device = next(model.parameters()).device
-    with _quiet(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
+    with quiet_fake_tensors(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
         warnings.simplefilter("ignore")
         call(model, batch)
 
@@ -184,7 +184,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     before, torch_state = Snapshot(), torch.get_rng_state()
     try:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
-        with patched(checks, traced), _quiet(), warnings.catch_warnings(), mode, autocast(precision, device):
+        quiet = quiet_fake_tensors()
+        with patched(checks, traced), quiet, warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
@@ -202,18 +203,6 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
     recorded.checked = bool(checks)
     return recorded
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what torch logs of an operator that fails on fake tensors: the reason says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _refuse_at_sight(model: nn.Module) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-BURST = "256kb"
+LEAST_BURST, BURST_SECONDS = 16_000, 0.0011
+"""Bytes that a link may carry at once, however slow it is, and seconds of its rate: with more, a message that fits into
+the bucket would arrive at once, as if the link had no rate. From 500 Mbit on it holds the kernel's largest packets (64
+kB); to cut those into small ones takes a core's time, which counts at such rates."""
 QUEUE = "2s"
 """How long a packet may wait for its turn before it is dropped: TCP should feel the rate, not losses."""
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -50,6 +54,19 @@ def missing() -> str | None:
         return f"shaped links cannot be made here: {error}"
 
 
+def burst_of(rate: str) -> int:
+    """Bytes of the token bucket for a rate of tc's, such as 100mbit.
+
+    >>> burst_of("50mbit"), burst_of("1gbit")
+    (16000, 137500)
+    """
+    match = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", rate)
+    if match is None:
+        raise ValueError(f"a link's rate is {rate!r}; use one of tc's, such as 50mbit or 1gbit")
+    bits = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+    return max(LEAST_BURST, round(bits / 8 * BURST_SECONDS))
+
+
 @contextmanager
 def shaped(workers: int, rate: str) -> Iterator[Links]:
     """So many namespaces, each with a link of this rate (`100mbit`) to this machine, for as long as the block runs."""
@@ -68,7 +85,7 @@ def shaped(workers: int, rate: str) -> Iterator[Links]:
             _do("ip", "-n", name, "addr", "add", f"{net}.{10 + number}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _do("ip", "-n", name, "link", "set", device, "up")
-            limit = ("root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+            limit = ("root", "tbf", "rate", rate, "burst", str(burst_of(rate)), "latency", QUEUE)
             _do("tc", "qdisc", "add", "dev", outer, *limit)
             _do("tc", "-n", name, "qdisc", "add", "dev", "eth0", *limit)
         yield Links(f"{net}.1", names, rate)

@@ -42,7 +42,7 @@ CLASSES, ROWS = 10, 512
 DDP = "DistributedDataParallel"
 WAIT = 600.0
 DDP_PORT = 29651
-WARM_UP = 2
+WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def measure_way(
     measured = _asked(partial(_serve, case, placement, links, steps, validates))
     return {
         "way": placement.mode, "cut": placement.cut_name, "micro_batches": placement.micro_batches,
-        "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.bytes_both, **measured,
+        "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.socket_bytes, **measured,
     }  # fmt: skip
 
 
@@ -146,16 +146,25 @@ def measure_one(case: Case, steps: int, *, validates: bool = False) -> dict[str,
 
 
 def _alone(case: Case, steps: int, validates: bool, pipe: Connection) -> None:
-    took = list(_steps(case, make_seeded(case), 0, 1, steps, lambda: None))
-    pipe.send({"seconds": median(took[WARM_UP:]), "bytes": 0, "error": None})
+    model = make_seeded(case)
+    took = list(_steps(case, model, 0, 1, steps, lambda: None))
+    reached = _accuracy_of(case, model) if validates else None
+    pipe.send({"seconds": median(took[WARM_UP:]), "bytes": 0, "error": None, "accuracy": reached})
 
 
-def measure_ddp(case: Case, links: Links, steps: int) -> dict[str, Any]:
+def _accuracy_of(case: Case, model: nn.Module) -> float:
+    x, y = images(case.network)
+    with torch.no_grad():
+        return accuracy(model.eval()(x[:256]), y[:256])
+
+
+def measure_ddp(case: Case, links: Links, steps: int, *, validates: bool = False) -> dict[str, Any]:
     """torch's DistributedDataParallel over these links; a worker behind each but the first."""
-    children = [Child(partial(_reduced, case, links, number, steps)) for number in range(case.workers)]
+    children = [Child(partial(_reduced, case, links, number, steps, validates)) for number in range(case.workers)]
     try:
-        took = [_answer(child) for child in children]
-        return {"way": DDP, "seconds": max(took), "bytes": None, "error": None}
+        answers = [_answer(child) for child in children]
+        took, reached = max(seconds for seconds, _ in answers), answers[0][1]
+        return {"way": DDP, "seconds": took, "bytes": None, "error": None, "accuracy": reached}
     except OSError as error:
         return {"way": DDP, "seconds": None, "bytes": None, "error": str(error)}
     finally:
@@ -169,7 +178,7 @@ def make_seeded(case: Case) -> nn.Module:
     return make_network(case.network)
 
 
-def _reduced(case: Case, links: Links, number: int, steps: int, pipe: Connection) -> None:
+def _reduced(case: Case, links: Links, number: int, steps: int, validates: bool, pipe: Connection) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -178,9 +187,10 @@ def _reduced(case: Case, links: Links, number: int, steps: int, pipe: Connection
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address_of(links, 1)}:{DDP_PORT}", rank=number, world_size=case.workers
     )
-    model = DistributedDataParallel(make_seeded(case))
+    network = make_seeded(case)
+    model = DistributedDataParallel(network)
     took = list(_steps(case, model, number, case.workers, steps, dist.barrier))
-    pipe.send(median(took[WARM_UP:]))
+    pipe.send((median(took[WARM_UP:]), _accuracy_of(case, network) if validates else None))
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()
@@ -193,7 +203,7 @@ def _steps(
     x, y = images(case.network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     share = case.batch // of
-    for step in range(WARM_UP + steps):
+    for step in range(max(steps, WARM_UP + 1)):
         rows = (torch.arange(share) + step * case.batch + number * share) % len(x)
         barrier()
         start = time.perf_counter()
@@ -235,8 +245,8 @@ def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: b
             tell(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")
             rows.append(measure_way(case, placement, links, steps, validates=validates))
         tell(f"{case.network}, {case.rows} rows, {case.rate}: {DDP}")
-        rows.append(measure_ddp(case, links, steps))
-        rows.append(measure_one(case, steps))
+        rows.append(measure_ddp(case, links, steps, validates=validates))
+        rows.append(measure_one(case, steps, validates=validates))
     alone = planned.alternative(ONE_MACHINE)
     rows[-1] |= {"predicted_seconds": alone.seconds if alone is not None else None, "predicted_bytes": 0}
     return {

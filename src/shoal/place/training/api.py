@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,10 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.environment import environment
-from shoal.errors import PlaceError, ShoalError, describe
+from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import refuse_batches
 from shoal.place.api import place
-from shoal.place.links import Link as LinkRates
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
 from shoal.place.training.asynchronous import check_job
 from shoal.place.training.members import Workers
@@ -35,14 +31,12 @@ from shoal.reporting.events import Listeners, happened
 from shoal.reporting.progress import progress_for
 from shoal.results import Results
 from shoal.settings import Settings
-from shoal.split.net.launch import LocalWorker, Torchrun
+from shoal.split.net.launch import LocalWorker, Torchrun, ending, work
 from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
 from shoal.storage.run_folder import RunFolder
 from shoal.training import carry_out, collect
 from shoal.utils.torch_flags import torch_flags, training_mode
 
-END_SECONDS = 5.0
-"""For local workers to end by themselves after the run."""
 Server = Callable[[Built, Placement], Any]
 """Gives the workers of a built job: a context manager of `Workers`."""
 
@@ -175,7 +169,7 @@ def replan(built: Built, placement: Placement, times: float) -> Placement | None
     mean = sum(rows) / len(rows)
     given: dict[str, Any] = {
         "workers": len(rows) if len(set(rows)) == 1 else [count / mean for count in rows],
-        "link": faster(placement.link, times), "server_link": faster(placement.server_link, times),
+        "link": placement.link.faster(times), "server_link": placement.server_link.faster(times),
         "batch_size": max(1, round(mean)), "batch_norm": placement.batch_norm,
         "cores": placement.profile.get("cores"),
     }  # fmt: skip
@@ -189,11 +183,6 @@ def replan(built: Built, placement: Placement, times: float) -> Placement | None
         planned = place(built.graph, sample, mode=min(others, key=lambda other: other.seconds).mode, **given)
     planned = replace(planned, staleness=placement.staleness)
     return None if roles_of(planned).to_dict() == built.roles.to_dict() else planned
-
-
-def faster(link: LinkRates, times: float) -> LinkRates:
-    """A link so many times as fast."""
-    return LinkRates(link.up * times, link.down * times, link.latency)
 
 
 def run_process(
@@ -295,36 +284,22 @@ def local_workers(
     busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if busy and str(device).startswith("cuda"):
         raise PlaceError("workers cannot be forked once CUDA is in use here; begin this first, or use torchrun")
-    forked = [LocalWorker(partial(_work, built, number, device, enter)) for number in range(local)]
-    try:
-        with serving(built, expected=local + others, address=address, **settings) as workers:
-            for process in forked:
-                process.go(workers.address)
-            yield workers, forked
-    finally:
-        until = time.monotonic() + END_SECONDS
+    forked = fork_workers(built, local, device, enter)
+    with ending(forked), serving(built, expected=local + others, address=address, **settings) as workers:
         for process in forked:
-            process.end(until)
+            process.go(workers.address)
+        yield workers, forked
 
 
-def _work(
-    built: Built, number: int, device: torch.device | str, enter: Callable[[int], None] | None, pipe: Connection
-) -> None:
-    """A forked worker: it reports every error in one line, without a traceback."""
-    try:
-        where = pipe.recv()
-    except EOFError:  # there is nothing to do
-        return
-    try:
+def fork_workers(
+    built: Built, count: int, device: torch.device | str = "cpu", enter: Callable[[int], None] | None = None
+) -> list[LocalWorker]:
+    """Worker processes of this machine that wait for the address of their server (`LocalWorker.go`)."""
+
+    def serve(number: int, where: Address) -> None:
         if enter is not None:
             enter(number)
-        serve_worker(built, where, device=device, patience=20.0)
-    except Replaced:  # others will be forked
-        return
-    except ServerEnded:  # which reports it in this same terminal
-        raise
-    except Exception as error:
-        print(
-            "shoal: worker:", error if isinstance(error, ShoalError) else describe(error), file=sys.stderr, flush=True
-        )
-        raise
+        with suppress(Replaced):  # others will be forked
+            serve_worker(built, where, device=device, patience=20.0)
+
+    return [LocalWorker(partial(work, partial(serve, number), ServerEnded)) for number in range(count)]

@@ -92,7 +92,7 @@ class AsynchronousUnit(PlacedUnit):
         with draws(member):
             while left:
                 server.take_in()
-                self._hand_out(feed, again, flights)
+                self._send_batches(feed, again, flights)
                 done = self._wait(flights, again)
                 if done is None:
                     continue
@@ -115,7 +115,7 @@ class AsynchronousUnit(PlacedUnit):
         for place in range(first, first + count):
             yield Batch(next(feed), order[place * size : (place + 1) * size].cpu(), member.epoch, 1.0)
 
-    def _hand_out(self, feed: Iterator[Batch], again: list[Batch], flights: dict[int, _Flight]) -> None:
+    def _send_batches(self, feed: Iterator[Batch], again: list[Batch], flights: dict[int, _Flight]) -> None:
         """Give a batch to every worker that has none and is not too far ahead."""
         server = self.server
         live, busy = server.workers.live, {flight.worker.name for flight in flights.values()}

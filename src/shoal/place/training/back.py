@@ -79,18 +79,17 @@ class Back:
                 )
             except Exception:  # a step that only takes whole batches
                 return False
-        mean = (first * half + second * (total - half)) / total
-        double = next(self.built.member.model.parameters()).dtype == torch.float64
-        close = 1e-2 if self.job.precision is not None else 1e-9 if double else 1e-5
-        return abs(mean - whole) <= close * max(abs(whole), 1e-6)
+        mean = (number(first) * half + number(second) * (total - half)) / total
+        close = 1e-2 if self.job.precision is not None else 1e-9 if whole.dtype == torch.float64 else 1e-5
+        return abs(mean - number(whole)) <= close * max(abs(number(whole)), 1e-6)
 
-    def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> float:
+    def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> Tensor:
         some = take_rows(batch, rows)
         if tensors is None or self.part is None:
-            return number(run_step(self.job, self.built.member.model, some)[0])
+            return run_step(self.job, self.built.member.model, some)[0]
         part = self.part
-        own = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
-        return number(run_step(self.job, Given(self.built.member.model, lambda: part(*own)), some)[0])
+        taken = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
+        return run_step(self.job, Given(self.built.member.model, lambda: part(*taken)), some)[0]
 
 
 def take_rows(batch: Any, rows: slice | Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.place.devices import BUCKET_BYTES
 from shoal.place.training.group import WorkerGroup
 
-BUCKET_BYTES = 1 << 20
-"""Gradients travel in pieces of about this size, while the backward pass makes the next ones."""
 Push = Callable[[dict[str, Tensor]], None]
 
 
@@ -158,6 +158,8 @@ class Shards:
 
     def __init__(self, parameters: dict[str, nn.Parameter], names: Sequence[str], group: WorkerGroup) -> None:
         self.group, self.parameters = group, parameters
+        self.dtype = functools.reduce(torch.promote_types, (parameters[name].dtype for name in names))
+        """In which all of them travel: every worker has to send the same kind of number, one that owns nothing too."""
         self.by_owner: list[list[str]] = [[] for _ in range(group.size)]
         sizes = [0] * group.size
         for name in sorted(names, key=lambda name: (-parameters[name].numel(), name)):
@@ -171,7 +173,7 @@ class Shards:
 
     def reduce(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Send gradients to their owners; the sums of this worker's own parameters, added in the order of workers."""
-        outgoing = [_flat([gradients[name] for name in names]) for names in self.by_owner]
+        outgoing = [self._flat([gradients[name] for name in names]) for names in self.by_owner]
         incoming = self.group.exchange(outgoing, [len(outgoing[self.group.rank])] * self.group.size)
         total = incoming[0].clone()
         for other in incoming[1:]:
@@ -181,20 +183,20 @@ class Shards:
     @torch.no_grad()
     def spread(self) -> None:
         """Send this worker's own parameters to the others, and take theirs."""
-        own = _flat([self.parameters[name].detach() for name in self.own])
+        flat_own = self._flat([self.parameters[name].detach() for name in self.own])
         sizes = [sum(self.parameters[name].numel() for name in names) for names in self.by_owner]
-        for names, flat in zip(self.by_owner, self.group.exchange([own] * self.group.size, sizes), strict=True):
+        for names, flat in zip(self.by_owner, self.group.exchange([flat_own] * self.group.size, sizes), strict=True):
             for name, value in _parts(flat, {n: self.parameters[n] for n in names}).items():
                 self.parameters[name].copy_(value)
 
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.group.device)
+        return torch.cat([empty, *(tensor.reshape(-1).to(self.dtype) for tensor in tensors)])
 
 
 def _parts(flat: Tensor, like: dict[str, Any]) -> dict[str, Tensor]:
     sizes = [tensor.numel() for tensor in like.values()]
     return {
-        name: part.view(like[name].shape)
+        name: part.view(like[name].shape).to(like[name].dtype)
         for name, part in zip(like, torch.split(flat, sizes) if sizes else (), strict=True)
     }

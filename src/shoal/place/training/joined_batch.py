@@ -193,10 +193,10 @@ class _Normalize(torch.autograd.Function):
         (gradient,) = gradients
         normed, inverse = ctx.saved_tensors
         total, dims, joined = ctx.rest
-        own = torch.cat([gradient.sum(dims), (gradient * normed).sum(dims)])
+        sums = torch.cat([gradient.sum(dims), (gradient * normed).sum(dims)])
         if not joined.counts:
-            own = torch.zeros_like(own)
-        sums = joined.gather(own).sum(0) / total
+            sums = torch.zeros_like(sums)
+        sums = joined.gather(sums).sum(0) / total
         if not joined.counts:
             return torch.zeros_like(gradient), None, None, None, None, None, None
         mean, product = sums[: len(inverse)], sums[len(inverse) :]

@@ -68,7 +68,7 @@ class Joining:
     # --- workers that come and go -------------------------------------------------------------------------------------
 
     def lose(self, error: WorkerLost, waited: float) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         self.workers.drop(error, self.member.step, waited)
         self.workers.drop_dead(self.member.step)
         if self.built.held_by_workers and (self._sharded or all(worker.fresh for worker in self.workers.live)):
@@ -163,13 +163,13 @@ class Joining:
         for place, worker in enumerate(ready):
             tensors, news = self._update_for(worker)
             worker.channel.send("state", self.attempt, tensors, all=place == 0, **news)
-        own = {**self.parameters, **dict(self.model.named_buffers())}
+        state = {**self.parameters, **dict(self.model.named_buffers())}
         moments: dict[str, Tensor] = {}
         for worker in ready:
             arrived = self.workers.expect(worker, self.attempt, ("state",), until)
             for name, value in arrived.tensors.items():
                 if name.startswith(PARAMETER):
-                    own[name.removeprefix(PARAMETER)].copy_(value)
+                    state[name.removeprefix(PARAMETER)].copy_(value)
                 else:
                     moments[name.removeprefix(MOMENT)] = value
         return moments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,8 @@ from shoal.place.training.channel import Arrived, Channel
 from shoal.split.core.report import Traffic
 from shoal.split.net.deadline import Deadline
 from shoal.split.net.handshake import difference
-from shoal.split.net.links import Address, Link, LinkLost, Listener, send_answer
+from shoal.split.net.joining import Admission, Tell
+from shoal.split.net.links import PROBE_SECONDS, Address, Link, LinkLost, measure_speed
 from shoal.split.net.messages import END, probe_message, text_message
 
 QUIET_SECONDS = 5.0
@@ -62,14 +62,8 @@ class Lost:
     waited: float
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Workers that have joined and wait for the next step; shared with the threads that accept them."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    arrived: list[Connected] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    joined: int = 0
+def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
+    return Connected(Channel(link), str(request.get("name", "?")))
 
 
 class Workers:
@@ -93,40 +87,26 @@ class Workers:
         self.live: list[Connected] = []
         self.lost: list[Lost] = []
         self.deadline = Deadline(fixed=deadline, first=300.0)
-        self.tell = tell if tell is not None else lambda line: None
-        self._plan, self._expected, self._offer = dict(plan), expected, dict(offer or {})
-        self._start_seconds, self._patience = start_seconds, patience
-        self._waiting = _Waiting()
         self._gone, self._gone_group = Traffic(), 0
-        self._started = False
         self.ending = ""
-        """What workers are told at the end, where it is no error."""
-        self._listener = Listener(address if address is not None else Address("127.0.0.1", 0), self._answer)
-        self.address = self._listener.address
+        """What workers are sent at the end, where it is no error."""
+        self._admission = Admission(
+            "server", lambda request: difference(dict(plan), request.get("job") or {}), _connected, expected=expected,
+            address=address, offer=offer, start_seconds=start_seconds, patience=patience, tell=tell,
+            advice=lambda address: "start the workers, then run this again to resume",
+        )  # fmt: skip
+        self.address = self._admission.address
 
     # --- who is there -------------------------------------------------------------------------------------------------
 
-    def _answer(self, link: Link, request: dict[str, Any]) -> bool:
-        """Answer a process that has connected: whether it may join."""
-        if request.get("want") == "offer":
-            send_answer(link, offer=self._offer)
-            return False
-        name, other = str(request.get("name", "?")), difference(self._plan, request.get("job") or {})
-        if other is not None:
-            line = f"worker {name} has another job than the server: {other}; start both with the same file and code"
-            self.tell(line)
-            send_answer(link, no=line)
-            with self._waiting.changed:
-                self._waiting.refused.append(line)
-                self._waiting.changed.notify_all()
-            return False
-        send_answer(link, yes=True)
-        link.forget_traffic()
-        with self._waiting.changed:
-            self._waiting.arrived.append(Connected(Channel(link), name))
-            self._waiting.joined += 1
-            self._waiting.changed.notify_all()
-        return True
+    @property
+    def tell(self) -> Tell:
+        """Takes a line about something that happened."""
+        return self._admission.tell
+
+    @tell.setter
+    def tell(self, tell: Tell) -> None:
+        self._admission.tell = tell
 
     def check(self) -> None:
         """WorkerLost where a link has ended."""
@@ -139,34 +119,12 @@ class Workers:
 
         PlaceError where nobody comes.
         """
-        if not self._started:
-            self._wait_for_first()
-            self._started = True
-        if not self.live and not self._waiting.arrived:
-            self.tell(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
-            with self._waiting.changed:
-                self._waiting.changed.wait_for(lambda: self._waiting.arrived, timeout=self._patience)
-        with self._waiting.changed:
-            arrived, self._waiting.arrived = self._waiting.arrived, []
-        self.live += arrived
+        self.live += self._admission.arrivals(needed=not self.live)
         if not self.live:
-            raise PlaceError(self._nobody())
-
-    def _wait_for_first(self) -> None:
-        waiting, count, seconds = self._waiting, self._expected, self._start_seconds
-        with waiting.changed:
-            waiting.changed.wait_for(lambda: waiting.joined + len(waiting.refused) >= count, timeout=seconds)
-            if 0 < waiting.joined < count:
-                self.tell(f"{waiting.joined} of {count} workers have joined; starting without the others")
-
-    def _nobody(self) -> str:
-        if self._waiting.refused and not self._waiting.joined:
-            return f"no worker could join: {self._waiting.refused[-1]}"
-        seconds = self._patience if self._waiting.joined else self._start_seconds
-        return f"no worker came to {self.address} in {seconds:g} s; start the workers, then run this again to resume"
+            raise PlaceError(self._admission.nobody())
 
     def drop(self, error: WorkerLost, step: int, waited: float) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         worker = error.worker
         if worker not in self.live:
             return
@@ -181,7 +139,7 @@ class Workers:
         worker.channel.close()
 
     def drop_dead(self, step: int) -> None:
-        """Go on without all whose links have ended."""
+        """Continue without all whose links have ended."""
         for worker in list(self.live):
             if worker.channel.lost is not None:
                 self.drop(WorkerLost(worker, str(worker.channel.lost)), step, 0.0)
@@ -253,8 +211,7 @@ class Workers:
 
     def close(self, why: str = "") -> None:
         """End the run for the workers; `why`: the error, if there was one."""
-        self._listener.close()
-        self.live += self._waiting.arrived
+        self.live += self._admission.close()
         for worker in self.live:
             worker.channel.send_message(text_message(END, why))
         until = time.monotonic() + END_SECONDS
@@ -279,18 +236,11 @@ class WorkerRaised(ShoalError):
 
 
 def _probe(worker: Connected) -> LinkRates:
-    """Time messages that come back, growing until one takes long enough."""
+    """How fast a worker's link is, by messages that come back."""
 
-    def seconds(size: int) -> float:
-        began = time.perf_counter()
+    def send(size: int) -> None:
         worker.channel.send_message(probe_message(size))
-        if not worker.channel.answered_probe(30.0):
-            raise WorkerLost(worker, "it does not answer a probe for 30 s")
-        return time.perf_counter() - began
+        if not worker.channel.answered_probe(PROBE_SECONDS):
+            raise WorkerLost(worker, f"it does not answer a probe for {PROBE_SECONDS:g} s")
 
-    latency = sorted(seconds(0) for _ in range(5))[2]
-    size = 1 << 16
-    while (took := seconds(size) - latency) < 0.1 and size < 1 << 25:
-        size *= 4
-    bits = 8 * 2 * size / max(took, 1e-6)
-    return LinkRates(bits, bits, latency)
+    return LinkRates.parse(measure_speed(send))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +15,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.members.step import autocast, run_step
 from shoal.errors import PlaceError
 from shoal.jobs.job import Job
+from shoal.place.devices import divide
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.training.joined_batch import batch_norms
 
@@ -163,21 +164,6 @@ class Given(_Asked):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_compute"]()
-
-
-def divide(total: int, shares: Sequence[float]) -> list[int]:
-    """Rows for each worker, in proportion to its share.
-
-    >>> divide(10, [1, 1, 1]), divide(7, [1, 2])
-    ([4, 3, 3], [2, 5])
-    """
-    whole = sum(shares)
-    exact = [total * share / whole for share in shares]
-    rows = [int(x) for x in exact]
-    rest = sorted(range(len(shares)), key=lambda i: (rows[i] - exact[i], i))
-    for i in rest[: total - sum(rows)]:
-        rows[i] += 1
-    return rows
 
 
 def chunks(rows: int, count: int) -> list[slice]:

@@ -110,7 +110,7 @@ class PlacedRun(UnitListener):
         self._lost_states = 0
         self.report = PlacedReport(
             mode=placement.mode, workers=built.roles.workers, cut=placement.cut_name,
-            seconds_predicted=placement.seconds, bytes_predicted=placement.predicted.bytes_both,
+            seconds_predicted=placement.seconds, bytes_predicted=placement.predicted.socket_bytes,
         )  # fmt: skip
 
     def go(self) -> None:

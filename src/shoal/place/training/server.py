@@ -13,12 +13,13 @@ from torch import Tensor
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError
+from shoal.place.devices import divide
 from shoal.place.training.back import Back, Computed, take_rows
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.joining import Joining, StateLost
 from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
-from shoal.place.training.roles import Built, chunks, divide
+from shoal.place.training.roles import Built, chunks
 
 MOST_BROKEN = 5
 """Times in a row that workers may fail to reach each other."""
@@ -148,10 +149,10 @@ class Server(Joining):
         pushed, ends = self._collect(shares, until)
         self.squares = sum(float(end.numbers.get("squares", 0.0)) for end in ends)
         for name in self.built.held_by_server:
-            own = self.parameters[name].grad
+            total = self.parameters[name].grad
             for gradients in pushed:
-                own = gradients[name] if own is None else own + gradients[name]
-            self.parameters[name].grad = own
+                total = gradients[name] if total is None else total + gradients[name]
+            self.parameters[name].grad = total
         if done is None:
             done = self._mean(ends)
         self.workers.deadline.observe("step", time.monotonic() - began)

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from shoal.place.training.joined_batch import JoinedDraws, JoinedRows, join_batc
 from shoal.place.training.roles import Built, chunks, random_state
 from shoal.split.core.moments import load_moments, moments_of
 from shoal.split.net.handshake import describe_training
-from shoal.split.net.links import Address, LinkLost, connect
+from shoal.split.net.joining import join_and_serve
+from shoal.split.net.links import Address, Link, LinkLost
 from shoal.split.net.messages import WireError
 
 PARAMETER, MOMENT = "p:", "m:"
@@ -67,23 +67,17 @@ def serve_worker(
     """
     worker = Worker(built, torch.device(device))
     request = {"name": f"{socket.gethostname()}:{os.getpid()}", "job": describe_placed(built)}
-    say, joined = tell if tell is not None else lambda line: None, False
-    while True:
-        try:
-            link = connect(where, request, patience)
-        except LinkLost as error:
-            lost = f"lost the server at {where} and did not find it again in {patience:g} s"
-            raise PlaceError(f"{lost}; start it again, its run resumes" if joined else str(error)) from None
-        joined, channel = True, Channel(link, echo=True)
+
+    def serve(link: Link) -> None:
+        channel = Channel(link, echo=True)
         try:
             worker.serve(channel)
-            return worker.done
-        except (LinkLost, WireError) as error:
-            say(f"lost the server at {where} ({error}); joining again, for {patience:g} s")
-            time.sleep(0.05)
         finally:
             worker.leave_group()
             channel.close()
+
+    join_and_serve(where, request, serve, leader="server", patience=patience, error=PlaceError, tell=tell)
+    return worker.done
 
 
 @dataclass(slots=True)
@@ -218,9 +212,9 @@ class Worker:
     @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from the server."""
-        own = {**dict(self.front.named_parameters()), **dict(self.front.named_buffers())}
+        state = {**dict(self.front.named_parameters()), **dict(self.front.named_buffers())}
         for name, value in _named(tensors, PARAMETER).items():
-            own[name].copy_(value)
+            state[name].copy_(value)
 
     def _update(self, arrived: Arrived) -> None:
         """Commit the batch before, where the server did, or forget it."""
@@ -261,15 +255,20 @@ class Worker:
     def _state(self, asked: Mapping[str, Any]) -> dict[str, Tensor]:
         """Buffers, and what this worker knows of parameters that workers update."""
         tensors: dict[str, Tensor] = {}
-        own = set(self.shards.own) if self.shards is not None else set(self.sharded)
+        wanted = self._owned
         if asked.get("all"):
             tensors |= {PARAMETER + name: buffer for name, buffer in self.front.named_buffers()}
             tensors |= {PARAMETER + name: self.parameters[name] for name in self.built.held_by_workers}
-            own |= set(self.built.held_by_workers) - set(self.sharded)
+            wanted |= set(self.built.held_by_workers) - set(self.sharded)
         if self.optimizer is not None:
             moments = moments_of(self.optimizer, self.model)
-            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in own}
+            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in wanted}
         return tensors
+
+    @property
+    def _owned(self) -> set[str]:
+        """Sharded parameters that this worker updates; all of them where it is alone."""
+        return set(self.shards.own) if self.shards is not None else set(self.sharded)
 
     # --- one batch ----------------------------------------------------------------------------------------------------
 
@@ -372,10 +371,9 @@ class Worker:
     def _squares(self) -> float:
         """The square of the norm of gradients that are known here: of each parameter on one worker."""
         assert self.pending is not None
-        own = set(self.shards.own) if self.shards is not None else set(self.sharded)
-        total = 0.0
+        total, owned = 0.0, self._owned
         for name, gradient in self.pending.gradients.items():
-            if name in own or (self.leader and name not in self.sharded):
+            if name in owned or (self.leader and name not in self.sharded):
                 both = gradient + self.sums[name] if name in self.sums else gradient
                 total += float(both.double().square().sum())
         return total

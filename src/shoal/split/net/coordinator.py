@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 from types import TracebackType
 from typing import Any, Self
@@ -21,12 +20,12 @@ from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._wire import read_outcome, to_message
 from shoal.split.net.deadline import Deadline
 from shoal.split.net.handshake import describe_job, difference
-from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, Listener, probe_link, send_answer
+from shoal.split.net.joining import Admission, Tell
+from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, probe_link
 from shoal.split.net.messages import END, OUTCOME, RAISED, text_message
 
 END_SECONDS = 2.0
 """For a worker to receive that the run has ended."""
-Tell = Callable[[str], None]
 
 
 class WorkerRaised(ShoalError):
@@ -71,14 +70,9 @@ class _Turn:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Lobby:
-    """Workers that have joined and wait for the next round; shared with the threads that accept them."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: list[Connected] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    joined: int = 0
+def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
+    shard = request.get("shard")
+    return Connected(link, str(request.get("name", "?")), shard if isinstance(shard, int) else None)
 
 
 class Distributed:
@@ -109,88 +103,38 @@ class Distributed:
         self.codec = codec_named(codec)
         self.deadline = Deadline(fixed=deadline)
         self.lost: list[Lost] = []
-        self._expected, self._start_seconds, self._patience = workers, start_seconds, patience
-        self._tell = tell if tell is not None else lambda line: None
         self._plan = describe_job(job, method)
         self._outcomes = OutcomeCodec(method, self.codec)
         self._workers: list[Connected] = []
         self._gone = Traffic()
-        self._started = False
-        self._offer = dict(offer or {})
-        self._lobby = _Lobby()
-        self._listener = Listener(address if address is not None else Address("127.0.0.1", 0), self._answer)
-        self.address = self._listener.address
+        self._admission = Admission(
+            "coordinator", self._differs, _connected, expected=workers, address=address, offer=offer,
+            start_seconds=start_seconds, patience=patience, tell=tell,
+            advice=lambda address: f"start one with `shoal split FILE --join {address}`",
+        )  # fmt: skip
+        self.address, self._tell = self._admission.address, self._admission.tell
 
     # --- the workers ------------------------------------------------------------------------------------------------
 
     def roll(self, number: int) -> Sequence[Worker]:
         """The workers of this round; waits for the first ones, and where there is none."""
-        if not self._started:
-            self._wait_for_first()
-            self._started = True
-        self._take_in()
-        if not self._workers and self._lobby.joined:
-            self._tell(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
-            with self._lobby.changed:
-                self._lobby.changed.wait_for(lambda: self._lobby.waiting, timeout=self._patience)
-            self._take_in()
+        self._take_in(self._admission.arrivals(needed=not self._workers))
         if not self._workers:
-            raise SplitError(self._nobody())
+            raise SplitError(self._admission.nobody())
         return [Worker(m.number, self._speed(m), m.shard) for m in self._workers]
 
-    def _wait_for_first(self) -> None:
-        """Until as many as expected have joined or been refused, and one of them has joined."""
-        lobby, count, seconds = self._lobby, self._expected, self._start_seconds
-        with lobby.changed:
-            lobby.changed.wait_for(lambda: lobby.joined and lobby.joined + len(lobby.refused) >= count, timeout=seconds)
-            if 0 < lobby.joined < count:
-                self._tell(
-                    f"{lobby.joined} of {count} workers have joined after {seconds:g} s; starting without the others"
-                )
-
-    def _take_in(self) -> None:
-        with self._lobby.changed:
-            arrived, self._lobby.waiting = self._lobby.waiting, []
+    def _take_in(self, arrived: Sequence[Connected]) -> None:
         for worker in arrived:
             taken = {m.number for m in self._workers}
             worker.number = next(n for n in range(len(taken) + 1) if n not in taken)
             self._workers.append(worker)
             self._workers.sort(key=lambda m: m.number)
 
-    def _nobody(self) -> str:
-        if self._lobby.refused and not self._lobby.joined:
-            return f"no worker could join in {self._start_seconds:g} s: {self._lobby.refused[-1]}"
-        seconds = self._patience if self._lobby.joined else self._start_seconds
-        join = f"shoal split FILE --join {self.address}"
-        return f"no worker came to {self.address} in {seconds:g} s; start one with `{join}`"
-
-    def _answer(self, link: Link, request: dict[str, Any]) -> bool:
-        """Answer a process that has connected: with the run's settings, or whether it may join."""
-        if request.get("want") == "offer":
-            send_answer(link, offer=self._offer)
-            return False
-        name = str(request.get("name", "?"))
+    def _differs(self, request: Mapping[str, Any]) -> str | None:
         other = difference(self._plan, request.get("job") or {})
         if other is None and request.get("codec") not in (None, self.codec.name):
             other = f"codec is {request.get('codec')} there and {self.codec.name} here"
-        if other is not None:
-            line = (
-                f"worker {name} has another job than the coordinator: {other}; start both with the same file and code"
-            )
-            self._tell(line)
-            send_answer(link, no=line)
-            with self._lobby.changed:
-                self._lobby.refused.append(line)
-                self._lobby.changed.notify_all()
-            return False
-        send_answer(link, yes=True)
-        link.forget_traffic()
-        shard = request.get("shard")
-        with self._lobby.changed:
-            self._lobby.waiting.append(Connected(link, name, shard if isinstance(shard, int) else None))
-            self._lobby.joined += 1
-            self._lobby.changed.notify_all()
-        return True
+        return other
 
     def probe(self) -> LinkSpeed:
         """How fast the slowest link is, measured; between rounds, after a roll."""
@@ -322,8 +266,7 @@ class Distributed:
 
     def close(self, why: str = "") -> None:
         """End the run for the workers; `why`: the error, if there was one."""
-        self._listener.close()
-        self._take_in()
+        self._take_in(self._admission.close())
         informed = []
         for worker in self._workers:
             with suppress(LinkLost):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,23 +55,45 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
     optimizer_state(method.member.job, method.model)  # loads here, once, what torch loads with its first step
-    return [LocalWorker(partial(_work, job, method, settings)) for _ in range(count)]
+
+    def serve(where: Address) -> None:
+        serve_worker(job, method, where, **{"tell": say, **settings})
+
+    return [LocalWorker(partial(work, serve, CoordinatorEnded)) for _ in range(count)]
 
 
-def _work(job: Job, method: Method, settings: Mapping[str, Any], pipe: Connection) -> None:
-    """A forked worker: it reports every error in one line, without a traceback."""
+def say(line: str) -> None:
+    """Print a line of a forked worker."""
+    print("shoal: worker:", line, file=sys.stderr, flush=True)
+
+
+def work(serve: Callable[[Address], None], ended: type[Exception], pipe: Connection) -> None:
+    """A forked worker: waits for an address, serves there, and reports every error in one line, without a traceback.
+
+    `ended`: the error of the other side, which reports it in this same terminal.
+    """
     try:
         where = pipe.recv()
     except EOFError:  # there is nothing to do
         return
-    say = partial(print, "shoal: worker:", file=sys.stderr, flush=True)
     try:
-        serve_worker(job, method, where, **{"tell": say, **settings})
-    except CoordinatorEnded:  # which reports it in this same terminal
+        serve(where)
+    except ended:
         raise
     except Exception as error:
         say(str(error) if isinstance(error, ShoalError) else describe(error))
         raise
+
+
+@contextmanager
+def ending(workers: Sequence[LocalWorker]) -> Iterator[None]:
+    """After the block: wait a little for these workers to end by themselves, and end them."""
+    try:
+        yield
+    finally:
+        until = time.monotonic() + END_SECONDS
+        for worker in workers:
+            worker.end(until)
 
 
 @contextmanager
@@ -95,15 +117,10 @@ def local_workers(
     if settings.get("tell") is None:
         given.setdefault("tell", lambda line: None)
     forked = fork_workers(local, job, method, **given)
-    try:
-        with Distributed(job, method, workers=local + others, **settings) as executor:
-            for process in forked:
-                process.go(executor.address)
-            yield executor, forked
-    finally:
-        until = time.monotonic() + END_SECONDS
+    with ending(forked), Distributed(job, method, workers=local + others, **settings) as executor:
         for process in forked:
-            process.end(until)
+            process.go(executor.address)
+        yield executor, forked
 
 
 @dataclass(frozen=True, slots=True)

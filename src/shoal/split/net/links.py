@@ -296,19 +296,28 @@ class LinkSpeed:
 
 
 def probe_link(link: Link) -> LinkSpeed:
-    """Measure a link whose worker waits for a task: it sends back what it gets.
+    """Measure a link whose worker waits for a task: it sends back what it gets."""
+
+    def send(size: int) -> None:
+        link.send(probe_message(size), PROBE_SECONDS)
+        link.receive(PROBE_SECONDS)
+
+    return measure_speed(send)
+
+
+def measure_speed(send: Callable[[int], None]) -> LinkSpeed:
+    """Time `send`, which sends so many bytes and waits until they have come back.
 
     Messages grow until one takes long enough to be timed.
     """
-    latency = median(_time_round_trip(link, 0) for _ in range(SMALL_TRIES))
+
+    def seconds(size: int) -> float:
+        began = time.perf_counter()
+        send(size)
+        return time.perf_counter() - began
+
+    latency = median(seconds(0) for _ in range(SMALL_TRIES))
     size = 1 << 16
-    while (seconds := _time_round_trip(link, size) - latency) < LONG_ENOUGH and size < MOST_BYTES:
+    while (took := seconds(size) - latency) < LONG_ENOUGH and size < MOST_BYTES:
         size *= 4
-    return LinkSpeed(8 * 2 * size / max(seconds, 1e-6), latency)
-
-
-def _time_round_trip(link: Link, size: int) -> float:
-    began = time.perf_counter()
-    link.send(probe_message(size), PROBE_SECONDS)
-    link.receive(PROBE_SECONDS)
-    return time.perf_counter() - began
+    return LinkSpeed(8 * 2 * size / max(took, 1e-6), latency)

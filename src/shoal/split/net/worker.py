@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,8 @@ from shoal.split.executors.local import train_task
 from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._wire import read_task, to_message
 from shoal.split.net.handshake import describe_job
-from shoal.split.net.links import Address, Link, LinkLost, connect
+from shoal.split.net.joining import join_and_serve
+from shoal.split.net.links import Address, Link
 from shoal.split.net.messages import END, PROBE, RAISED, TASK, Message, WireError, text_message
 
 SEND_SECONDS = 3600.0
@@ -47,25 +47,10 @@ def serve_worker(
     has another job, SplitError where it ended with an error or stays away.
     """
     worker = _Worker(job, method, torch.device(device), codec, shard)
-    say = tell if tell is not None else lambda line: None
-    joined = False
-    while True:
-        try:
-            link = connect(where, worker.ask, patience)
-        except LinkLost as error:
-            lost = f"lost the coordinator at {where} and did not find it again in {patience:g} s"
-            raise SplitError(
-                f"{lost}; start it again, its run resumes from its checkpoint" if joined else str(error)
-            ) from None
-        joined = True
-        try:
-            worker.serve(link)
-            return worker.done
-        except (LinkLost, WireError) as error:
-            say(f"lost the coordinator at {where} ({error}); joining again, for {patience:g} s")
-            time.sleep(0.05)
-        finally:
-            link.close()
+    join_and_serve(
+        where, worker.ask, worker.serve, leader="coordinator", patience=patience, error=SplitError, tell=tell
+    )
+    return worker.done
 
 
 class _Worker:

@@ -1,0 +1,156 @@
+"""How workers join a run: whom the coordinator (or server) admits, and how a worker joins again after a lost link."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from shoal.errors import ShoalError
+from shoal.split.net.links import Address, Link, LinkLost, Listener, connect, send_answer
+from shoal.split.net.messages import WireError
+
+Tell = Callable[[str], None]
+T = TypeVar("T")
+"""What a run keeps of a worker that has joined."""
+
+
+class Admission(Generic[T]):
+    """Listens for workers, checks that they have the same job, and keeps them until the run takes them in.
+
+    Workers are answered by threads of their own, while the run computes.
+    """
+
+    def __init__(
+        self,
+        leader: str,
+        differs: Callable[[Mapping[str, Any]], str | None],
+        make: Callable[[Link, Mapping[str, Any]], T],
+        *,
+        expected: int,
+        advice: Callable[[Address], str],
+        address: Address | None = None,
+        offer: Mapping[str, Any] | None = None,
+        start_seconds: float = 60.0,
+        patience: float = 60.0,
+        tell: Tell | None = None,
+    ) -> None:
+        """`leader`: what this side is called in messages. `differs`: how a worker's request differs from this run;
+        None: it may join, as what `make` gives. `expected`: how many the run waits for at first, `start_seconds` at
+        most. `patience`: how long a run without any worker waits for one. `advice`: what to do where nobody comes.
+        `offer`: what workers may read before they join."""
+        self.tell: Tell = tell if tell is not None else lambda line: None
+        self._leader, self._differs, self._make, self._advice = leader, differs, make, advice
+        self._expected, self._start_seconds, self._patience = expected, start_seconds, patience
+        self._offer, self._started = dict(offer or {}), False
+        self._changed = threading.Condition()
+        self._waiting: list[T] = []
+        self._refused: list[str] = []
+        self._joined = 0
+        self._listener = Listener(address if address is not None else Address("127.0.0.1", 0), self._answer)
+        self.address = self._listener.address
+
+    def _answer(self, link: Link, request: dict[str, Any]) -> bool:
+        """Answer a process that has connected: with the run's settings, or whether it may join."""
+        if request.get("want") == "offer":
+            send_answer(link, offer=self._offer)
+            return False
+        other = self._differs(request)
+        if other is not None:
+            name, fix = request.get("name", "?"), "start both with the same file and code"
+            line = f"worker {name} has another job than the {self._leader}: {other}; {fix}"
+            self.tell(line)
+            send_answer(link, no=line)
+            with self._changed:
+                self._refused.append(line)
+                self._changed.notify_all()
+            return False
+        send_answer(link, yes=True)
+        link.forget_traffic()
+        with self._changed:
+            self._waiting.append(self._make(link, request))
+            self._joined += 1
+            self._changed.notify_all()
+        return True
+
+    def arrivals(self, *, needed: bool) -> list[T]:
+        """Workers that have joined since the last call; the first call waits for those that are expected.
+
+        `needed`: the run has no worker, so that it waits for one. The list is empty where none comes.
+        """
+        if not self._started:
+            self._wait_for_first()
+            self._started = True
+        if needed and self._joined and not self._waiting:
+            self.tell(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting, timeout=self._patience)
+        return self.take()
+
+    @property
+    def num_waiting(self) -> int:
+        """Workers that have joined and were not taken in yet."""
+        return len(self._waiting)
+
+    def take(self) -> list[T]:
+        """Workers that have joined since the last call, without waiting."""
+        with self._changed:
+            arrived, self._waiting = self._waiting, []
+        return arrived
+
+    def _wait_for_first(self) -> None:
+        """Until as many as expected have joined or been refused, and one of them has joined."""
+        count, seconds = self._expected, self._start_seconds
+        with self._changed:
+            self._changed.wait_for(lambda: self._joined and self._joined + len(self._refused) >= count, timeout=seconds)
+            if 0 < self._joined < count:
+                self.tell(
+                    f"{self._joined} of {count} workers have joined after {seconds:g} s; starting without the others"
+                )
+
+    def nobody(self) -> str:
+        """Why there is no worker, and what to do."""
+        if self._refused and not self._joined:
+            return f"no worker could join in {self._start_seconds:g} s: {self._refused[-1]}"
+        seconds = self._patience if self._joined else self._start_seconds
+        return f"no worker came to {self.address} in {seconds:g} s; {self._advice(self.address)}"
+
+    def close(self) -> list[T]:
+        """Listen no more; those that have joined and were not taken in."""
+        self._listener.close()
+        return self.take()
+
+
+def join_and_serve(
+    where: Address,
+    request: dict[str, Any],
+    serve: Callable[[Link], None],
+    *,
+    leader: str,
+    patience: float,
+    error: type[ShoalError],
+    tell: Tell | None = None,
+) -> None:
+    """Join the run at `where` and serve it to its end; join again where the link is lost.
+
+    `patience`: how long to look for a `leader` that is not there, at the beginning or after it was lost; then `error`.
+    """
+    joined = False
+    while True:
+        try:
+            link = connect(where, request, patience)
+        except LinkLost as reason:
+            lost = f"lost the {leader} at {where} and did not find it again in {patience:g} s"
+            line = f"{lost}; start it again, its run resumes from its checkpoint" if joined else str(reason)
+            raise error(line) from None
+        joined = True
+        try:
+            serve(link)
+            return
+        except (LinkLost, WireError) as reason:
+            if tell is not None:
+                tell(f"lost the {leader} at {where} ({reason}); joining again, for {patience:g} s")
+            time.sleep(0.05)
+        finally:
+            link.close()
