@@ -41,9 +41,10 @@ def start(
 
     Settings are those of `shoal.train`. Commands to the run are carried out between two of its steps.
 
-    >>> run = shoal.start(jobs)
-    >>> run.stop("lr=1")
-    >>> results = run.wait()
+    Examples:
+        >>> run = shoal.start(jobs)
+        >>> run.stop("lr=1")
+        >>> results = run.wait()
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     return LiveRun(jobs, settings, {"out": out, "progress": progress, "callbacks": callbacks, "events": events})
