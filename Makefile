@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.site-installed
 # More options for pip, for example an index that holds the CPU build of torch.
 PIP_ARGS ?=
 # With a working NVIDIA driver torch comes with CUDA; without one a pinned torch is used (CPU build).
@@ -13,7 +14,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),constraints.txt,constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 WORKERS ?= -n auto --maxprocesses 8
 
-.PHONY: help setup demo test test-slow test-integrations test-gpu lint format types docs check clean
+.PHONY: help setup demo test test-slow test-integrations test-gpu lint format types docs site wheel check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -65,8 +66,19 @@ types: $(STAMP)
 docs: $(STAMP) ## run the Python blocks of the documentation and the examples
 	$(PYTEST) $(WORKERS) -m docs
 
+$(SITE_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[site]'
+	@touch $@
+
+site: $(SITE_STAMP) ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "built site/index.html; to read it: $(BIN)/python -m http.server --directory site"
+
+wheel: $(STAMP) ## build dist/shoal-*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
+
 check: lint types docs ## everything a contributor runs before a commit, the tests aside
 
 clean: ## remove the virtual environment and all caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

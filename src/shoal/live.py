@@ -81,12 +81,13 @@ def start(
 
     Settings are those of `shoal.train`. Commands to the run are carried out between two of its steps.
 
-    >>> run = shoal.start(jobs)
-    >>> run.stop("lr=1")
-    >>> results = run.wait()
-
     Args:
         keep_open: When all jobs have ended, wait for more, until `wait` is called; otherwise the run ends with them.
+
+    Examples:
+        >>> run = shoal.start(jobs)
+        >>> run.stop("lr=1")
+        >>> results = run.wait()
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     more = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}

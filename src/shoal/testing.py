@@ -37,6 +37,7 @@ class Moment:
 
     @property
     def running(self) -> list[Ticket]:
+        """Those that run after the decision."""
         return [t for t in self.after if t.running]
 
 

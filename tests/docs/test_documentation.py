@@ -1,6 +1,7 @@
 """Documentation that cannot go stale: its code runs, and nothing public is without a line in it."""
 
 import dataclasses
+import importlib
 import inspect
 import os
 import re
@@ -14,7 +15,7 @@ import shoal
 from shoal.cli.app import COMMANDS, load
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "ray_packs.py"]
 """That of Ray takes a minute, and is in tests/integrations."""
 
@@ -140,3 +141,50 @@ PRIVATE_WORDS = re.compile(
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
 def test_the_words_are_plain(page: Path) -> None:
     assert not sorted({word.lower() for word in PRIVATE_WORDS.findall(page.read_text())})
+
+
+def navigation() -> list[str]:
+    """The pages in the navigation of the site."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    return re.findall(r"^ +- .*: (\S+\.md)$", text[text.index("\nnav:") :], re.M)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    docs = ROOT / "docs"
+    made = {"changelog.md", *(f"notebooks/{path.stem}.md" for path in (ROOT / "examples").glob("*.ipynb"))}
+    assert sorted(navigation()) == sorted({str(page.relative_to(docs)) for page in docs.rglob("*.md")} | made)
+
+
+PUBLIC = [
+    f"{module.__name__}.{name}" for module in (shoal, shoal.split, shoal.tune, shoal.place) for name in module.__all__
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    assert re.search(rf"^(::: |    options: {{heading: ){re.escape(name)}}}?$", reference, re.M)
+
+
+OF_INTERFACES = {"check", "brackets", "until", "decide", "run", "roll"}
+"""Methods of schedulers and executors, which their interfaces describe."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_the_reference_shows_has_a_docstring(name: str) -> None:
+    package, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(package), attribute)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        public = {key: part for key, part in vars(value).items() if not key.startswith("_")}
+        described = {key: getattr(part, "__func__", part) for key, part in public.items()}
+        shown = [key for key, part in described.items() if inspect.isfunction(part) or isinstance(part, property)]
+        assert [key for key in shown if not inspect.getdoc(getattr(value, key)) and key not in OF_INTERFACES] == []
+
+
+def test_the_evidence_has_the_numbers_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    speed = readme[readme.index("## How fast it is") : readme.index("## What it promises")]
+    rows = [line for line in speed.splitlines() if line.startswith("|")]
+    assert len(rows) > 15
+    assert [row for row in rows if row not in (ROOT / "docs" / "evidence.md").read_text()] == []

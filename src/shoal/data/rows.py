@@ -15,9 +15,10 @@ from shoal.utils.numpy_values import tensor_of
 class Rows:
     """Rows of other data, by index: folds and subsets share one copy of the data behind them.
 
-    >>> import torch
-    >>> Rows((torch.arange(10), torch.arange(10)), [1, 3]).index.tolist()
-    [1, 3]
+    Examples:
+        >>> import torch
+        >>> Rows((torch.arange(10), torch.arange(10)), [1, 3]).index.tolist()
+        [1, 3]
     """
 
     def __init__(self, data: Any, index: Any) -> None:

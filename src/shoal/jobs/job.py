@@ -43,8 +43,9 @@ def default_epochs(epochs: int) -> Iterator[None]:
 class EarlyStop:
     """End a job when a value has stopped improving.
 
-    >>> EarlyStop("accuracy", mode="max", patience=3).better(0.9, 0.8)
-    True
+    Examples:
+        >>> EarlyStop("accuracy", mode="max", patience=3).better(0.9, 0.8)
+        True
     """
 
     metric: str = "val_loss"

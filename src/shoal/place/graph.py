@@ -126,10 +126,11 @@ class LayerGraph:
         their parameters and modules with the network, or with `model`, another one of the same class; asked again, the
         same two are given.
 
-        >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
-        >>> front, back = graph.split(2)
-        >>> [name for name, _ in back.named_parameters()], back(*front(torch.zeros(5, 4))).shape
-        (['2.weight', '2.bias'], torch.Size([5, 2]))
+        Examples:
+            >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
+            >>> front, back = graph.split(2)
+            >>> [name for name, _ in back.named_parameters()], back(*front(torch.zeros(5, 4))).shape
+            (['2.weight', '2.bias'], torch.Size([5, 2]))
         """
         if not 1 <= index < len(self.layers):
             raise PlaceError(f"cut {index}: the network has {len(self.layers)} layers; use 1 to {len(self.layers) - 1}")
@@ -241,9 +242,10 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
 
     Works on tensors without data, also for a network on the meta device.
 
-    >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
-    >>> [(layer.name, layer.kind, layer.parameter_bytes) for layer in graph.layers]
-    [('0', 'Linear', 60), ('1', 'ReLU', 0), ('2', 'Linear', 32)]
+    Examples:
+        >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
+        >>> [(layer.name, layer.kind, layer.parameter_bytes) for layer in graph.layers]
+        [('0', 'Linear', 60), ('1', 'ReLU', 0), ('2', 'Linear', 32)]
 
     Raises:
         PlaceError: when the network cannot be traced.

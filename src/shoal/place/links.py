@@ -12,10 +12,11 @@ from shoal.split.net.links import LinkSpeed
 class Link:
     """A machine's link: bits in a second each way, and seconds there and back of a message without content.
 
-    >>> Link.parse("1Gbit, 5ms")
-    Link(up=1000000000.0, down=1000000000.0, latency=0.005)
-    >>> Link.parse("100Mbit").seconds_up(12_500_000)
-    1.0
+    Examples:
+        >>> Link.parse("1Gbit, 5ms")
+        Link(up=1000000000.0, down=1000000000.0, latency=0.005)
+        >>> Link.parse("100Mbit").seconds_up(12_500_000)
+        1.0
     """
 
     up: float
@@ -47,9 +48,11 @@ class Link:
         return Link(self.up * times, self.down * times, self.latency)
 
     def seconds_up(self, num_bytes: float) -> float:
+        """Seconds to send so many bytes from the machine; its latency comes on top."""
         return 8 * num_bytes / self.up
 
     def seconds_down(self, num_bytes: float) -> float:
+        """Seconds to send so many bytes to the machine; its latency comes on top."""
         return 8 * num_bytes / self.down
 
     def drifted(self, other: Link, share: float = 0.25) -> bool:

@@ -141,6 +141,7 @@ class Placement:
 
     @property
     def bytes_down(self) -> int:
+        """To one worker in a step, predicted."""
         return self.predicted.bytes_down
 
     @property
@@ -153,6 +154,7 @@ class Placement:
         return next((other for other in self.alternatives if other.mode == mode and not other.problem), None)
 
     def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
         return {"format": FORMAT, **asdict(self)}
 
     @staticmethod
@@ -176,10 +178,12 @@ class Placement:
             raise PlaceError(f"this is no placement ({error}); write one with `shoal place --out`") from None
 
     def save(self, path: str | Path) -> None:
+        """Write it to a JSON file, which `load` and `shoal place --placement` read."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Placement:
+        """Read what `save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:

@@ -69,6 +69,7 @@ class Profile:
         return _line(self.rows, self.layers[layer].forward, rows)
 
     def backward(self, layer: int, rows: float) -> float:
+        """Seconds of a layer's backward pass, as `forward`."""
         return _line(self.rows, self.layers[layer].backward, rows)
 
     def check(self, graph: LayerGraph) -> None:
@@ -79,11 +80,13 @@ class Profile:
             raise PlaceError(f"the profile is of another network (here: {other!r}); profile this one")
 
     def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
         layers = [{"name": x.name, "forward": list(x.forward), "backward": list(x.backward)} for x in self.layers]
         return {"format": FORMAT, **asdict(self), "rows": list(self.rows), "layers": layers}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Profile:
+        """From `to_dict`, also after a way through JSON."""
         try:
             if data["format"] != FORMAT:
                 raise PlaceError(
@@ -100,10 +103,12 @@ class Profile:
             raise PlaceError(f"this is no profile ({describe(error)}); write one with Profile.save") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
+        """Read what `save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:

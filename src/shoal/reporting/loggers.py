@@ -21,9 +21,10 @@ from shoal.utils.numpy_values import plain_int
 class Logger:
     """The base of all loggers: which rows of which members are new, and the steps within an epoch.
 
-    >>> class Print(Logger):
-    ...     def log(self, view, values, step):
-    ...         print(view.name, step, values)
+    Examples:
+        >>> class Print(Logger):
+        ...     def log(self, view, values, step):
+        ...         print(view.name, step, values)
     """
 
     only_watches = True

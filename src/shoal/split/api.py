@@ -75,6 +75,8 @@ def ist(job: Job, *args: Any, **options: Any) -> Result:
 
     Args:
         job: What to train. `epochs`: every row is read so often in all; `steps`: local steps of each worker.
+
+    Keyword Args:
         workers: How many narrow networks.
         local_steps: Steps of each of them before they are merged and dealt anew.
         shares: A worker's share of the units, one number each; "speed": by its measured speed; None: equal shares.

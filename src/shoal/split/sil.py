@@ -68,6 +68,8 @@ def sil(job: Job, *args: Any, **options: Any) -> Result:
 
     Args:
         job: What to train. Its optimizer, batches and length are every part's.
+
+    Keyword Args:
         cuts: Modules before which to cut ("fc3"), or after which ("after:fc2"); a number of parts, or None for two:
             where parts are most alike in memory and operations.
         method: "heads": parts before a cut learn by a small head of their own, which works for any loss. "labels": they
@@ -84,7 +86,8 @@ def sil(job: Job, *args: Any, **options: Any) -> Result:
         local_steps: Steps in a round; None: an epoch.
         per_part: Part -> optimizer, hparams, clip_norm or schedule of its own.
         moments: Whether optimizer state is kept between rounds ("travel") or not ("fresh").
-        device, tier, out, progress, val_every, checkpoint_every: As in `shoal.split.local_sgd`.
+
+    `device`, `tier`, `out`, `progress`, `val_every` and `checkpoint_every` are those of `shoal.split.ist`.
 
     Returns:
         The result with the whole network, of the user's own class; `result.split` is a SilReport.

@@ -56,9 +56,10 @@ class Pack:
         seeds: A seed for each member's random draws (dropout and the like), which are those of a plain loop after
             torch.manual_seed(seed). None: each member's id.
 
-    >>> pack = Pack([nn.Linear(2, 1), nn.Linear(2, 1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=nn.MSELoss())
-    >>> pack.step(torch.zeros(4, 2), torch.zeros(4, 1)).shape, pack.tiers[1]
-    (torch.Size([2]), ('stacked', 'one computation'))
+    Examples:
+        >>> pack = Pack([nn.Linear(2, 1), nn.Linear(2, 1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=nn.MSELoss())
+        >>> pack.step(torch.zeros(4, 2), torch.zeros(4, 1)).shape, pack.tiers[1]
+        (torch.Size([2]), ('stacked', 'one computation'))
     """
 
     def __init__(

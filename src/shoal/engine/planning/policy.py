@@ -63,6 +63,7 @@ class Policy(ABC):
 
     @property
     def name(self) -> str:
+        """Its short name, such as "fair"; of a policy of your own, its class's name."""
         return next((name for name, kind in POLICIES.items() if kind is type(self)), type(self).__name__)
 
     @property

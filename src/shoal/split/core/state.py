@@ -26,12 +26,14 @@ Piece = tuple[Slice, Tensor, float]
 class State:
     """The whole network's parameters, buffers and optimizer moments, where the parts are trained, or on the CPU.
 
-    >>> state = State.of(nn.Linear(2, 1, bias=False))
-    >>> piece = {"weight": Slice("weight", (None, torch.tensor([1])))}
-    >>> task = state.task(0, Part(number=0), piece)
-    >>> state.commit([task.part], [piece], [Outcome(round=0, number=0, tensors={"weight": torch.full((1, 1), 7.0)})])
-    >>> state.tensors["weight"][0, 1]
-    tensor(7.)
+    Examples:
+        >>> state = State.of(nn.Linear(2, 1, bias=False))
+        >>> piece = {"weight": Slice("weight", (None, torch.tensor([1])))}
+        >>> task = state.task(0, Part(number=0), piece)
+        >>> outcome = Outcome(round=0, number=0, tensors={"weight": torch.full((1, 1), 7.0)})
+        >>> state.commit([task.part], [piece], [outcome])
+        >>> state.tensors["weight"][0, 1]
+        tensor(7.)
     """
 
     def __init__(

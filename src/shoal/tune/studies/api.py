@@ -91,11 +91,14 @@ def tune(
         seed: Of the sampler and the scheduler; jobs have their own seeds.
         storage: An Optuna storage to write the study to, such as "sqlite:///study.db".
         study_name: The study's name there.
-        device, out, progress, memory, threads, compile, checkpoint_every, deterministic, policy, callbacks, events: As
-            in shoal.train. With `out`, the same call again resumes a study that was killed.
 
-    >>> study = shoal.tune(make_job, {"lr": ("log", 1e-4, 1e-1)}, metric="accuracy", max_epochs=81)
-    >>> study.best_params, study.best_model
+    `device`, `out`, `progress`, `memory`, `threads`, `compile`, `checkpoint_every`, `deterministic`, `policy`,
+    `callbacks` and `events` are those of `shoal.train`. With `out`, the same call again resumes a study that was
+    killed.
+
+    Examples:
+        >>> study = shoal.tune(make_job, {"lr": ("log", 1e-4, 1e-1)}, metric="accuracy", max_epochs=81)
+        >>> study.best_params, study.best_model
     """
     start = time.perf_counter()
     if events is not None and not callable(events):
