@@ -10,7 +10,9 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,15 +33,20 @@ MOST_BYTES = 256 << 20
 """Validation batches up to so many bytes are read once and held."""
 
 
+_NUMBERS: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
+_next_number = count()
+
+
 class LoaderSource(Source):
     """A DataLoader. Its rows are whole batches; `length` is how many it says an epoch has, 0 where it does not say."""
 
     streamed = True
     batched = True
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device, what: str = "", number: int = 0) -> None:
-        """`number`: different for each of a pool."""
-        self.device, self.length, self.number = device, _length(loader), number
+    def __init__(self, loader: DataLoader[Any], device: torch.device, what: str = "") -> None:
+        self.device, self.length = device, _length(loader)
+        self.number = _NUMBERS.setdefault(loader, next(_next_number))
+        """Of the loader: sources of one loader have the same batches."""
         self.loader = Loader(loader, device, what or f"the DataLoader over {type(loader.dataset).__name__}")
         self.note = f"{self.loader.what} is read as training goes"
         self._readings: list[Reading] = []

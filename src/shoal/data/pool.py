@@ -103,9 +103,7 @@ class Pool:
         if key not in self._sources:
             self._kept.append((data, collate))
             what = "" if isinstance(data, DataLoader) else f"the {type(data).__name__}"
-            self._sources[key] = LoaderSource(
-                as_loader(data, batch_size, drop_last, collate), self.device, what, len(self._sources)
-            )
+            self._sources[key] = LoaderSource(as_loader(data, batch_size, drop_last, collate), self.device, what)
         return self._sources[key]
 
     def _narrow(self, view: View, index: Tensor) -> View:
