@@ -25,7 +25,8 @@ from shoal.engine.tiers.stacked._blame import added, check_shapes, culprits, gra
 from shoal.engine.tiers.stacked.forward import evaluation_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.patches import Untraceable
-from shoal.engine.tracing.trace import autocast
+from shoal.engine.tracing.trace import Trace, autocast
+from shoal.jobs.job import Job
 from shoal.utils.randomness import Draw, draw_step, generator_at
 
 
@@ -67,6 +68,8 @@ class StackedUnit(Unit):
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
         self._forwards: dict[Any, Program | None] = {}
+        self._evaluations: dict[Any, list[Trace]] = {}
+        """The members' traces that these programs were made of."""
         self._all_active = bool(self.stack.active.all())
         """Whether all rows still train."""
         self._generators = [
@@ -301,6 +304,7 @@ class StackedUnit(Unit):
         rows = [slots[slot] for slot in part.stack.rows]
         part._grads = [None if grad is None else grad[rows] for grad in self._grads]
         part._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        part._evaluations = {key: [traces[slot] for slot in slots] for key, traces in self._evaluations.items()}
         return part
 
     def alone(self, slots: list[int]) -> list[Unit]:
@@ -330,19 +334,17 @@ class StackedUnit(Unit):
         return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
-        self._forwards = {}
+        self._forwards, self._evaluations = {}, {}
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
-        what = Evaluation.forward(self.members[0].job.precision)
-        program = self._evaluation("forward", tuple(inputs), lambda: [what] * len(self.members))
+        program = self._evaluation("forward", tuple(inputs), lambda job: Evaluation.forward(job.precision))
         if program is None:
             return super().outputs(inputs, slots)
         return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
-        whats = lambda: [Evaluation.validation(member.job, wanted) for member in self.members]  # noqa: E731
-        program = self._evaluation("validation", batch, whats)
+        program = self._evaluation("validation", batch, lambda job: Evaluation.validation(job, wanted))
         if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch, slots)
@@ -380,19 +382,19 @@ class StackedUnit(Unit):
             stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
-    def _evaluation(self, kind: str, batch: Any, make_whats: Callable[[], Sequence[Evaluation]]) -> Program | None:
+    def _evaluation(self, kind: str, batch: Any, what: Callable[[Job], Evaluation]) -> Program | None:
         """An eval-mode program for a batch that all members share; None: they must be asked one by one."""
         leaves, spec = pytree.tree_flatten(batch)
         shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = (kind, repr(spec), *shapes)
         if key not in self._forwards:
             models, stack, cache = [member.model for member in self.members], self.stack, self.trace_cache
-            whats = make_whats()
+            whats = [what(member.job) for member in self.members]
             try:
-                traces = [cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
+                traces = self._evaluations.get(key) or list(map(cache.evaluation, models, whats, [batch] * len(models)))
             except Untraceable:
                 self._forwards[key] = None
             else:
                 program = evaluation_program(models, whats, traces, stack.rows, batch, cache, stack.device)
-                self._forwards[key] = program
+                self._forwards[key], self._evaluations[key] = program, traces
         return self._forwards[key]
