@@ -92,8 +92,7 @@ class Pack:
         self._waiting: list[int] = []
         self._begins: dict[int, int] = {}
         """The steps at which the schedules of waiting members begin."""
-        self._tiers: dict[int, tuple[str, str]] = {}
-        self._next = 0
+        self._tiers, self._next = dict[int, tuple[str, str]](), 0
         lines: list[str] = []
         for model, settings in zip(models, chosen, strict=True):
             try:

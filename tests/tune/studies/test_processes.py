@@ -67,7 +67,7 @@ def test_cores_that_become_free_are_used(started: list[int], monkeypatch: pytest
     monkeypatch.delenv("SHOAL_WORKERS")
     answers = iter([1.0, 0.4, 1.8])
     monkeypatch.setattr(lending, "free_cores", lambda count: next(answers, 2.0))
-    monkeypatch.setattr(lending, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lending, "LOOK_SECONDS", 0.0)  # also after a look that found none
     monkeypatch.setattr(sharing, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(sharing, "usable_cores", lambda: 2)
     study = problems.tune("none")

@@ -76,7 +76,7 @@ def cross_entropy(ctx: OpContext) -> Run:
 
     def run(x: Tensor, y: Tensor, weight: Tensor | None, *_: Any) -> Tensor:
         y = widened(y, flags[0], members)
-        table = x if logs else _log_softmax(x) if smoothing == 0.0 else F.log_softmax(x, 2)
+        table = x if logs else _log_softmax(x)
         counted = y != ignore
         index = torch.where(counted, y, 0).unsqueeze(2)
         class_weights = None if weight is None else widened(weight, flags[1], members)  # [M, C]

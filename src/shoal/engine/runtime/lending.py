@@ -37,8 +37,8 @@ HALF = 0.7
 """Of a stack's work, what half of it may take, if it is to be halved."""
 SLICE_SECONDS, OVERHEAD = 5.0, 0.05
 """A worker's time, at least; longer where starting it and getting its members back took more than this share."""
-LOOK_SECONDS = 10.0
-"""After so long it is measured again how many cores are free: other programs come and go."""
+BUSY_SECONDS, LOOK_SECONDS = 1.0, 10.0
+"""After so long it is measured again how many cores are free, at first and at most: other programs come and go."""
 
 
 def run_lending(
@@ -78,7 +78,7 @@ class Lending:
         self._supervisor, self._planning, self._count, self._make, self._tell = supervisor, planning, count, make, tell
         self._workers: list[Borrower] = []
         self._slice = SLICE_SECONDS
-        self._usable, self._look_at = count, 0.0
+        self._usable, self._look_at, self._busy = count, 0.0, BUSY_SECONDS
         self._numbers = [itertools.count(1 + place, count) for place in range(count)]
 
     def numbers(self, place: int) -> Any:
@@ -130,7 +130,9 @@ class Lending:
         """Cores for this process and its workers; measured while there are none, since others may use them."""
         now = time.monotonic()
         if not self._workers and now >= self._look_at and "SHOAL_WORKERS" not in os.environ:
-            self._usable, self._look_at = max(1, round(free_cores(self._count))), now + LOOK_SECONDS
+            self._usable = max(1, round(free_cores(self._count)))
+            self._busy = BUSY_SECONDS if self._usable > 1 else min(2 * self._busy, LOOK_SECONDS)
+            self._look_at = now + (LOOK_SECONDS if self._usable > 1 else self._busy)
         return min(self._count, self._usable)
 
     def _start(self, run: Run, members: list[Member]) -> None:

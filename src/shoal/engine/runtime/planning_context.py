@@ -38,7 +38,7 @@ from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.units.build import build, costs, in_step, requests, try_out
-from shoal.engine.units.looping import looped, worth_sharing
+from shoal.engine.units.looping import looped, looped_groups
 from shoal.engine.units.trials import lone_seconds
 from shoal.utils.set_up_times import timed
 from shoal.utils.tables import size
@@ -88,6 +88,7 @@ class PlanningContext:
         self.budget: float = math.inf if budget is None else budget
         self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic, share=may_share_weights)
+        self._brief_traces = TraceCache()  # of looped members, recorded once: no stack is made of them
         self.watch = Watch()
         """What members' steps read in Python, of those that may be run by a recipe."""
         self.changed: set[int] = set()
@@ -114,13 +115,10 @@ class PlanningContext:
         """Work out what is to be known of these members."""
         with timed("traces"):
             alone = looped([*members, *self._stacked()], self.tiers) if self._may_loop else {}
-            looping = [member for member in members if member.index in alone]
-            if self.thorough:
-                looping = []
+            looping = [member for member in members if member.index in alone and not self.thorough]
             groups = self._groups([member for member in members if member not in looping])
             groups = [part for alike in groups for part in set_apart(alike, alone)]
-            traced = self._may_share and worth_sharing(looping)
-            groups += [self._looped(member, alone[member.index], traced) for member in looping]
+            groups += looped_groups(looping, alone, self._brief_traces if self._may_share else None)
         with timed("trials"):
             timing = self.timed and not self.gpu
             tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}
@@ -156,15 +154,6 @@ class PlanningContext:
         for member in members:
             self._look_at(member)
         return group(list(members), self.trace_cache)
-
-    def _looped(self, member: Member, reason: str, traced: bool) -> Group:
-        """A member that is looped; `traced`: with its recipe, so that it may train in another process."""
-        if traced:
-            try:
-                return Group([member], [self.trace_cache.recipe(member, brief=True)], reason)
-            except Untraceable as refusal:
-                reason = str(refusal)
-        return Group([member], reason=reason)
 
     def _look_at(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, run_step
+from shoal.engine.proof.group import Group
 from shoal.engine.python_state.preserve import preserved
+from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.engine.units.trials import FEW_STEPS, num_steps
 
@@ -75,6 +77,20 @@ def worth_sharing(members: Sequence[Member]) -> bool:
         return False
     kinds = len({_kind(member) for member in members})
     return pilot is not None and kinds * pilot.trace < SMALL_SHARE * pilot.alone * sum(steps.values())
+
+
+def looped_groups(members: Sequence[Member], reasons: Mapping[int, str], trace_cache: TraceCache | None) -> list[Group]:
+    """A group for each of these members, which are looped for these reasons; with recipes, so that they may train in
+    other processes, where that is worth a trace. `trace_cache`: None where they may not."""
+    if trace_cache is None or not worth_sharing(members):
+        return [Group([member], reason=reasons[member.index]) for member in members]
+    groups = []
+    for member in members:
+        try:
+            groups.append(Group([member], [trace_cache.recipe(member, brief=True)], reasons[member.index]))
+        except Untraceable as refusal:
+            groups.append(Group([member], reason=str(refusal)))
+    return groups
 
 
 def _reason(alike: Sequence[Member]) -> str:

@@ -44,22 +44,6 @@ def evaluation_program(
     return None if program.draws or program.written else program
 
 
-def traced_program(
-    models: Sequence[nn.Module],
-    whats: Sequence[Evaluation],
-    rows: Sequence[int],
-    batch: Any,
-    trace_cache: TraceCache,
-    device: torch.device,
-) -> Program | None:
-    """`evaluation_program`, with its traces made; None also where there can be none."""
-    try:
-        traces = [trace_cache.evaluation(model, what, batch) for model, what in zip(models, whats, strict=True)]
-    except Untraceable:
-        return None
-    return evaluation_program(models, whats, traces, rows, batch, trace_cache, device)
-
-
 class Forward:
     """Many models in eval mode on the same batches; weights are stacked once, for all the batches that follow.
 

@@ -23,11 +23,12 @@ from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
 from shoal.engine.tiers.stacked._blame import added, culprits, gradients, row_of, undraw
+from shoal.engine.tiers.stacked._evaluations import EvaluationPrograms
 from shoal.engine.tiers.stacked._next_batch import next_batch
-from shoal.engine.tiers.stacked.forward import traced_program
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
 from shoal.errors import ReadError
+from shoal.jobs.job import Job
 from shoal.utils.randomness import Draw, draw_step, generator_at
 
 
@@ -71,7 +72,7 @@ class StackedUnit(Unit):
         """What was drawn since the turn began, batch by batch."""
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
-        self._forwards: dict[Any, Program | None] = {}
+        self._evaluations = EvaluationPrograms()
         self._all_active = bool(self.stack.active.all())  # whether all rows still train
         self._generators = [
             member.rng if i < len(self.members) else generator_at(member.rng.get_state())
@@ -315,6 +316,7 @@ class StackedUnit(Unit):
         rows = [slots[slot] for slot in part.stack.rows]
         part._grads = [None if grad is None else grad[rows] for grad in self._grads]
         part._noise = None if self._noise is None else [value[rows] for value in self._noise]
+        part._evaluations = self._evaluations.of(slots)
         return part
 
     def alone(self, slots: list[int]) -> list[Unit]:
@@ -341,19 +343,17 @@ class StackedUnit(Unit):
         return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
-        self._forwards = {}
+        self._evaluations = EvaluationPrograms()
 
     def outputs(self, inputs: Sequence[Any], slots: list[int] | None = None) -> Any:
-        what = Evaluation.forward(self.members[0].job.precision)
-        program = self._evaluation("forward", tuple(inputs), lambda: [what] * len(self.members))
+        program = self._evaluation("forward", tuple(inputs), lambda job: Evaluation.forward(job.precision))
         if program is None:
             return super().outputs(inputs, slots)
         return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
-        whats = lambda: [Evaluation.validation(member.job, wanted) for member in self.members]  # noqa: E731
-        program = self._evaluation("validation", batch, whats)
+        program = self._evaluation("validation", batch, lambda job: Evaluation.validation(job, wanted))
         if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch, slots)
@@ -394,12 +394,5 @@ class StackedUnit(Unit):
             stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
-    def _evaluation(self, kind: str, batch: Any, make_whats: Callable[[], Sequence[Evaluation]]) -> Program | None:
-        """An eval-mode program for a batch that all members share; None: they must be asked one by one."""
-        leaves, spec = pytree.tree_flatten(batch)
-        shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (kind, repr(spec), *shapes)
-        if key not in self._forwards:
-            models, rows, device = [member.model for member in self.members], self.stack.rows, self.stack.device
-            self._forwards[key] = traced_program(models, make_whats(), rows, batch, self.trace_cache, device)
-        return self._forwards[key]
+    def _evaluation(self, kind: str, batch: Any, what: Callable[[Job], Evaluation]) -> Program | None:
+        return self._evaluations.get(kind, batch, what, self.members, self.stack, self.trace_cache)
