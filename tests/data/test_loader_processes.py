@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.data import Pool
 from shoal.data.loader import LoaderSource
+from shoal.errors import OutError
 
 
 def _die_at(turn: int) -> Any:
@@ -56,7 +57,7 @@ def test_a_killed_run_reads_on_from_its_place(tmp_path: Path, workers: int) -> N
 
 def test_another_loader_is_refused(tmp_path: Path) -> None:
     shoal.train(jobs(DataLoader(Noisy(), batch_size=4)), out=tmp_path)
-    with pytest.raises(shoal.OutError, match="data"):
+    with pytest.raises(OutError, match="data"):
         shoal.train(jobs(DataLoader(Noisy(), batch_size=4, shuffle=True)), out=tmp_path)
 
 
@@ -133,7 +134,7 @@ def test_ctrl_c_ends_the_run_and_its_workers(tmp_path: Path) -> None:
         assert process.stdout.readline() == "turn\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     rest, _ = process.communicate(timeout=60)
-    assert rest.splitlines()[-1] == "cancelled cancelled cancelled"
+    assert rest.splitlines()[-1] == "unfinished unfinished unfinished"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
