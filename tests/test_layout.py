@@ -23,8 +23,8 @@ LAYERS = (
     "evaluation", "results", "storage", "engine.tiers.captured", "engine.units", "reporting", "engine.runtime",
     "testing", "reference", "replaying", "settings", "training", "live", "explanation", "user_loop", "tune",
     "tune.studies", "tune.bridges", "jobfile", "split.core", "split.subnets", "split.methods", "split.executors",
-    "split", "split.net", "place", "place.training", "evidence.bench", "evidence.demo", "evidence.reproduce", "evidence",
-    "cli", "__main__",
+    "split", "split.net", "place", "place.training", "evidence.bench", "evidence.demo", "evidence.reproduce",
+    "evidence", "cli", "__main__",
 )  # fmt: skip
 """Packages, and modules beside them: each may import those to its left, in any part of its code."""
 

@@ -230,7 +230,8 @@ def test_a_clone_with_another_rate() -> None:
         assert same(found[name], plain), name
         (_, epochs, steps), rates = then[name], [row["lr"] for row in plain.history]
         others = [row["lr"] for row in clone.history]
-        assert steps == 7 * epochs and others[:epochs] == rates[:epochs] and len(others) == 15, name
+        assert 7 * epochs <= steps < 7 * (epochs + 1), name
+        assert others[:epochs] == rates[:epochs] and len(others) == 15, name
         assert others[epochs:12] == pytest.approx([rate / 10 for rate in rates[epochs:]]), name
         assert clone.job.hparams["lr"] == 0.001 and plain.job.hparams["lr"] == 0.01
         assert not torch.equal(tensors(clone)[0], tensors(plain)[0])

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 import shoal
 from shoal.data import Pool
 from shoal.data.loader import LoaderSource
-from shoal.reference import replay, solo
+from shoal.reference import solo
+from shoal.replaying import replay
 
 X = torch.randn(44, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(44) % 3
