@@ -22,9 +22,9 @@ LAYERS = (
     "engine.tiers", "preparation", "engine.stack", "engine.planning", "engine.proof", "engine.tiers.stacked",
     "evaluation", "results", "storage", "engine.tiers.captured", "engine.units", "reporting", "engine.runtime",
     "testing", "reference", "replaying", "settings", "training", "live", "explanation", "user_loop", "tune",
-    "tune.studies", "tune.bridges", "jobfile", "split.core", "split.subnets", "split.methods", "split.executors", "split",
-    "split.net", "place", "place.training", "evidence.bench", "evidence.demo", "evidence.reproduce", "evidence",
-    "cli", "__main__",
+    "tune.studies", "tune.bridges", "jobfile", "split.core", "split.subnets", "split.methods", "split.executors",
+    "split", "split.net", "place", "place.training", "evidence.bench", "evidence.demo", "evidence.reproduce",
+    "evidence", "cli", "__main__",
 )  # fmt: skip
 """Packages, and modules beside them: each may import those to its left, in any part of its code."""
 
