@@ -143,6 +143,7 @@ val = "data.npz"
 schedule_every = "epoch"
 schedule = { use = "StepLR", step_size = 3 }
 stop = { metric = "mae", patience = 2 }
+average = { use = "EMA", decay = 0.9, every = "epoch" }
 metrics = ["mae", "rmse"]
 """
     (job,) = jobs_of(folder, BASE + text)
@@ -157,6 +158,7 @@ metrics = ["mae", "rmse"]
         4,
     )
     assert job.stop == shoal.EarlyStop("mae", patience=2) and list(job.metrics) == ["mae", "rmse"]
+    assert job.average == shoal.EMA(decay=0.9, every="epoch")
     assert job.schedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])).step_size == 3
     assert job.val is job.data
 

@@ -74,6 +74,10 @@ MIXED = [
     job(13, epochs=2, model=Branching, accumulate=2, optimizer=torch.optim.RAdam),
     job(14, optimizer=torch.optim.LBFGS, hparams={"lr": 0.1}, epochs=1),
     job(15, epochs=4, hparams={"lr": 0.02, "weight_decay": 0.1}),
+    job(16, epochs=4, average=shoal.EMA(decay=0.9)),
+    job(17, epochs=None, steps=13, average=shoal.SWA(every=3)),
+    job(18, precision="fp16", average=shoal.EMA(decay=0.8, use_buffers=True), keep="best"),
+    job(19, model=Branching, average=shoal.EMA(decay=0.5, every=2)),
 ]
 
 
@@ -104,7 +108,10 @@ def assert_same(a: Member, b: Member) -> None:
         b.status, b.error, b.step, b.epoch, b.tier, b.batches,
     ), a.name  # fmt: skip
     ours, theirs = (
-        pytree.tree_leaves([m.model.state_dict(), m.optimizer_state, m.schedule_state, m.scaler_state]) for m in (a, b)
+        pytree.tree_leaves(
+            [m.model.state_dict(), m.optimizer_state, m.schedule_state, m.scaler_state, m.average, m.trained]
+        )
+        for m in (a, b)
     )
     for x, y in zip(ours, theirs, strict=True):
         assert torch.equal(x, y) if isinstance(y, Tensor) else x == y or x is y or (x != x and y != y), a.name

@@ -71,12 +71,13 @@ class Averages:
             return
         first = [not self.rows[place].count for place in due]
         weights = [row.rule.weight(row.count) for row in (self.rows[place] for place in due)]
+        updated = _Update(weights, first, state[0].device)
         for place, value in zip(self.places, self.values, strict=True):
             now = state[place].detach()
             if len(due) < len(self.rows):
-                value[due] = _updated(value[due], now[due], weights, first)
+                value[due] = updated(value[due], now[due])
             else:
-                value.copy_(now if all(first) else _updated(value, now, weights, first))
+                value.copy_(now if all(first) else updated(value, now))
         for place in due:
             self.rows[place].count += 1
 
@@ -106,19 +107,22 @@ class Averages:
         return new
 
 
-def _updated(average: Tensor, now: Tensor, weights: Sequence[float], first: Sequence[bool]) -> Tensor:
+class _Update:
     """`average.lerp(now, weight)` for each row; at a row's first update the weights as they are."""
-    dtype = coefficient_dtype(now.dtype)
-    wide = now if now.is_complex() else now.to(dtype)
-    start = average if now.is_complex() else average.to(dtype)
-    weight = torch.tensor(weights, dtype=torch.float64, device=now.device)
-    small = weight.abs() < 0.5  # nearer to the average: torch.lerp counts from there
-    factor = _column(torch.where(small, weight, weight - 1).to(dtype), now)
-    base = start if bool(small.all()) else torch.where(_column(small, now), start, wide)
-    updated = (base + (wide - start) * factor).to(now.dtype)
-    if any(first):
-        updated = torch.where(_column(torch.tensor(first, device=now.device), now), now, updated)
-    return updated
+
+    def __init__(self, weights: Sequence[float], first: Sequence[bool], device: torch.device) -> None:
+        near = [abs(weight) < 0.5 for weight in weights]  # to the average: torch.lerp counts from there
+        factors = [weight if close else weight - 1 for weight, close in zip(weights, near, strict=True)]
+        self._factor = torch.tensor(factors, dtype=torch.float64, device=device)
+        self._near = None if all(near) else torch.tensor(near, device=device)
+        self._first = torch.tensor(first, device=device) if any(first) else None
+
+    def __call__(self, average: Tensor, now: Tensor) -> Tensor:
+        dtype = coefficient_dtype(now.dtype)
+        wide, start = (now, average) if now.is_complex() else (now.to(dtype), average.to(dtype))
+        base = start if self._near is None else torch.where(_column(self._near, now), start, wide)
+        updated = wide.sub(start).mul_(_column(self._factor.to(dtype), now)).add_(base).to(now.dtype)
+        return updated if self._first is None else torch.where(_column(self._first, now), now, updated)
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
