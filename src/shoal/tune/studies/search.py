@@ -225,8 +225,8 @@ class TrialSearch:
 
     def _note_objectives(self, trial: Trial, member: Member) -> None:
         """Note the values of all metrics, of the weights that a trial keeps."""
-        kept = trial.epochs if trial.kept_epoch is None else trial.kept_epoch
-        row = next((row for row in member.history if row["epoch"] == kept), {})
+        epoch = trial.epochs if trial.kept_epoch is None else trial.kept_epoch
+        row = next((row for row in member.history if row["epoch"] == epoch), {})
         trial.attrs["objectives"] = [float(row.get(name, math.nan)) for name in self._metrics]
 
     def _state(self, trial: Trial, member: Member) -> State:
