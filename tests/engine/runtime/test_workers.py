@@ -246,7 +246,7 @@ def test_large_networks_stay_together_where_threads_do_more(
     planning = PlanningContext(members, timed=False)
     planning._requests = {index: replace(asked, alone=0.1) for index, asked in planning._requests.items()}
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
-    monkeypatch.setattr(sharing, "workers_for", lambda *_: 2)
+    monkeypatch.setattr(sharing, "workers_for", lambda *_, **__: 2)
     monkeypatch.setattr(sharing, "predicted_seconds", lambda *_: 100.0)
     monkeypatch.setattr(sharing, "_at_once", lambda *_: apart)
     monkeypatch.setattr(sharing, "lone_seconds", lambda _: here)
