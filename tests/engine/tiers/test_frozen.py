@@ -176,6 +176,34 @@ def test_statistics_that_a_step_moves_are_each_members_own() -> None:
     assert_as_alone(listed)
 
 
+class Measured(Backbone):
+    """Validation, and no step, writes a buffer that steps read: in place, or another tensor in its place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("level", torch.ones(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x)) * self.level
+        if not self.training and self.in_place:
+            self.level.mul_(0.9).add_(out.mean().detach())
+        elif not self.training:
+            self.level = 0.9 * self.level + out.mean().detach()
+        return out
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_validation_writes_is_each_members_own(in_place: bool) -> None:
+    listed = jobs(lambda _: Measured(in_place), IMAGES, data_seed=5)
+    (alike,) = groups(listed)
+    trace = next(iter(alike.recipes[0].steps.values()))
+    names = [*trace.params, *trace.buffers]
+    shared = {names[place] for place in alike.recipes[0].shared}
+    assert "features.0.weight" in shared and "level" not in shared
+    assert_as_alone(listed)
+
+
 def test_members_leave_and_stay_as_alone() -> None:
     listed = jobs(lambda _: Backbone(), IMAGES, data_seed=5)
     ends = [1, 3, 2, 4]

@@ -60,7 +60,7 @@ def _share_frozen(recipes: list[Recipe], trace_cache: TraceCache) -> None:
     for recipe in recipes:
         alike.setdefault(recipe.key, []).append(recipe)
     for same_key in alike.values():
-        share(same_key, trace_cache.frozen)
+        share(same_key, trace_cache)
 
 
 def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:

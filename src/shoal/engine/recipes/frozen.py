@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shoal.engine.members.member import Member
+from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import Trace, origin
 
 if TYPE_CHECKING:
-    from shoal.engine.recipes.recipe import Recipe
+    from shoal.engine.recipes.recipe import Recipe, TraceCache
 
 aten = torch.ops.aten
 _WRITERS = {
@@ -45,22 +47,23 @@ class FrozenWeights:
         return known[-1][0]
 
 
-def share(recipes: Sequence[Recipe], frozen: FrozenWeights) -> None:
+def share(recipes: Sequence[Recipe], trace_cache: TraceCache) -> None:
     """Let those of these recipes (of one key) that have the same frozen weights share them.
 
     Where all members have their own (random layers that are not trained, say), they stay one stack, each with its own.
     """
-    places = frozen_places(recipes[0])
+    places = frozen_places(recipes[0], trace_cache)
     if not places:
         return
-    numbers = [frozen.number(recipe, places) for recipe in recipes]
+    numbers = [trace_cache.frozen.number(recipe, places) for recipe in recipes]
     for recipe, number in zip(recipes, numbers, strict=True):
         if len(recipes) == 1 or numbers.count(number) > 1:
             recipe.share(places, number)
 
 
-def frozen_places(recipe: Recipe) -> tuple[int, ...]:
-    """Of parameters, then buffers: those that are not trained, that a step reads and none writes."""
+def frozen_places(recipe: Recipe, trace_cache: TraceCache) -> tuple[int, ...]:
+    """Of parameters, then buffers: those that are not trained, that a step reads and that neither a step nor a
+    validation writes."""
     if recipe.optimizer.flags is None:  # the user's own class runs on the members' rows, and may write to any of them
         return ()
     first = next(iter(recipe.steps.values()))
@@ -69,11 +72,23 @@ def frozen_places(recipe: Recipe) -> tuple[int, ...]:
     written = set().union(*(_written(trace) for trace in recipe.steps.values()))
     owned = enumerate(first.nodes[: len(first.params) + len(first.buffers)])
     read = {place for place, node in owned if any(user.op != "output" for user in node.users)}
-    return tuple(sorted(read - trained - written))
+    places = read - trained - written
+    return tuple(sorted(places - _written_in_validation(recipe.member, first, trace_cache))) if places else ()
+
+
+def _written_in_validation(member: Member, step: Trace, trace_cache: TraceCache) -> set[int]:
+    """The places of the step's parameters and buffers that validation writes to; all of them where it has no graph."""
+    names = [*step.params, *step.buffers]
+    try:
+        traces = trace_cache.validations(member)
+    except Untraceable:
+        return set(range(len(names)))
+    written = {[*trace.params, *trace.buffers][place] for trace in traces for place in _written(trace)}
+    return {place for place, name in enumerate(names) if name in written}
 
 
 def _written(trace: Trace) -> set[int]:
-    """The parameters and buffers that a step writes to, or gives back otherwise than they were."""
+    """The parameters and buffers that a graph writes to, or gives back otherwise than they were."""
     owned = len(trace.params) + len(trace.buffers)
     place = {node: index for index, node in enumerate(trace.nodes[:owned])}
     written: set[int] = set()

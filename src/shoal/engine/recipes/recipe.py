@@ -235,6 +235,18 @@ class TraceCache:
             model, what.function, what.call, batch, precision=what.precision, evaluating=True, twice=twice
         )
 
+    def validations(self, member: Member) -> list[Trace]:
+        """The member's validation on a batch of each size that it has; none where it has no validation data."""
+        if member.val is None:
+            return []
+        what, full = Evaluation.validation(member.job, bool(member.job.metrics)), member.job.batch_size
+        sizes = sorted({min(full, len(member.val)), len(member.val) % full} - {0}, reverse=True)
+        try:
+            batches = [member.val.take(0, rows) for rows in sizes]
+        except Exception as error:
+            raise Untraceable(f"its validation data cannot be read ({describe(error)})") from error
+        return [self.evaluation(member.model, what, batch) for batch in batches]
+
     def forget(self, model: nn.Module) -> None:
         """Python state that this model's step reads has changed: what was recorded of it holds no longer."""
         look = self._prints.pop(model, None)
