@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.engine.equality import assert_as_alone, assert_close, assert_same_bits, distance, numbers, train, whole
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
 from shoal.engine.planning.liveness import average_bytes, stacked_step
@@ -337,3 +338,21 @@ def test_what_no_average_can_be(make: Any, words: str) -> None:
 def test_a_split_and_a_placed_training_refuse_it() -> None:
     with pytest.raises(shoal.JobError, match=r"average is set.*leave it out under a split"):
         shoal.split.local_sgd(job(0, shoal.EMA()), workers=2)
+
+
+class Endless(IterableDataset[Any]):
+    """A stream that does not say how long it is."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(X, Y, strict=True))
+
+
+def test_averages_over_a_data_loader() -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    rules = (shoal.SWA(start_epoch=1), shoal.EMA(decay=0.7, every="epoch"), shoal.EMA(decay=0.5, every=2))
+    jobs = [job(seed, rule, data=loader, data_seed=3) for seed, rule in enumerate(rules)]
+    assert_as_alone(jobs)
+    stream = DataLoader(Endless(), batch_size=4)
+    with pytest.raises(shoal.JobError, match=r"counts epochs, and the loader does not say how many batches"):
+        shoal.train([job(0, shoal.SWA(), data=stream)], device="cpu")
+    assert_as_alone([job(0, shoal.SWA(every=3), data=stream), job(1, shoal.EMA(), data=stream)])
