@@ -2,6 +2,7 @@
 of the training.
 
     python benchmarks/dataloader.py                                   # 32 MLPs, 2 workers, on a CPU
+    python benchmarks/dataloader.py --wait 0.5                        # workers that wait, and leave the cores to training
     python benchmarks/dataloader.py --device cuda --workers 8 --image 32 --batch-size 128
     python benchmarks/dataloader.py --out benchmarks/results/dataloader-cpu.json
 
@@ -31,19 +32,22 @@ from shoal.environment import environment
 
 
 class Augmented(Dataset[Any]):
-    """Images that are flipped and shifted at random; `work`: how often noise is added, to make it cost more."""
+    """Images that are flipped and shifted at random; `work`: how often noise is added, to make it cost more; `wait`:
+    seconds that reading one waits, as for a disk."""
 
-    def __init__(self, rows: int, side: int, work: int) -> None:
+    def __init__(self, rows: int, side: int, work: int, wait: float) -> None:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.rand(rows, 3, side, side, generator=generator)
         self.y = torch.randint(10, (rows,), generator=generator)
-        self.work = work
+        self.work, self.wait = work, wait
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
         x = self.x[row]
+        if self.wait:
+            time.sleep(self.wait)
         if torch.rand(()) < 0.5:
             x = x.flip(-1)
         x = x.roll(int(torch.randint(-2, 3, ())), -1)
@@ -62,13 +66,14 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=8, help="pixels on a side")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--work", type=int, default=1, help="additions of noise to each image")
+    parser.add_argument("--wait", type=float, default=0.0, help="milliseconds for each image, with the core free")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loop", action="store_true", help="time the plain loop too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     pixels = 3 * given.image**2
-    dataset = Augmented(given.batches * given.batch_size, given.image, given.work)
+    dataset = Augmented(given.batches * given.batch_size, given.image, given.work, given.wait / 1e3)
     pin = given.device.startswith("cuda")
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=given.batch_size, shuffle=True, num_workers=given.workers, pin_memory=pin

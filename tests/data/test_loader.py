@@ -86,8 +86,10 @@ def assert_equal(results: shoal.Results, tolerance: float = TOLERANCE) -> None:
         assert not apart, apart
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "deterministic"),
+    [(0, False), (2, True), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((0, True), (2, False)))],
+)
 def test_stacked_jobs_read_what_the_reference_reads(workers: int, deterministic: bool) -> None:
     loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
     val = DataLoader(Noisy(20), batch_size=6, shuffle=True)

@@ -41,7 +41,7 @@ def _train(folder: Path, die_at: int = 0, workers: int = 0, **more: Any) -> shoa
     return shoal.train(jobs(loader, **settings), out=folder, deterministic=True, checkpoint_every=1e-4, events=events)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_run_reads_on_from_its_place(tmp_path: Path, workers: int) -> None:
     fork = multiprocessing.get_context("fork")
     for turn in (3, 2):

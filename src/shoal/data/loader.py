@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ MOST_BYTES = 256 << 20
 """Validation batches up to so many bytes are read once and held."""
 
 
-_NUMBERS: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
-_next_number = count()
+_numbers = count()
 
 
 class LoaderSource(Source):
@@ -45,8 +43,8 @@ class LoaderSource(Source):
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, what: str = "") -> None:
         self.device, self.length = device, _length(loader)
-        self.number = _NUMBERS.setdefault(loader, next(_next_number))
-        """Of the loader: sources of one loader have the same batches."""
+        self.number = next(_numbers)
+        """Different for each source of a process."""
         self.loader = Loader(loader, device, what or f"the DataLoader over {type(loader.dataset).__name__}")
         self.note = f"{self.loader.what} is read as training goes"
         self._readings: list[Reading] = []

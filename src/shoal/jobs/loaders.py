@@ -35,8 +35,8 @@ def loader_problems(job: Job) -> list[str]:
         if isinstance(getattr(job, which), Iterator):
             kind = type(getattr(job, which)).__name__
             lines.append(
-                f"{which} is a {kind}, which can be read once; pass a DataLoader, or an IterableDataset whose __iter__ "
-                "makes a new one each epoch"
+                f"{which} is a {kind}, which can be read once; pass a map-style Dataset, a DataLoader, or an "
+                "IterableDataset whose __iter__ makes a new one each epoch"
             )
     if not isinstance(job.data, DataLoader):
         return lines

@@ -42,6 +42,7 @@ JOBS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seats", "policy"), [(3, RoundRobin(slice_seconds=1e-3)), (4, None), (9, None)])
 def test_places_taken_away_and_given_back(seats: int, policy: RoundRobin | None) -> None:
     for ours, own in zip(run_jobs(JOBS, seats, policy), JOBS, strict=True):

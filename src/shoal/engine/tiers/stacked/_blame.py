@@ -72,14 +72,13 @@ def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
     """What the next batch of these members raises, read, forward and backward; nothing has changed afterwards."""
     rows = [*slots, *[slots[-1]] * (LEAST - len(slots))]
     try:
-        if unit.loaded is not None:
-            size, batch = unit.loaded
-            batches = [batch] * len(rows)
+        if unit.loaded.kind:
+            size, batches = unit.loaded.kind, [unit.loaded.leaves] * len(rows)
         else:
             batches = [_batch(unit.members[slot], unit.stack.recipes[slot]) for slot in rows]
             size = len(batches[0][0])
         leaves = [torch.stack(column) for column in zip(*batches, strict=True)]
-        traces = [unit.stack.recipes[slot].steps[size] for slot in rows]
+        traces = unit.loaded.traces(unit.stack, size, rows)
         program = unit.trace_cache.program(traces, [True] * len(leaves), unit.stack.device)
         state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
         noise = unit.draw(program, rows, [generator_at(unit._generators[slot].get_state()) for slot in rows])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,11 +15,33 @@ from shoal.engine.proof.cases import Disproved
 from shoal.engine.proof.prove import prove_training
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack.batches import Feed
+from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.stacked._blame import check_shapes
 from shoal.engine.tracing.patches import Untraceable
+from shoal.engine.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from shoal.engine.tiers.stacked.unit import StackedUnit
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a unit knows of a DataLoader's batches."""
+
+    kind: int = 0
+    """The number of the last batch's kind; 0: none was read."""
+    leaves: list[Tensor] = field(default_factory=list)
+    """The last batch."""
+    sizes: list[int] = field(default_factory=list)
+    """The rows of this turn's batches."""
+    learned: dict[int, list[Trace]] = field(default_factory=dict)
+    """By kind: the members' steps on batches that are not like the first, slot by slot."""
+
+    def traces(self, stack: Stack, size: int, slots: Sequence[int]) -> list[Trace]:
+        """The steps of these slots on batches of a size, or of the kind of this number."""
+        if size in self.learned:
+            return [self.learned[size][slot] for slot in slots]
+        return [stack.recipes[slot].steps[size] for slot in slots]
 
 
 def next_batch(unit: StackedUnit, feed: Feed, index: int) -> tuple[int, list[Tensor]]:
@@ -38,32 +62,30 @@ def next_batch(unit: StackedUnit, feed: Feed, index: int) -> tuple[int, list[Ten
 
 def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
     """A DataLoader's batch; the number of its kind is its size."""
-    unit.loaded = None
+    loaded = unit.loaded
+    loaded.kind = 0
     batch = feed.whole()
     kind = feed.kind(batch)
     if not kind:
         raise Untraceable(f"its batches have more than {MOST_KINDS} different shapes")
-    if any(kind not in recipe.steps for recipe in unit.stack.recipes):
-        _learn(unit, kind, batch)
-    leaves: list[Tensor] = pytree.tree_leaves(batch)
-    unit.loaded = kind, leaves
-    unit.sizes.append(batch_rows(batch))
-    return kind, leaves
+    if kind not in unit.stack.recipes[0].steps and kind not in loaded.learned:
+        loaded.learned[kind] = _learn(unit, kind, batch)
+    loaded.kind, loaded.leaves = kind, pytree.tree_leaves(batch)
+    loaded.sizes.append(batch_rows(batch))
+    return kind, loaded.leaves
 
 
-def _learn(unit: StackedUnit, kind: int, batch: Any) -> None:
-    cache, learned = unit.trace_cache, list[Recipe]()
-    for recipe in unit.stack.recipes:
+def _learn(unit: StackedUnit, kind: int, batch: Any) -> list[Trace]:
+    """The members' steps on such a batch, once they are proven."""
+    cache, stack = unit.trace_cache, unit.stack
+    learned: list[Recipe] = []
+    for recipe in stack.recipes:
         learned.append(Recipe(recipe.member, {kind: cache.step_on(recipe.member, batch)}, recipe.optimizer))
         learned[-1].shared = recipe.shared
-    cache.program(
-        [learned[row].steps[kind] for row in unit.stack.rows],
-        [False] * len(pytree.tree_leaves(batch)),
-        unit.stack.device,
-        unit.stack.shared,
-    )
+    traces = [recipe.steps[kind] for recipe in learned]
+    flags = [False] * traces[0].batch_spec.num_leaves
+    cache.program([traces[slot] for slot in stack.rows], flags, stack.device, stack.shared)
     unit.write_back()
     for reason in prove_training(learned, cache).values():
         raise Disproved(reason)
-    for recipe, new in zip(unit.stack.recipes, learned, strict=True):
-        recipe.steps[kind] = new.steps[kind]
+    return traces

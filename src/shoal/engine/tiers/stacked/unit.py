@@ -24,7 +24,7 @@ from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
 from shoal.engine.tiers.stacked._blame import added, culprits, gradients, row_of, undraw
 from shoal.engine.tiers.stacked._evaluations import EvaluationPrograms
-from shoal.engine.tiers.stacked._next_batch import next_batch
+from shoal.engine.tiers.stacked._next_batch import Loaded, next_batch
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
 from shoal.errors import ReadError
@@ -56,9 +56,8 @@ class StackedUnit(Unit):
         self.members: list[Member] = self.stack.members
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
-        self.sizes: list[int] = []
-        self.loaded: tuple[int, list[Tensor]] | None = None
-        """Of a DataLoader: the rows of this turn's batches; the kind of the last, and its leaves."""
+        self.loaded = Loaded()
+        """What is known of a DataLoader's batches."""
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
@@ -88,7 +87,7 @@ class StackedUnit(Unit):
             return
         self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
-        self._losses, self._logs, self._drawn, self.sizes = [], [], [], []
+        self._losses, self._logs, self._drawn, self.loaded.sizes = [], [], [], []
         before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
@@ -174,11 +173,11 @@ class StackedUnit(Unit):
             counted = done - (slot in self._undone or slot in self._aside)
             member.batches -= done - counted
             member.losses += losses[slot][:counted]
-            member.rows += self.sizes[:counted]
+            member.rows += self.loaded.sizes[:counted]
             member.place += counted
             if names or member.logs:
                 member.log(counted, {name: values[slot][:counted] for name, values in logs.items()})
-        self._losses, self._logs, self.sizes = [], [], []
+        self._losses, self._logs, self.loaded.sizes = [], [], []
 
     @property
     def at_step_boundary(self) -> bool:
@@ -194,7 +193,7 @@ class StackedUnit(Unit):
 
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
         """The step on batches of so many rows."""
-        traces = [self.stack.recipes[r].steps[rows] for r in self.stack.rows]
+        traces = self.loaded.traces(self.stack, rows, self.stack.rows)
         return self.trace_cache.program(traces, stacked_batch, self.stack.device, self.stack.shared)
 
     def _batch(self, feed: Feed, index: int) -> None:
