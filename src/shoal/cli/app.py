@@ -21,7 +21,7 @@ COMMANDS = {
     "export": "Write the trained weights of a run folder's job to a file.",
     "tune": "Search for the best settings of a training, many trials in one run.",
     "split": "Train one network as many parts, here or over slow links.",
-    "place": "Say which layers of a network to compute where, and what a step would cost.",
+    "place": "Say which layers of a network the workers compute and which the server, and what a step would cost.",
     "bench": "Measure Shoal against other ways to train many networks.",
     "reproduce": "Run the comparisons of published work beside ours.",
 }

@@ -319,7 +319,7 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     """The progress that suits where we are; `wanted` None: only where a person is likely to look at it."""
     if wanted not in (True, False, None):
         raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
-    notebook, terminal = "ipykernel" in sys.modules, sys.stderr.isatty() or sys.stdout.isatty()
+    notebook, terminal = "ipykernel" in sys.modules, _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
     if wanted is False or (wanted is None and not (notebook or terminal)):
         return Progress()
     try:
@@ -330,3 +330,11 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     except ImportError:
         pass
     return Lines(members, view)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a person looks at it. A program without a console has no streams, and others put their own there."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

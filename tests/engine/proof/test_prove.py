@@ -195,7 +195,7 @@ def _on_copies(op: Any) -> Any:
 
 def test_lost_writes_are_found_in_the_models_own_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake quantisation has no float64, so that it is proven in float32."""
-    pack = jobs(model=Quantised, data=(X.float(), Y.float()))
+    pack = jobs(model=Quantised, data=(X.float(), Y.float()), optimizer=torch.optim.SGD)
     assert reason(pack)
     written = [name for name in dir(_registry) if "write" in name]
     assert written, "what refuses operators that write aside has another name now"
