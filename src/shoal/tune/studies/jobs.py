@@ -123,9 +123,8 @@ def _optimizer_settings(job: Job) -> Any:
 def _rest(job: Job) -> dict[str, Any]:
     """A job's other settings that can be compared: numbers and words."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    plain = {
-        name: value for name, value in fields.items() if isinstance(value, int | float | str | type | EMA | SWA | None)
-    }
+    kinds = int | float | str | type | EMA | SWA | None
+    plain = {name: value for name, value in fields.items() if isinstance(value, kinds)}
     return {name: value for name, value in plain.items() if name != "clip_norm"}
 
 
