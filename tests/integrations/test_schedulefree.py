@@ -160,6 +160,26 @@ def test_a_callback_sees_the_weights_of_eval_mode() -> None:
     assert torch.equal(seen[-1], next(result.model.parameters()))
 
 
+@pytest.mark.parametrize("kind", [net, Branch])
+def test_in_a_loop_of_ones_own(kind: Any) -> None:
+    models = [kind() for _ in range(3)]
+    pack = shoal.Pack(models, optimizer=schedulefree.SGDScheduleFree, hparams={"lr": 0.5}, loss=F.cross_entropy)
+    optimizers = [schedulefree.SGDScheduleFree(model.parameters(), lr=0.5) for model in models]
+    for rows in torch.arange(20).split(5):
+        pack.step(X[rows], Y[rows])
+        pack.eval(X)  # changes nothing
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.train()
+            optimizer.zero_grad()
+            F.cross_entropy(model(X[rows]), Y[rows]).backward()
+            optimizer.step()
+    for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for a, b in zip(pack.member(place).parameters(), model.parameters(), strict=True):
+            assert distance(a, b) < 1e-9, "in train mode"
+        optimizer.eval()
+        assert distance(pack.eval(X)[place], model.eval()(X)) < 1e-9
+
+
 def test_what_does_not_go_with_it() -> None:
     with pytest.raises(shoal.JobError, match="AdamWScheduleFree averages the weights itself; leave average= out"):
         shoal.train([job("a", average=shoal.EMA())], device="cpu")

@@ -40,6 +40,21 @@ def test_optimizers_that_evaluate_the_loss() -> None:
         shoal.train([job], placement=placement_of(job, 3, workers=1))
 
 
+class Modes(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_averages_and_modes_of_optimizers() -> None:
+    job = job_of(mlp, rows(12), average=shoal.EMA(), steps=2)
+    with pytest.raises(ValueError, match="average is set, and a placed training averages no weights"):
+        shoal.train([job], placement=placement_of(job, 3, workers=1))
+    job = job_of(mlp, rows(12), optimizer=Modes, hparams={"lr": 0.1})
+    with pytest.raises(ValueError, match="Modes has a train and an eval mode, which placing does not know"):
+        shoal.train([job], placement=placement_of(job, 3, workers=1))
+
+
 def test_a_scaler_with_gradients_among_workers() -> None:
     job = job_of(mlp, rows(12), precision="fp16")
     with pytest.raises(ValueError, match="precision is 'fp16'"):

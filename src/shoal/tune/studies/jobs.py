@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.errors import OutError, TuneError, describe
+from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.job import Job, default_epochs
 from shoal.tune.distributions import from_optuna
 from shoal.tune.samplers import DrawnSuggestions, RandomSampler, Sampler
@@ -128,7 +129,8 @@ def _optimizer_settings(job: Job) -> Any:
 def _rest(job: Job) -> dict[str, Any]:
     """A job's other settings that can be compared: numbers and words."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    plain = {name: value for name, value in fields.items() if isinstance(value, int | float | str | type | None)}
+    kinds = int | float | str | type | EMA | SWA | None
+    plain = {name: value for name, value in fields.items() if isinstance(value, kinds)}
     return {name: value for name, value in plain.items() if name != "clip_norm"}
 
 
