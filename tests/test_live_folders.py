@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.test_live import LONG, job, ordered, same, trained
 
 import shoal
 from shoal.errors import OutError
-from tests.test_live import LONG, job, ordered, same, trained
 
 
 def test_added_jobs_and_clones_are_in_the_folder(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any])
     member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
     member.saved_state.begin(member.job, member.model)
     assert source.saved_state.job is not None and member.saved_state.job is not None
-    kept = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
-    held = {name: copies.known(source.saved_state.job.at((name,))) for name in kept}
+    carried = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
+    held = {name: copies.known(source.saved_state.job.at((name,))) for name in carried}
     member.saved_state.stand_ins = {name: value for name, value in held.items() if value is not None}
     for value in copies.shared:
         member.saved_state.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
