@@ -359,20 +359,6 @@ def test_progress_knows_newcomers(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "2/2 ended" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_folder_is_of_the_jobs_of_the_start(tmp_path: Path) -> None:
-    jobs = [job("a"), job("b", seed=1, epochs=LONG), job("c", seed=2, epochs=LONG)]
-    out, orders = tmp_path / "run", [lambda run: run.add(job("d", seed=3)), lambda run: run.clone("a", "e")]
-    ends = [lambda run: run.stop("b"), lambda run: run.cancel("c")]
-    _, found = ordered(jobs, 3, *orders, *ends, out=out, checkpoint_every="0.01s")
-    assert [r.status for r in found.values()] == ["done", "stopped", "cancelled", "done", "done"]
-    for folder in ("members", "history", "weights"):
-        assert sorted(path.stem for path in (out / folder).iterdir()) == ["0000", "0001", "0002"]
-    again = shoal.start(jobs, device="cpu", out=out)
-    results = again.wait(60)
-    assert [r.status for r in results] == ["done", "stopped", "cancelled"], "they had ended, and have"
-    assert all(same(r, found[r.name]) for r in results)
-
-
 def test_a_resumed_run_takes_orders(tmp_path: Path) -> None:
     """Members that ended before the kill keep their places and names."""
     jobs, out = [job("a", epochs=30), job("b", seed=1, epochs=2), job("c", seed=2, epochs=3)], tmp_path / "run"

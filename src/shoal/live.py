@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from shoal.engine.members.member import Member
-from shoal.engine.runtime.clones import clone_of, new_member, warm
+from shoal.engine.runtime.clones import add_to, clone_of, new_member, warm
 from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.run import Run
 from shoal.environment import environment
@@ -232,7 +232,7 @@ class LiveRun:
             member = new_member(run, job)
             if source is not None:
                 warm(member, run.written(source))
-            run.add(member)
+            add_to(run, member)
 
         self._order(f"add({job.name!r})", add)
 
@@ -244,7 +244,7 @@ class LiveRun:
         is where it would be by now; another optimizer has a fresh state; with other data the epoch begins again. Its
         length counts from the first job's beginning.
         """
-        command = lambda run: run.add(clone_of(run, named(run.all_members, name), new_name, changes))  # noqa: E731
+        command = lambda run: add_to(run, clone_of(run, named(run.all_members, name), new_name, changes))  # noqa: E731
         self._order(f"clone({name!r}, {new_name!r})", command)
 
     def _order(self, what: str, command: Callable[[Run], Any]) -> Any:

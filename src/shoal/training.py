@@ -163,7 +163,7 @@ def carry_out(
             statuses = dict(Counter(result.status for result in results))
             tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
-            folder.finish(results if search is not None else results[: len(jobs)])  # not those that a live run added
+            folder.finish(results)
         if interrupted is not None:
             raise interrupted
         return results

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.engine.python_state.user_code import PYTHON
 from shoal.storage._describer import CODE as FUNCTION
 from shoal.storage._initial_weights import compare_weights
-from shoal.storage.jobtable import CODE, KEY, WEIGHTS, JobTable
+from shoal.storage.jobtable import ADDED, CODE, KEY, WEIGHTS, JobTable
 
 _OWN = frozenset({"bytecode", PYTHON, "shoal"})
 
@@ -34,19 +34,27 @@ class Differences:
 
 
 def compare(
-    held: JobTable, here: JobTable, *, grows: bool = False, extends: bool = False, changed: Collection[str] = ()
+    held: JobTable,
+    here: JobTable,
+    *,
+    grows: bool = False,
+    extends: bool = False,
+    part: bool = False,
+    changed: Collection[str] = (),
 ) -> Differences:
     """Compare the jobs of a folder with these.
 
     `grows`: the last of these may be missing in the folder. `extends`: any of these may be missing in the folder, or
-    have more epochs or steps than there, in any order. `changed`: names of jobs that are not compared.
+    have more epochs or steps than there, in any order. `part`: these are not all. `changed`: names of jobs that are not
+    compared.
     """
     seen = Differences()
     old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
     seen.added = [name for name in new if name not in old]
     seen.lines += [f"job {name!r} is not in it" for name in seen.added if not (grows or extends)]
     list_all = " and the list does not: give all of its jobs, and the new ones" if extends and seen.added else ""
-    seen.lines += [f"it has job {name!r}{list_all}" for name in old if name not in new]
+    missing = [name for name, job in old.items() if name not in new and not (part or job.get(ADDED))]
+    seen.lines += [f"it has job {name!r}{list_all}" for name in missing]
     for name in (name for name in new if name in old and name not in changed):
         if extends:
             seen.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
@@ -71,7 +79,7 @@ def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], seen: Differences) -> None:
     name = new["name"]
-    fields = [key for key in {**new, **old} if key not in (CODE, WEIGHTS, KEY)]
+    fields = [key for key in {**new, **old} if key not in (ADDED, CODE, WEIGHTS, KEY)]
     longer = seen.longer.get(name, {})
     other = [key for key in fields if _text(old.get(key)) != _text(new.get(key)) and key not in longer]
     for key in other:

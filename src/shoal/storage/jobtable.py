@@ -32,6 +32,8 @@ PLAIN = (
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
 """Fields of a job's entry that name a part."""
+ADDED = "added"
+"""Field of the entry of a job that was added while a run was under way."""
 KEY = "key"
 """Field of an entry that was changed since its first checkpoints were written: what they call the job."""
 

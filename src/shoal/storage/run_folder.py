@@ -31,7 +31,7 @@ from shoal.storage._histories import Histories, from_text
 from shoal.storage._initial_weights import compare_weights, describe_weights
 from shoal.storage._jobdiff import compare, extension, remarks
 from shoal.storage._result_files import VERSION, read_file, write_results
-from shoal.storage.jobtable import CODE, WEIGHTS, JobTable, describe_functions, without_network
+from shoal.storage.jobtable import ADDED, CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lock import Lock
 from shoal.storage.lost_state import in_words, lost_state
 from shoal.utils.tables import say
@@ -166,11 +166,35 @@ class RunFolder:
 
     def add(self, members: Sequence[Member]) -> None:
         """Write down jobs that come later than the first ones, before their first step."""
-        assert self.grows
+        self._write_down(members, JobTable.of(members, names_only=self.passing))
+
+    def _write_down(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
         try:
-            self._add(members, JobTable.of(members, names_only=self.passing))
+            self._add(members, table, changed=changed)
         except OSError as error:
             raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
+
+    def place_of(self, name: str) -> int:
+        """The place that a job of this name has, or will have."""
+        names = [job["name"] for job in self._table.jobs]
+        return names.index(name) if name in names else len(names)
+
+    def has_state(self, name: str) -> bool:
+        return bool(self._checkpoints.of(self.place_of(name)))
+
+    def join(self, member: Member) -> bool:
+        """Write down a job that is added to a live run or, where the folder has it, put it where it was; whether that.
+        Its settings are compared, its code and weights are not: a clone has them from another job."""
+        table = JobTable.of([member], {ADDED: True}, names_only=True)
+        seen = compare(self._table, table, extends=True, part=True)
+        if seen.lines:
+            raise OutError(f"out={str(self.path)!r}: {'; '.join(seen.lines)}; add it as it was, or under another name")
+        self._table.lengthen(seen.longer)
+        self._write_down([member], table, changed=bool(seen.longer))
+        self.reopen()
+        if not (restored := self.restore(member)):
+            self.save_many([member])  # a clone's beginning is not to be had again
+        return restored
 
     def _add(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
         if self._table.extend(table) or changed:

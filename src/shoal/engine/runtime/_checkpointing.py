@@ -32,6 +32,10 @@ class Checkpointing:
             self._folder.add(members)
             self._known |= {member.index for member in members}
 
+    def know(self, member: Member) -> None:
+        """It came while the run was under way, and the folder has it."""
+        self._known.add(member.index)
+
     def note(self, member: Member) -> None:
         """It has left its unit, written back, and is saved at the next opportunity."""
         self._left.append(member)

@@ -26,6 +26,7 @@ from shoal.jobs.averaging import counts_epochs
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
+from shoal.storage.lost_state import watch_state
 
 if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
@@ -42,13 +43,30 @@ WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
 
 def new_member(run: Run, job: Job, instead: Member | None = None) -> Member:
     """A member for a job that was not in the run's list; `instead`: with the place of another one."""
-    index = 1 + max(member.index for member in run.all_members) if instead is None else instead.index
+    index = 1 + max(member.index for member in run.all_members)
+    if instead is not None:
+        index = instead.index
+    elif run.folder is not None:
+        index = run.folder.place_of(job.name)
     named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
     if any(member.name == named.name for member in run.all_members if member is not instead):
         raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
     member = prepare([named], run.planning.device)[0]
     member.index = index
     return member
+
+
+def add_to(run: Run, member: Member) -> None:
+    """Add a member to a live run and its folder; where the folder has it from an earlier run, it continues there."""
+    if run.folder is not None:
+        run.folder.join(member)
+        run.checkpointing.know(member)
+    if member.status == "running":
+        run.add(member)
+        watch_state([member], run.planning.recipes)
+    else:  # it ended there
+        run.all_members.append(member)
+        run.tell_leave(member)
 
 
 def warm(member: Member, source: Member) -> None:
@@ -71,13 +89,20 @@ def clone_of(
 
     `instead`: it gets the place of this one, by `run.replace`.
     """
-    _check(source, changes)
+    fields = changes.keys() - set(CHANGEABLE)
+    again = run.folder is not None and instead is None and not fields and run.folder.has_state(name)
+    if not again:
+        _check(source, changes)
     given = {field: value for field, value in changes.items() if not _is(getattr(source.job, field), value)}
     job = dataclasses.replace(source.job, name=name, **{**given, "hparams": _hparams(source.job, given)})
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
         member = new_member(run, job, instead)
     member.data = member.data if given.keys() & {"data", "collate"} else source.data
     member.val = member.val if given.keys() & {"val", "collate"} else source.val
+    if again:  # it began in an earlier run, and its state is in the folder
+        if source.saved_state.job is not None:
+            _apart(member, source, None, given)
+        return member
     state = copy.deepcopy(run.written(source).state())
     _check_driver(source, state["python"], given)
     if source.saved_state.job is not None:
@@ -140,8 +165,8 @@ def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any])
     member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
     member.saved_state.begin(member.job, member.model)
     assert source.saved_state.job is not None and member.saved_state.job is not None
-    unchanged = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
-    held = {name: copies.known(source.saved_state.job.at((name,))) for name in unchanged}
+    carried = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
+    held = {name: copies.known(source.saved_state.job.at((name,))) for name in carried}
     member.saved_state.stand_ins = {name: value for name, value in held.items() if value is not None}
     for value in copies.shared:
         member.saved_state.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"

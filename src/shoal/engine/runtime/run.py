@@ -157,7 +157,7 @@ class Run(UnitListener):
         """End a member that never got a place. It is not saved as failed: with more memory a resume trains it."""
         member.status = "failed"
         self._queue.remove(member.index)
-        self._tell_leave(member)
+        self.tell_leave(member)
 
     def _place(self, members: list[Member]) -> None:
         """Put members into units: beside others that do the same, or new ones."""
@@ -302,15 +302,15 @@ class Run(UnitListener):
             self._ended(member)
             self._queue.remove(member.index)
         else:
-            self._tell_leave(member)
+            self.tell_leave(member)
         return ending
 
     def _ended(self, member: Member) -> None:
         self._changed = True
         self.checkpointing.note(member)
-        self._tell_leave(member)
+        self.tell_leave(member)
 
-    def _tell_leave(self, member: Member) -> None:
+    def tell_leave(self, member: Member) -> None:
         self._tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
 
     def save(self, *, now: bool = False) -> None:
