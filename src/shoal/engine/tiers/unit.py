@@ -164,10 +164,11 @@ class Unlike(list[Any]):
 
 
 def member_output(outputs: Any, place: int) -> Any:
-    """One member's output out of what `Unit.outputs` gave."""
+    """One member's output out of what `Unit.outputs` gave; a None in it, such as an output that no metric asks for, is
+    every member's."""
     if isinstance(outputs, Unlike):
         return outputs[place]
-    return pytree.tree_map(lambda leaf: leaf[place], outputs)
+    return pytree.tree_map(lambda leaf: None if leaf is None else leaf[place], outputs)
 
 
 class Alone(Exception):
