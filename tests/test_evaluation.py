@@ -113,6 +113,12 @@ def test_other_metrics_losses_and_forms_of_data(results: shoal.Results) -> None:
     assert list(some.evaluate(TEST).to_dataframe()["name"]) == ["0", "1", "2", "3"]
 
 
+def test_without_metrics(results: shoal.Results) -> None:
+    scores = results[:4].evaluate(TEST, metrics={}, batch_size=10)
+    for result in results[:4]:
+        assert scores[result.name] == pytest.approx({"loss": by_hand(result, 10)["loss"]}, rel=1e-9)
+
+
 def test_networks_of_a_folder(results: shoal.Results, folder: Path) -> None:
     loaded = shoal.load(folder, model=net)[:4]
     with pytest.raises(ValueError, match="was read from a folder, which holds no code; pass metrics= or loss="):

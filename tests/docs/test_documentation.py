@@ -110,7 +110,7 @@ def test_every_option_is_documented(name: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
@@ -138,9 +138,16 @@ PRIVATE_WORDS = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"], ids=lambda p: p.name)
 def test_the_words_are_plain(page: Path) -> None:
     assert not sorted({word.lower() for word in PRIVATE_WORDS.findall(page.read_text())})
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
+def test_lists_begin_after_a_blank_line(page: Path) -> None:
+    """GitHub shows a list without one; the site makes it part of the paragraph."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r"^(?![-*#|\s]|\d+\. ).+\n(?:[-*]|\d+\.) .*", text, re.M) == []
 
 
 def navigation() -> list[str]:

@@ -177,7 +177,8 @@ class Unlike(list[Any]):
 
 
 def member_output(outputs: Any, place: int) -> Any:
-    """One member's output out of what `Unit.outputs` gave."""
+    """One member's output out of what `Unit.outputs` gave; a None in it, such as an output that no metric asks for, is
+    every member's."""
     if isinstance(outputs, Unlike):
         return outputs[place]
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[place], outputs)
