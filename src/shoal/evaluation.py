@@ -37,6 +37,8 @@ def usable(device: Any) -> torch.device:
 
 def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
     """Outputs of all models, [M, ...], where the inputs are; `size` rows at a time, None: all at once."""
+    if not models:
+        raise ValueError("there are no results, so there is nothing to predict with")
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
     home = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
     with Forward(models, device=device) as forward:
@@ -80,6 +82,7 @@ def evaluate(
     whats = [Computation.validation(job, bool(job.metrics)) for job in jobs]
     with Forward(models, whats=whats, device=device) as forward:
         for batch in view.feed(batch_size):
+            _check_pairs(names, jobs, batch)
             try:
                 outputs = forward.each(batch)
             except Exception as error:
@@ -90,6 +93,19 @@ def evaluate(
                     sheet.outputs.append(output)
                     sheet.targets.append(batch[-1])
     return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
+
+
+def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
+    """JobError where the batch is no tuple of inputs and targets, and something is to be measured that needs them."""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return
+    for name, job in zip(names, jobs, strict=True):
+        if job.step is None or job.metrics:
+            raise JobError(
+                f"evaluate: a batch of the data is a {type(batch).__name__} of {len(batch)}; a loss and metrics of "
+                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets; jobs with a step of their own take "
+                "any batch where metrics= and loss= are left out"
+            )
 
 
 def _values(name: str, sheet: Sheet) -> dict[str, float]:

@@ -167,7 +167,7 @@ def member_output(outputs: Any, place: int) -> Any:
     """One member's output out of what `Unit.outputs` gave."""
     if isinstance(outputs, Unlike):
         return outputs[place]
-    return pytree.tree_map(lambda leaf: leaf[place], outputs)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[place], outputs)
 
 
 class Alone(Exception):
