@@ -103,8 +103,8 @@ def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
         if job.step is None or job.metrics:
             raise JobError(
                 f"evaluate: a batch of the data is a {type(batch).__name__} of {len(batch)}; a loss and metrics of "
-                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets; jobs with a step of their own take "
-                "any batch where metrics= and loss= are left out"
+                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets; only a job with a step of its "
+                "own takes other batches, without metrics= and loss="
             )
 
 
