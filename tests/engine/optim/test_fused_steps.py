@@ -78,6 +78,15 @@ def test_a_schedule_may_make_the_learning_rate_a_tensor(monkeypatch: pytest.Monk
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("hparams", [{"lr": torch.tensor(0.01)}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}])
+def test_a_tensor_of_fewer_digits_counts_as_it_does_for_torch(hparams: dict[str, Any]) -> None:
+    packed = shoal.train([job(optim.AdamW, weight_decay=0.1, **hparams) for _ in range(2)], device="cpu")
+    alone = shoal.solo(job(optim.AdamW, weight_decay=0.1, **hparams))
+    for result in packed:
+        for a, b in zip(result.model.parameters(), alone.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 def fused_in_step(optimizer: optim.Optimizer) -> list[Any]:
     """What a step sees in the parameter groups."""
     seen: list[Any] = []
