@@ -119,6 +119,29 @@ def test_without_metrics(results: shoal.Results) -> None:
         assert scores[result.name] == pytest.approx({"loss": by_hand(result, 10)["loss"]}, rel=1e-9)
 
 
+def dict_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(batch["x"])
+    return F.cross_entropy(out, batch["y"]), {"hits": accuracy(out, batch["y"])}
+
+
+def test_jobs_without_metrics() -> None:
+    """Their outputs are not wanted, whether they are one program or not."""
+    rows = {"x": TEST[0], "y": TEST[1]}
+    plain = [job(seed=seed, metrics={}, name=f"plain {seed}") for seed in range(2)]
+    scores = shoal.train(plain, "cpu").evaluate(TEST)
+    assert scores.columns() == ["loss"]
+    dicts = {"data": {"x": X, "y": Y}, "val": None, "loss": None, "step": dict_step, "metrics": {}}
+    results = shoal.train([job(seed=seed, name=f"{seed}", **dicts) for seed in range(2)], "cpu")
+    scores = results.evaluate(rows)
+    for result in results:
+        out = result.model(TEST[0]).detach()
+        expected = {"loss": float(F.cross_entropy(out, TEST[1])), "hits": float(accuracy(out, TEST[1]))}
+        assert scores[result.name] == pytest.approx(expected, rel=1e-9)
+    for wrong in ({"metrics": {"accuracy": accuracy}}, {"loss": F.cross_entropy}):
+        with pytest.raises(ValueError, match="evaluate: a batch of the data is a dict of 2; a loss and metrics of '0'"):
+            results.evaluate(rows, **wrong)
+
+
 def test_networks_of_a_folder(results: shoal.Results, folder: Path) -> None:
     loaded = shoal.load(folder, model=net)[:4]
     with pytest.raises(ValueError, match="was read from a folder, which holds no code; pass metrics= or loss="):
@@ -135,6 +158,10 @@ def test_mistakes(results: shoal.Results) -> None:
         results.evaluate((X, TEST[1]))
     with pytest.raises(shoal.ShoalError, match="a metric of '0' raised ZeroDivisionError"):
         results.evaluate(TEST, metrics={"bad": lambda out, y: 1 / 0})
+    with pytest.raises(ValueError, match="a batch of the data is a tuple of 1; a loss and metrics of '0' take"):
+        results.evaluate((TEST[0],))
+    with pytest.raises(ValueError, match="there are no results"):
+        results[:0].predict(TEST[0])
     with pytest.raises(shoal.ShoalError, match="a network raised RuntimeError"):
         results.evaluate((TEST[0][:, :3], TEST[1]))
 

@@ -39,6 +39,8 @@ def usable(device: Any) -> torch.device:
 
 def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
     """Outputs of all models, [M, ...], where the inputs are; `size` rows at a time, None: all at once."""
+    if not models:
+        raise ValueError("there are no results, so there is nothing to predict with")
     if any(map(gives_batches, inputs)):
         return _predict_batches(models, inputs, size, device)
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
@@ -116,6 +118,7 @@ def evaluate(
     whats = [Computation.validation(job, bool(job.metrics)) for job in jobs]
     with Forward(models, whats=whats, device=device) as forward:
         for batch in view.feed(batch_size):
+            _check_pairs(names, jobs, batch)
             try:
                 outputs = forward.each(batch)
             except Exception as error:
@@ -126,6 +129,19 @@ def evaluate(
                     sheet.outputs.append(output)
                     sheet.targets.append(targets_of(batch))
     return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
+
+
+def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
+    """JobError where the batch is no tuple of inputs and targets, and something is to be measured that needs them."""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return
+    for name, job in zip(names, jobs, strict=True):
+        if job.step is None or job.metrics:
+            raise JobError(
+                f"evaluate: a batch of the data is a {type(batch).__name__} of {len(batch)}; a loss and metrics of "
+                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets; only a job with a step of its "
+                "own takes other batches, without metrics= and loss="
+            )
 
 
 def _values(name: str, sheet: Sheet) -> dict[str, float]:

@@ -7,6 +7,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,29 @@ def test_mlflow(quiet: None, tmp_path: Path, store: str) -> None:
         assert len(client.get_metric_history(run.info.run_id, "step_loss")) == result.steps
     assert runs["it's bad"].info.status == "FAILED" and runs["sweep"].info.status == "FINISHED"
     assert not os.path.exists("mlruns") or store == "file"
+
+
+def test_mlflow_knows_its_runs_again(quiet: None, tmp_path: Path) -> None:
+    """By any name, and a job of more steps logs the epoch in which it had ended, once it is whole."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    names = ['it\'s "q"', "a/b", "a\\b", "\u00fc \u5b66", "100%"]
+
+    def train(steps: int) -> shoal.Results:
+        made = [replace(jobs()[0], name=name, epochs=None, steps=steps, val_every_steps=2) for name in names]
+        logger = shoal.MLflow("exp", group="a 'sweep'", tracking_uri=uri, every_step=1)
+        return shoal.train(made, "cpu", tmp_path / "out", callbacks=[logger], progress=False)
+
+    train(7)
+    results = train(13)
+    client = tracking.MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("exp").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == sorted([*names, "a 'sweep'"])
+    for run in runs:
+        if run.info.run_name in names:
+            history = results[run.info.run_name].history
+            points = client.get_metric_history(run.info.run_id, "loss")
+            assert [point.step for point in points] == [5, 7, 10, 13]
+            assert [point.value for point in points if point.step != 7] == [row["loss"] for row in history]
+            steps = [point.step for point in client.get_metric_history(run.info.run_id, "step_loss")]
+            assert steps == list(range(1, 14))

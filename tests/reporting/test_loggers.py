@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal.reporting.tensorboard import folder_name
 
 X, Y = torch.randn(40, 4), torch.randn(40, 1)
 
@@ -73,7 +74,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_files_of_comma_separated_values(tmp_path: Path) -> None:
     jobs = [job(name="a/b"), job(name="c", seed=1, val=(X, Y), val_every=2, accumulate=1)]
     results = shoal.train(jobs, "cpu", callbacks=[shoal.CSVLogger(tmp_path, every_step=1)])
-    for result, folder in zip(results, ("a_b-0", "c"), strict=True):
+    for result, folder in zip(results, (folder_name("a/b"), "c"), strict=True):
         rows = read(tmp_path / folder / "metrics.csv")
         assert [{k: float(v) for k, v in row.items() if v} for row in rows] == result.history
         assert len(read(tmp_path / folder / "steps.csv")) == result.steps
@@ -102,3 +103,42 @@ def test_a_resumed_run_continues_its_files(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in read(tmp_path / "logs" / "a" / "steps.csv")] == list(range(1, 13))
     with pytest.raises(ValueError, match="cannot be made"):
         shoal.CSVLogger(path)
+
+
+def test_a_resumed_run_writes_rows_that_are_missing(tmp_path: Path) -> None:
+    """A run may be killed after a checkpoint and before its row is written."""
+    logs = tmp_path / "logs"
+
+    def train(epochs: int, names: list[str]) -> shoal.Results:
+        jobs = [job(name=name, epochs=epochs) for name in names]
+        return shoal.train(jobs, "cpu", tmp_path / "run", callbacks=[shoal.CSVLogger(logs)], progress=False)
+
+    train(3, ["a/b", "c"])
+    path = logs / folder_name("a/b") / "metrics.csv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    (logs / "c" / "metrics.csv").unlink()
+    results = train(5, ["new", "c", "a/b"])
+    assert sorted(path.name for path in logs.iterdir()) == sorted([folder_name("a/b"), "c", "new"])
+    for result in results:
+        rows = read(logs / folder_name(result.name) / "metrics.csv")
+        assert [int(row["step"]) for row in rows] == [3, 6, 9, 12, 15]
+        assert [float(row["loss"]) for row in rows] == [row["loss"] for row in result.history]
+
+
+def test_a_stop_within_an_epoch_is_logged(tmp_path: Path) -> None:
+    stop = shoal.EarlyStop("val_loss", patience=1, min_delta=100.0)
+    stopped = job(name="a", accumulate=1, val=(X, Y), val_every_steps=2, stop=stop)
+    memory = Memory()
+    (result,) = shoal.train([stopped], "cpu", callbacks=[memory, shoal.CSVLogger(tmp_path)])
+    assert result.status == "stopped" and not result.history and len(result.validations) == 2
+    expected = [
+        ("a", row["step"], {k: row[k] for k in row if k not in ("epoch", "step")}) for row in result.validations
+    ]
+    assert memory.seen == [("a", "begin"), *expected, ("a", "stopped")]
+    assert [int(row["step"]) for row in read(tmp_path / "a" / "steps.csv")] == [2, 4]
+
+
+def test_members_do_not_share_a_folder(tmp_path: Path) -> None:
+    names = ["a/b", "a_b-0", "a:b", "a_b"]
+    shoal.train([job(name=name) for name in names], "cpu", callbacks=[shoal.CSVLogger(tmp_path)])
+    assert len(list(tmp_path.iterdir())) == 4

@@ -135,14 +135,14 @@ def test_a_member_that_fails_before_its_first_row(tmp_path: Path) -> None:
     ("name", "folder"),
     [
         ("lr=1e-3 seed=2", "lr=1e-3 seed=2"),
-        ("a/b", "a_b-7"),
-        ("..", "job-7"),
-        ("x" * 300, "x" * 100 + "-7"),
+        ("a/b", "a_b-c14cddc0"),
+        ("..", "job-5ec1f7e7"),
+        ("x" * 300, "x" * 100 + "-0d4e2ca9"),
         ("é", "é"),
     ],
 )
 def test_names_of_folders(name: str, folder: str, tmp_path: Path) -> None:
-    assert folder_name(name, 7) == folder
+    assert folder_name(name) == folder
     assert (tmp_path / folder).resolve().parent == tmp_path.resolve()
 
 

@@ -40,7 +40,8 @@ class Logger:
         """By a member's name, the last epoch that was logged; members that have ended are not in it."""
 
     def begin(self, view: MemberView) -> int | None:
-        """Before a member's first row; the last epoch that was logged of it by an earlier run, if that is known."""
+        """Before a member's first row; the last epoch that was logged of it by an earlier run, if that is known: the
+        ones after it are logged then. None: the epoch that has just ended is the next one."""
 
     def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
         """Numbers of a member after so many optimizer steps."""
@@ -50,24 +51,39 @@ class Logger:
 
     def __call__(self, view: MemberView) -> None:
         """After an epoch: its steps and its row. At the end: how it ended."""
-        if view.name not in self._epochs:
-            self._epochs[view.name] = self.begin(view) or 0
         row = view.metrics
-        if row and row["epoch"] > self._epochs[view.name]:
+        if view.name not in self._epochs:
+            known = self.begin(view)
+            self._epochs[view.name] = max(0, int(row.get("epoch", 0)) - 1) if known is None else known
+        last = self._epochs[view.name]
+        if row and row["epoch"] > last + 1:  # a run that was killed had no time to log these
+            for missed in view.history:
+                if last < missed["epoch"] < row["epoch"]:
+                    self._log_epoch(view, missed, steps=False)
+        if row and row["epoch"] > last:
             self._epochs[view.name] = int(row["epoch"])
-            within = {
-                int(r["step"]): _without(r, "epoch", "step") for r in view.validations if r["epoch"] == row["epoch"]
-            }
-            if self.every_step is not None:
-                for step, values in _steps(view, int(row["step"])):
-                    if step % self.every_step == 0:
-                        within[step] = {**values, **within.get(step, {})}
-            for step, values in sorted(within.items()):  # some services take steps in order alone
-                self.log(view, values, step)
-            self.log(view, _without(row, "step"), int(row["step"]))
+            self._log_epoch(view, row, steps=view.status == "running")
         if view.status != "running":
+            for step, values in sorted(_within(view, self._epochs[view.name] + 1).items()):  # of an epoch without end
+                self.log(view, values, step)
             self.end(view)
             del self._epochs[view.name]
+
+    def _log_epoch(self, view: MemberView, row: dict[str, float], *, steps: bool) -> None:
+        """Log an epoch's row, after what was measured within it; `steps`: the view has its steps' losses."""
+        within = _within(view, int(row["epoch"]))
+        if self.every_step is not None and steps:
+            for step, values in _steps(view, int(row["step"])):
+                if step % self.every_step == 0:
+                    within[step] = {**values, **within.get(step, {})}
+        for step, values in sorted(within.items()):  # some services take steps in order alone
+            self.log(view, values, step)
+        self.log(view, _without(row, "step"), int(row["step"]))
+
+
+def _within(view: MemberView, epoch: int) -> dict[int, dict[str, float]]:
+    """By their steps, the validations within an epoch."""
+    return {int(row["step"]): _without(row, "epoch", "step") for row in view.validations if row["epoch"] == epoch}
 
 
 def _without(row: dict[str, float], *names: str) -> dict[str, float]:
@@ -126,14 +142,18 @@ class CSVLogger(Logger):
         place = self._place(view)
         place.mkdir(exist_ok=True)
         (place / "config.json").write_text(json.dumps(config(view), indent=1))
-        steps = [int(row["step"]) for row in view.history]
-        before = steps[-2] if len(steps) > 1 else 0  # of the row that is about to be written
+        ended = view.history if view.status != "running" else view.history[:-1]  # the last is about to be written
+        steps = {int(row["step"]): int(row["epoch"]) for row in ended}
+        before, epoch = max(steps, default=0), 0
         for path in (place / "metrics.csv", place / "steps.csv"):
             rows = [row for row in _read(path) if int(row["step"]) <= before]
             path.unlink(missing_ok=True)
+            if path.name == "metrics.csv":
+                rows = _unbroken(rows, list(steps))
+                epoch = steps[int(rows[-1]["step"])] if rows else 0
             if rows:
                 self._write(path, list(rows[0]), rows)
-        return None
+        return epoch
 
     def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
         path = self._place(view) / ("metrics.csv" if "epoch" in values else "steps.csv")
@@ -153,7 +173,13 @@ class CSVLogger(Logger):
             writer.writerows(rows)
 
     def _place(self, view: MemberView) -> Path:
-        return self.folder / folder_name(view.name, view.index)
+        return self.folder / folder_name(view.name)
+
+
+def _unbroken(rows: list[dict[str, str]], steps: list[int]) -> list[dict[str, str]]:
+    """The first rows of a file, as long as they are those of the epochs that ended after these steps."""
+    count = next((i for i, (row, step) in enumerate(zip(rows, steps, strict=False)) if int(row["step"]) != step), None)
+    return rows[: min(len(rows), len(steps)) if count is None else count]
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
@@ -48,14 +49,15 @@ class TensorBoard:
         """After an epoch: its row. At the end: how it ended."""
         log = self._logs.get(view.index)
         if log is None or not log.goes_on(view):
-            log = self._logs[view.index] = _Log(self.folder / folder_name(view.name, view.index), view)
+            log = self._logs[view.index] = _Log(self.folder / folder_name(view.name), view)
         log.write(view)
 
 
-def folder_name(name: str, index: int) -> str:
-    """A member's name as that of a folder; with its place where the name had to be changed."""
+def folder_name(name: str) -> str:
+    """A member's name as that of a folder; with a hash of it where it had to be changed, so that no other member has
+    the same."""
     safe = re.sub(r"[^\w.=,+@ -]", "_", name)[:_LONGEST].rstrip(". ")
-    return safe if safe == name else f"{safe or 'job'}-{index}"
+    return safe if safe == name else f"{safe or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class _Log:

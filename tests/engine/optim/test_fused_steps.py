@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,10 @@ def job(optimizer: type[optim.Optimizer], **hparams: Any) -> shoal.Job:
         (optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
         (optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
         (optim.AdamW, {"foreach": True}),
+        (optim.Adam, {"maximize": 1, "amsgrad": 1}),
+        (optim.AdamW, {"lr": torch.tensor(0.01), "weight_decay": 0.1}),
+        (optim.Adam, {"lr": 0.01, "betas": (torch.tensor(0.9), torch.tensor(0.99))}),
+        (optim.AdamW, {"lr": np.float32(0.01), "weight_decay": 1}),
     ],
 )
 def test_it_equals_the_plain_loop(
@@ -54,6 +59,32 @@ def test_the_learning_rate_of_a_schedule_counts(monkeypatch: pytest.MonkeyPatch)
     assert packed.tier == "serial"
     for a, b in zip(packed.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_schedule_may_make_the_learning_rate_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensors(optim.lr_scheduler.LambdaLR):
+        def step(self, *args: Any) -> None:
+            super().step(*args)
+            for group in self.optimizer.param_groups:
+                group["lr"] = torch.tensor(float(group["lr"]))
+
+    monkeypatch.delenv("SHOAL_PACK", raising=False)
+    scheduled = [
+        dataclasses.replace(job(optim.AdamW, weight_decay=0.1), schedule=lambda o: Tensors(o, lambda step: 0.9**step))
+        for _ in range(2)
+    ]
+    packed, alone = shoal.train(scheduled[:1], device="cpu")[0], shoal.solo(scheduled[1])
+    for a, b in zip(packed.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("hparams", [{"lr": torch.tensor(0.01)}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}])
+def test_a_tensor_of_fewer_digits_counts_as_it_does_for_torch(hparams: dict[str, Any]) -> None:
+    packed = shoal.train([job(optim.AdamW, weight_decay=0.1, **hparams) for _ in range(2)], device="cpu")
+    alone = shoal.solo(job(optim.AdamW, weight_decay=0.1, **hparams))
+    for result in packed:
+        for a, b in zip(result.model.parameters(), alone.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def fused_in_step(optimizer: optim.Optimizer) -> list[Any]:

@@ -17,6 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 DTYPES = (torch.float32, torch.float64)
 OTHERS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a parameter group by which its owner has said how it is updated."""
+FLAGS = ("amsgrad", "maximize")
+NUMBERS = ("lr", "weight_decay", "eps")
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], None]:
@@ -66,6 +68,9 @@ class FusedStep:
     def __call__(self) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
+        if not all(map(_plain, groups)):  # a schedule may have set them
+            optimizer.step()
+            return
         columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
         if None not in columns:
             with torch.no_grad():
@@ -95,6 +100,13 @@ class FusedStep:
             steps[:] = parts
             self._counts[place] = whole, parts
         whole += 1
+
+
+def _plain(group: dict[str, Any]) -> bool:
+    """Whether the kernel takes its settings as they are. Tensors take part in torch's plain arithmetic in a dtype of
+    their own, and 1 for True is refused."""
+    numbers = (*(group[name] for name in NUMBERS), *group["betas"])
+    return all(isinstance(x, int | float) for x in numbers) and all(isinstance(group[name], bool) for name in FLAGS)
 
 
 def _hooked(optimizer: Any) -> bool:

@@ -6,8 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
 from shoal.engine.optim.hparams import split_hparams, structure
@@ -57,6 +60,14 @@ def _its_own(optimizer: Optimizer) -> bool:
     return any(hooks) or "step" in vars(optimizer) or started
 
 
+def _narrow(group: dict[str, Any]) -> bool:
+    """Whether a setting is a tensor of fewer digits than the parameters, in which torch then computes with it."""
+    settings = (value for name, value in group.items() if name != "params")
+    leaves = [x for x in pytree.tree_leaves(list(settings)) if isinstance(x, Tensor) and x.is_floating_point()]
+    least = min((torch.finfo(p.dtype).eps for p in group["params"]), default=1.0)
+    return any(torch.finfo(x.dtype).eps > least for x in leaves)
+
+
 def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
     """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
 
@@ -94,7 +105,8 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     with draws(member, keep=False):
         fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    splits = [None if _its_own(fresh) else split_hparams(kind, group) for group in settings]
+    plain = not _its_own(fresh) and not any(map(_narrow, fresh.param_groups))
+    splits = [split_hparams(kind, group) if plain else None for group in settings]
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
