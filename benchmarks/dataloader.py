@@ -2,7 +2,7 @@
 of the training.
 
     python benchmarks/dataloader.py                                   # 32 MLPs, 2 workers, on a CPU
-    python benchmarks/dataloader.py --wait 0.5                        # workers that wait: cores are left to training
+    python benchmarks/dataloader.py --wait 0.5                        # workers that wait: the cores are free
     python benchmarks/dataloader.py --device cuda --workers 8 --image 32 --batch-size 128
     python benchmarks/dataloader.py --out benchmarks/results/dataloader-cpu.json
 

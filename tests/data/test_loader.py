@@ -306,3 +306,13 @@ def test_a_replay_reads_the_same_batches() -> None:
     (job,) = jobs(DataLoader(Counted(10, grows=2), batch_size=4), count=1, accumulate=2)
     whole, part = replay(job), replay(job, from_step=2, steps=2)
     assert len(whole.losses) == 4 and whole.losses[2:4] == part.losses
+
+
+def test_networks_are_evaluated_and_asked_on_a_loader_without_metrics() -> None:
+    results = shoal.train(jobs((X, Y)))
+    loader = DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=7)
+    assert results.evaluate(loader)[0]["loss"] == pytest.approx(results.evaluate((X, Y))[0]["loss"])
+    assert torch.allclose(results.predict(loader), results.predict(X))
+    for call in (results.predict, results.evaluate):
+        with pytest.raises(ValueError, match="batch_size=3 would do nothing"):
+            call(loader, batch_size=3)
