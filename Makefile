@@ -71,7 +71,7 @@ $(SITE_STAMP): $(STAMP)
 	@touch $@
 
 site: $(SITE_STAMP) ## build the documentation site into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "built site/index.html; to read it: $(BIN)/python -m http.server --directory site"
 
 wheel: $(STAMP) ## build dist/shoal-*.whl
