@@ -50,7 +50,7 @@ from shoal.split.net.links import Address
 
 WORKERS = 4
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
-SETTINGS = make_settings("cpu", None, 1, "auto", "1s", False, "fifo")
+SETTINGS = make_settings("cpu", None, 1, "auto", "5s", False, "fifo")
 
 
 class Slowly(nn.Module):

@@ -39,7 +39,7 @@ def cluster(workers: int = 4, rate: float = 100 * MBIT, server: float | None = N
         server=Device(memory=more.pop("server_memory", None)),
         link=link,
         server_link=Link(server, server) if server is not None else link,
-        handling=Handling(message=0.0, exchange=0.0, step=0.0),
+        handling=Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0),
         **more,
     )
 
@@ -163,7 +163,7 @@ def test_memory_limits_take_cuts_out(graph: LayerGraph) -> None:
 
 def test_messages_take_time_at_the_server(graph: LayerGraph) -> None:
     free = cluster()
-    busy = replace(free, handling=Handling(message=0.01, exchange=0.0, step=0.5))
+    busy = replace(free, handling=Handling(message=0.01, exchange=0.0, step=0.5, parameter=0.0))
     one, other = (
         CostModel(graph, c, [4] * 4, profile(graph), sync="server").placed_at(graph.cuts[1], 1) for c in (free, busy)
     )

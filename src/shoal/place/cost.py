@@ -6,7 +6,7 @@ How the parts of a step overlap is in `timeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -266,6 +266,8 @@ class CostModel:
         through_server = held.pop("server", 0)
         local = sum(held.values()) - held.get("sharded", 0) * (1 - 1 / self.cluster.size)
         server_update = self.server_profile.update_seconds / self.cluster.server.speed
+        each = handling.parameter
+        sent, applied = _count(layers, ways), _count(layers, [i for i, way in ways.items() if way != "server"])
         placed = cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
         at_end = handling.step + 2 * count * handling.message  # every worker's last message, and its next task
@@ -277,9 +279,13 @@ class CostModel:
             syncs=tuple(syncs),
             server=self._server_time(cut, micro) + 2 * count * handling.message if placed else None,
             cut_up=cut_up, cut_down=cut_down, statistics=tuple(statistics),
-            worker_update=(local * self.profile.update_seconds + handling.step + handling.message) * crowding,
-            server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:]),
-            late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end,
+            worker_update=crowding
+            * (local * self.profile.update_seconds + handling.step + handling.message + each * (sent + applied)),
+            server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:])
+            + each * _count(layers, range(cut, len(layers))),
+            late_update=server_update * through_server * (1 + SUM_SHARE * count)
+            + at_end
+            + each * (sent - applied) * (1 + count),
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
             shares_cores=self.cluster.cores is not None and self.cluster.cores <= count,
         )  # fmt: skip
@@ -380,6 +386,11 @@ class CostModel:
         if chosen.mode == ONE_MACHINE:
             return {}
         return self._all(chosen.cut, "server" if chosen.mode == PARAMETER_SERVER else "allreduce")
+
+
+def _count(layers: Sequence[Layer], places: Iterable[int]) -> int:
+    """Parameters of some of the layers."""
+    return sum(len(layers[i].parameters) for i in places)
 
 
 def _small(which: str, needed: int, there: int) -> str:

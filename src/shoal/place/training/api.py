@@ -20,7 +20,7 @@ from shoal.jobs.loaders import refuse_batches
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
 from shoal.place.training.asynchronous import check_job
-from shoal.place.training.members import Workers
+from shoal.place.training.members import Lost, Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
 from shoal.place.training.worker import REPLACED, Replaced, ServerEnded, describe_placed, serve_worker
@@ -145,7 +145,7 @@ def _train(
     if built.member.status != "running":
         return None
     check_job(built)
-    notes: list[str] = []
+    notes, lost = list[str](), list[Lost]()
     while True:
         with server(built, placement) as workers:
             workers.tell = lambda line: tell(happened("note", text=line))
@@ -153,7 +153,9 @@ def _train(
                 built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
                 callbacks=calls or None, tell=tell, replan=partial(replan, built, placement),
             )  # fmt: skip
+            workers.lost += lost  # of the placement before
             run.go()
+            lost = workers.lost
             workers.ending = REPLACED if run.next is not None else ""
         run.report.notes = notes = notes + run.report.notes
         if run.next is None:
