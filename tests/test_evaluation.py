@@ -142,6 +142,36 @@ def test_jobs_without_metrics() -> None:
             results.evaluate(rows, **wrong)
 
 
+class WithNone(nn.Module):
+    """Returns a tuple with an output that is not there, as attention does without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.net(x), None
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_outputs_that_are_none(count: int) -> None:
+    metrics = {"accuracy": lambda out, y: accuracy(out[0], y)}
+    listed = [
+        job(model=WithNone, loss=lambda out, y: F.cross_entropy(out[0], y), metrics=metrics, seed=seed, name=f"{seed}")
+        for seed in range(count)
+    ]
+    results = shoal.train(listed, "cpu")
+    scores = results.evaluate(TEST, batch_size=10)
+    for size in (None, 10):
+        outputs, nothing = results.predict(TEST[0], batch_size=size)
+        assert nothing is None
+        for place, result in enumerate(results):
+            alone = [row["accuracy"] for row in shoal.solo(listed[place]).history]
+            assert result.status == "done" and [row["accuracy"] for row in result.history] == alone
+            torch.testing.assert_close(outputs[place], result.model(TEST[0])[0])
+            assert scores[place]["accuracy"] == pytest.approx(float(accuracy(outputs[place], TEST[1])))
+
+
 def test_networks_of_a_folder(results: shoal.Results, folder: Path) -> None:
     loaded = shoal.load(folder, model=net)[:4]
     with pytest.raises(ValueError, match="was read from a folder, which holds no code; pass metrics= or loss="):

@@ -17,7 +17,7 @@ from shoal.data import Pool
 from shoal.data.pool import batch_rows
 from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
-from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tiers.evaluate import Sheet, join_batches
 from shoal.engine.tiers.stacked.forward import Forward
 from shoal.errors import JobError, ShoalError, describe
 from shoal.jobs.job import Job
@@ -54,7 +54,7 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
         if size is None:
             return run(inputs)
         chunks = [run(chunk) for chunk in zip(*(x.split(size) for x in inputs), strict=True)]
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+    return join_batches(chunks, dim=1)
 
 
 def _predict_batches(

@@ -73,6 +73,39 @@ def test_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
 
 
+TOKENS = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2)).double()
+"""
+
+
+def test_export_of_other_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Doubles are the inputs of a network of doubles, and tokens are said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(TOKENS)
+    tokens, y = torch.randint(9, (20, 3)), torch.arange(20) % 2
+
+    def build() -> torch.nn.Module:
+        nn = torch.nn
+        return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2)).double()
+
+    job = shoal.Job(model=build, data=(tokens, y), loss=torch.nn.functional.cross_entropy, epochs=1, name="a")
+    (result,) = shoal.train([job], "cpu", "run")
+    command = ["export", "run", "a.pt2", "--model", "net.py:build", "--shape", "1,3"]
+    assert main([*command, "--dtype", "int64"]) == 0
+    torch.testing.assert_close(torch.export.load("a.pt2").module()(tokens), result.model(tokens))
+    for more, status, words in (([], 1, "and dtype torch.float64 raised"), (["--dtype", "byte9"], 2, "'byte9'")):
+        capsys.readouterr()
+        assert main([*command, *more]) == status
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -81,6 +114,9 @@ def test_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["w.pt", "--job", "a"], 1, "no job 'a' in this run; it has 'seed=0'"),
         (["w.pt", "--job", "a", "--best", "b"], 2, "use one of them"),
         (["w.pt2", "--job", "seed=0"], 2, "--model and --shape go with a .pt2 file"),
+        (["w.pt", "--job", "seed=0", "--shape", "1,4"], 2, "--model and --shape go with a .pt2 file"),
+        (["w.pt", "--job", "seed=0", "--dtype", "int64"], 2, "--dtype goes with a .pt2 file"),
+        (["w.pt", "--job", "seed=0", "--mode", "max"], 2, "--mode says which way --best is better"),
         (["w.pt", "--best", "gap"], 1, "no result has a value of 'gap'"),
     ],
 )

@@ -21,6 +21,9 @@ def export(
         str | None, typer.Option(help="For .pt2: MODULE:FUNCTION or FILE.py:FUNCTION that builds the network.")
     ] = None,
     shape: Annotated[str | None, typer.Option(help="For .pt2: the shape of an input with its batch, as 1,64.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="For .pt2: the dtype of an input, as int64 for tokens; else that of the weights.")
+    ] = None,
 ) -> None:
     """Write the trained weights of a run folder's job to a file.
 
@@ -31,12 +34,16 @@ def export(
 
     if file.suffix not in KINDS:
         raise typer.BadParameter(f"the file is {str(file)!r}; its name ends in {', '.join(KINDS)}")
-    if (file.suffix == ".pt2") != (model is not None and shape is not None):
+    if {model is not None, shape is not None} != {file.suffix == ".pt2"}:
         raise typer.BadParameter("--model and --shape go with a .pt2 file, and a .pt2 file needs both")
+    if dtype is not None and file.suffix != ".pt2":
+        raise typer.BadParameter("--dtype goes with a .pt2 file; leave it out")
+    if mode is not None and best is None:
+        raise typer.BadParameter("--mode says which way --best is better; give --best METRIC, or leave it out")
     check_writable(file)
     results = load(folder, model=None if model is None else _builder(model))
     result = _chosen(results, job, best, mode)
-    _write(result, file, shape)
+    _write(result, file, shape, dtype)
     values = ", ".join(
         f"{name} {value:.4g}" for name, value in result.values.items() if name not in ("step", "seconds")
     )
@@ -64,19 +71,12 @@ def _builder(target: str) -> Any:
     return get_attribute(import_code(where, Path.cwd()), name, where)
 
 
-def _write(result: "Result", file: Path, shape: str | None) -> None:
+def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -> None:
     import torch
 
     if file.suffix == ".pt2":
         assert shape is not None
-        try:
-            sizes = [int(part) for part in shape.split(",")]
-        except ValueError:
-            raise typer.BadParameter(f"--shape is {shape!r}; give whole numbers, such as 1,64") from None
-        batch = torch.export.Dim("batch", min=1)
-        size = sizes[0] if sizes[0] > 1 else 2  # a batch of one would be exported as a constant
-        program = torch.export.export(result.model, (torch.zeros(size, *sizes[1:]),), dynamic_shapes=({0: batch},))
-        torch.export.save(program, file)
+        _write_program(result, file, shape, dtype)
         return
     state = result.state_dict()
     if file.suffix == ".pt":
@@ -90,3 +90,29 @@ def _write(result: "Result", file: Path, shape: str | None) -> None:
             f"{odd[0]!r} of {result.name!r} is no tensor, which .safetensors cannot hold; write a .pt file"
         )
     save_file({name: value.contiguous().clone() for name, value in state.items()}, file)
+
+
+def _write_program(result: "Result", file: Path, shape: str, dtype: str | None) -> None:
+    import torch
+
+    from shoal.errors import ShoalError, describe
+
+    try:
+        sizes = [int(part) for part in shape.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--shape is {shape!r}; give whole numbers, such as 1,64") from None
+    chosen = getattr(torch, dtype or "", None)
+    if dtype is not None and not isinstance(chosen, torch.dtype):
+        raise typer.BadParameter(f"--dtype is {dtype!r}; give a name of torch's, such as float32 or int64")
+    own = (p.dtype for p in result.model.parameters() if p.is_floating_point())
+    size = sizes[0] if sizes[0] > 1 else 2  # a batch of one would be exported as a constant
+    sample = torch.zeros(size, *sizes[1:], dtype=chosen or next(own, torch.float32))
+    batch = torch.export.Dim("batch", min=1)
+    try:
+        program = torch.export.export(result.model, (sample,), dynamic_shapes=({0: batch},))
+    except Exception as error:
+        raise ShoalError(
+            f"torch.export of {result.name!r} with an input of shape {list(sample.shape)} and dtype {sample.dtype} "
+            f"raised {describe(error)}; set --shape and --dtype to those of its inputs, or write a .pt file"
+        ) from error
+    torch.export.save(program, file)

@@ -75,7 +75,7 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
         if one.outputs is not None:
             outputs.append(one.outputs)
             targets.append(targets_of(batch))
-    whole, wanted = (_joined(outputs, dim=1), _joined(targets)) if outputs else (None, None)
+    whole, wanted = (join_batches(outputs, dim=1), join_batches(targets)) if outputs else (None, None)
     values = {slot: sheet.means() for slot, sheet in zip(slots, sheets, strict=True)}
     for place, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
@@ -192,7 +192,7 @@ class Sheet:
         """These and the metrics."""
         values = self.means()
         if self.job.metrics:
-            values |= _measured(self.job, _joined(self.outputs), _joined(self.targets))
+            values |= _measured(self.job, join_batches(self.outputs), join_batches(self.targets))
         return values
 
 
@@ -233,8 +233,9 @@ def measure(metric: Any, outputs: Any, targets: Any) -> Any:
     return fresh.compute()
 
 
-def _joined(batches: list[Any], dim: int = 0) -> Any:
-    """Batches of a pytree, joined along their rows."""
+def join_batches(batches: list[Any], dim: int = 0) -> Any:
+    """Batches of a pytree, joined along their rows; None stays None."""
     flat = [pytree.tree_flatten(batch) for batch in batches]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([torch.cat(list(column), dim) for column in columns], flat[0][1])
+    joined = [None if all(x is None for x in column) else torch.cat(list(column), dim) for column in columns]
+    return pytree.tree_unflatten(joined, flat[0][1])

@@ -163,13 +163,18 @@ def stack_outputs(outputs: list[Any]) -> Any:
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = [leaf for leaf, _ in flat]
     alike = all(spec == flat[0][1] for _, spec in flat) and all(
-        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
-        for row in leaves
-        for x, y in zip(leaves[0], row, strict=True)
+        _alike(x, y) for row in leaves for x, y in zip(leaves[0], row, strict=True)
     )
     if not alike:
         return Unlike(outputs)
-    return pytree.tree_unflatten([torch.stack(list(column)) for column in zip(*leaves, strict=True)], flat[0][1])
+    columns = [None if column[0] is None else torch.stack(list(column)) for column in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(columns, flat[0][1])
+
+
+def _alike(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype
+    return x is None and y is None
 
 
 class Unlike(list[Any]):

@@ -348,7 +348,7 @@ class StackedUnit(Unit):
         program = self._evaluation("forward", tuple(inputs), lambda job: Evaluation.forward(job.precision))
         if program is None:
             return super().outputs(inputs, slots)
-        return pytree.tree_map(self._chosen(slots), self._evaluate(program, inputs, []))
+        return pytree.tree_map_only(Tensor, self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         wanted = any(member.job.metrics for member in self.members)
@@ -358,7 +358,7 @@ class StackedUnit(Unit):
         (losses, logs), outputs = self._evaluate(program, batch, slots)
         chosen, rows = self._chosen(slots), len(self.stack.rows)
         columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
-        return Findings(chosen(losses), columns, pytree.tree_map(chosen, outputs) if wanted else None)
+        return Findings(chosen(losses), columns, pytree.tree_map_only(Tensor, chosen, outputs) if wanted else None)
 
     def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
         """Picks members' rows out of the stack's."""
