@@ -77,7 +77,7 @@ class Gate:
         member = event.member
         if event.kind == "epoch" and member is not None and (member.name, member.epoch) == (self.name, self.epoch):
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(600)
 
 
 def ordered(
@@ -87,14 +87,14 @@ def ordered(
     gate = Gate(jobs[0].name, epoch)
     run = shoal.start(jobs, device="cpu", events=gate, **settings)
     with ThreadPoolExecutor(len(orders)) as pool:
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         answers = []
         for order in orders:
             answers.append(pool.submit(order, run))
             while not answers[-1].done() and run._controls._commands.qsize() < len(answers):
                 time.sleep(0.001)
         gate.open.set()
-        return [answer.result() for answer in answers], {result.name: result for result in run.wait(60)}
+        return [answer.result() for answer in answers], {result.name: result for result in run.wait(600)}
 
 
 def tensors(result: shoal.Result) -> list[Tensor]:
