@@ -13,8 +13,9 @@ from shoal.utils.numpy_values import plain_int, plain_number
 class EMA:
     """An exponential moving average of the weights, as torch.optim.swa_utils.get_ema_multi_avg_fn has it.
 
-    >>> EMA(decay=0.99).weight(1)
-    0.010000000000000009
+    Examples:
+        >>> EMA(decay=0.99).weight(1)
+        0.010000000000000009
     """
 
     decay: float = 0.999
@@ -47,8 +48,9 @@ class EMA:
 class SWA:
     """The mean of the weights (stochastic weight averaging), as torch.optim.swa_utils.AveragedModel has it.
 
-    >>> [SWA().weight(count) for count in (1, 3)]
-    [0.5, 0.25]
+    Examples:
+        >>> [SWA().weight(count) for count in (1, 3)]
+        [0.5, 0.25]
     """
 
     start_epoch: int = 0
