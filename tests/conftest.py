@@ -7,7 +7,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one takes longer
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -172,7 +172,8 @@ def test_members_that_come_later_and_packs_that_split() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> None:
-    crowd = [types.SimpleNamespace(index=i, name=str(i), num_batches=4, step=0, epoch=0, status="running", history=[])
+    crowd = [types.SimpleNamespace(index=i, name=str(i), num_batches=4, usual_batches=4, step=0, epoch=0,
+                                   status="running", history=[])
              for i in range(5)]  # fmt: skip
     for member in crowd:
         member.job = types.SimpleNamespace(epochs=50, steps=None, accumulate=1)
@@ -330,7 +331,8 @@ def test_an_event_costs_under_20_microseconds_among_ten_thousand_members() -> No
     from rich.console import Console
 
     crowd = members(2)
-    many = [types.SimpleNamespace(index=i, name=str(i), num_batches=4, step=0, epoch=0, status="running", history=[],
+    many = [types.SimpleNamespace(index=i, name=str(i), num_batches=4, usual_batches=4, step=0, epoch=0,
+                                  status="running", history=[],
                                   job=crowd[0].job) for i in range(10_000)]  # fmt: skip
     told = Live(many, Console(file=io.StringIO(), force_terminal=True, width=100))  # type: ignore[arg-type]
     events = [join(member, unit=member.index // 100) for member in many]  # type: ignore[arg-type]
