@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.engine.optim.rule import Column, Rule, State, lerp_, power, scalar_dtype
+from shoal.engine.optim.compile_fence import is_traced
+from shoal.engine.optim.rule import Column, Flags, Rule, State, lerp_, power, scalar_dtype
 
 
 def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
@@ -30,8 +31,22 @@ class _Moments(Rule):
     optional = ("weight_decay",)
     per_element = ("exp_avg", "exp_avg_sq")
 
+    def __init__(self, flags: Flags) -> None:
+        super().__init__(flags)
+        self._last: tuple[list[Any], State] | None = None
+        """What the last coefficients were computed from, and they."""
+
     def moments(self, h: Column, dtype: torch.dtype) -> State:
-        """The coefficients that do not depend on the step."""
+        """The coefficients that do not depend on the step; computed again when a hyper-parameter was written to."""
+        if h["lr"].device.type != "cpu" or is_traced():
+            return self._moments(h, dtype)
+        columns = [h[name] for name in self.columns]
+        source = [dtype, *(id(column) for column in columns), *(column._version for column in columns)]
+        if self._last is None or self._last[0][: len(source)] != source:
+            self._last = [*source, columns], self._moments(h, dtype)  # as long as these live, no others have their ids
+        return self._last[1]
+
+    def _moments(self, h: Column, dtype: torch.dtype) -> State:
         c = {
             "take1": (1 - h["beta1"]).to(dtype),
             "beta2": h["beta2"].to(dtype),
@@ -63,8 +78,7 @@ class Adam(_Moments):
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step = clock["step"].add_(1)
-        correction1 = 1 - power(h["beta1"], step)
-        correction2 = 1 - power(h["beta2"], step)
+        correction1, correction2 = (1 - power(torch.stack([h["beta1"], h["beta2"]]), step)).unbind()
         return {
             **self.moments(h, dtype),
             "neg_step_size": (h["lr"] / correction1).neg().to(dtype),

@@ -50,15 +50,15 @@ _LANES = 16
 
 
 def power(base: Tensor | float, exponent: Tensor) -> Tensor:
-    """`base ** exponent` of columns [M], with the same bits for a member whatever M is: on a CPU the remainder of the
-    loop over them would have other bits than the rest."""
+    """`base ** exponent` of columns, members last, with the same bits for a member whatever their number: on a CPU the
+    remainder of the loop over them would have other bits than the rest."""
     size = exponent.shape[0]
     missing = -size % _LANES
     if exponent.device.type != "cpu" or is_traced() or not missing:
         return torch.pow(base, exponent)
     if isinstance(base, Tensor):
         base = torch.nn.functional.pad(base, (0, missing))
-    return torch.pow(base, torch.nn.functional.pad(exponent, (0, missing)))[:size]
+    return torch.pow(base, torch.nn.functional.pad(exponent, (0, missing)))[..., :size]
 
 
 def lerp_(start: Tensor, end: Tensor, weight: Tensor) -> None:

@@ -70,8 +70,9 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
         if one is None:
             return None
         losses, logs = one.losses.tolist(), {name: column.tolist() for name, column in one.logs.items()}
+        rows = batch_rows(batch)
         for place, sheet in enumerate(sheets):
-            sheet.add_loss(losses[place], {name: numbers[place] for name, numbers in logs.items()}, batch_rows(batch))
+            sheet.add_loss(losses[place], {name: numbers[place] for name, numbers in logs.items()}, rows)
         if one.outputs is not None:
             outputs.append(one.outputs)
             targets.append(targets_of(batch))

@@ -40,9 +40,7 @@ class EvaluationPrograms:
         trace_cache: TraceCache,
     ) -> Program | None:
         """The program of this kind for batches like this one; None: members must be asked one by one."""
-        leaves, spec = pytree.tree_flatten(batch)
-        shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (kind, repr(spec), *shapes)
+        key = (kind, *_shapes(batch))
         if key not in self._programs:
             models, whats = [member.model for member in members], [what(member.job) for member in members]
             self._programs[key] = None
@@ -56,3 +54,11 @@ class EvaluationPrograms:
                 models, whats, self._traces[key], stack.rows, batch, trace_cache, stack.device
             )
         return self._programs[key]
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    """A batch's structure and the shapes of its tensors. Of a plain tuple that is known without writing it out."""
+    if type(batch) in (tuple, list) and all(type(leaf) is Tensor for leaf in batch):
+        return type(batch), *((tuple(leaf.shape), leaf.dtype) for leaf in batch)
+    leaves, spec = pytree.tree_flatten(batch)
+    return repr(spec), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)
