@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one takes longer
 hypothesis.settings.load_profile("any machine")
@@ -24,3 +25,17 @@ def cache_folder() -> Iterator[None]:
         patch.setenv("SHOAL_CACHE", os.path.join(folder, "cache"))
         patch.setenv("SHOAL_PACK", "always")
         yield
+
+
+@pytest.fixture(autouse=True)
+def threads_restored() -> Iterator[None]:
+    """What a test sets is not the next one's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads_restored: None) -> None:
+    """For tests that compare bits: with several threads, sums have another order."""
+    torch.set_num_threads(1)

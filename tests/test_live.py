@@ -24,6 +24,7 @@ from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.reporting.events import Event
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 G = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 6, generator=G), torch.randint(3, (50,), generator=G)
 LONG = 10**6
