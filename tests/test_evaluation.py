@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,57 @@ def test_jobs_without_metrics() -> None:
         out = result.model(TEST[0]).detach()
         expected = {"loss": float(F.cross_entropy(out, TEST[1])), "hits": float(accuracy(out, TEST[1]))}
         assert scores[result.name] == pytest.approx(expected, rel=1e-9)
+    unnamed = {"x": TEST[0], "z": TEST[1]}
     for wrong in ({"metrics": {"accuracy": accuracy}}, {"loss": F.cross_entropy}):
         with pytest.raises(ValueError, match="evaluate: a batch of the data is a dict of 2; a loss and metrics of '0'"):
-            results.evaluate(rows, **wrong)
+            results.evaluate(unnamed, **wrong)
+
+
+class Named(nn.Module):
+    """Its inputs have names, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.net(x * scale)
+
+
+class TakesDict(Named):
+    """Takes the dict itself."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return self.net(batch["x"] * batch["scale"])
+
+
+def test_dicts_by_name() -> None:
+    rows = [{"x": x, "scale": torch.full((len(x), 1), 0.5, dtype=x.dtype), "y": y} for x, y in ((X, Y), TEST)]
+    listed = [job(model=Named, data=rows[0], val=rows[1], seed=seed, name=f"{seed}") for seed in range(2)]
+    results = shoal.train(listed, "cpu")
+    expected = torch.stack([result.model(TEST[0], rows[1]["scale"]).detach() for result in results])
+    inputs = {name: rows[1][name] for name in ("x", "scale")}
+    for given, size in ((rows[1], None), (inputs, None), (inputs, 7)):
+        torch.testing.assert_close(results.predict(given, batch_size=size), expected)
+    scores = results.evaluate(rows[1])
+    for result, outputs in zip(results, expected, strict=True):
+        assert scores[result.name]["accuracy"] == pytest.approx(float(accuracy(outputs, TEST[1])))
+        assert scores[result.name]["loss"] == pytest.approx(float(F.cross_entropy(outputs, TEST[1])))
+    whole = shoal.Results([replace(result, model=TakesDict()) for result in results])
+    for one, other in zip(whole, results, strict=True):
+        one.model.load_state_dict(other.model.state_dict())
+    torch.testing.assert_close(whole.predict(inputs), expected)
+
+
+def test_an_ensemble_of_networks_that_return_more_than_a_tensor() -> None:
+    listed = [job(model=WithNone, loss=lambda out, y: F.cross_entropy(out[0], y), metrics={}, seed=s) for s in range(2)]
+    results = shoal.train(listed, "cpu")
+    outputs, _ = results.predict(TEST[0])
+    assert torch.equal(results.ensemble(TEST[0], activation=lambda out: out[0].exp()).outputs, outputs.exp())
+    with pytest.raises(
+        ValueError, match=r"the networks return a tuple, not a tensor; .* say which tensor: activation="
+    ):
+        results.ensemble(TEST[0])
 
 
 class WithNone(nn.Module):

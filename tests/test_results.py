@@ -172,7 +172,7 @@ def test_a_folder_of_other_jobs_is_refused_with_what_differs(tmp_path: Path) -> 
     for other, words in (
         (job(name="b"), "it has job 'a' and the list does not: give all of its jobs, and the new ones"),
         (job(name="a", hparams={"lr": 0.2}), "job 'a' has hparams {'lr': 0.1} there and {'lr': 0.2} here"),
-        (job(name="a", data=(X + 1, Y)), "job 'a' has data "),
+        (job(name="a", data=(X + 1, Y)), "job 'a' has other data than there"),
         (job(name="a", model=lambda: nn.Linear(4, 3, bias=False)), "job 'a' has shapes "),
     ):
         with pytest.raises(ValueError) as caught:

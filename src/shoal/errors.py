@@ -66,7 +66,13 @@ class ShoalWarning(UserWarning):
     """Something that may be meant and may be a mistake, such as NaN in the data."""
 
 
+ROW_NOTE = "reading row "
+"""How the note begins that says which row of a Dataset could not be read."""
+
+
 def describe(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says."""
+    """An exception in one line: its type and the first line of what it says; of a Dataset also which row it was."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    rows = [note for note in getattr(error, "__notes__", ()) if note.startswith(ROW_NOTE)]
+    return f"{line} ({rows[0]})" if rows else line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
 from shoal.engine.tiers.evaluate import Sheet, join_batches
 from shoal.engine.tiers.stacked.forward import Forward
-from shoal.errors import JobError, ShoalError, describe
+from shoal.errors import JobError, NoSuchJob, ShoalError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import gives_batches
 from shoal.utils.numpy_values import tensor_of
@@ -45,16 +46,31 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
         return _predict_batches(models, inputs, size, device)
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
     home = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
-    with Forward(models, device=device) as forward:
+    batch: Any = inputs
+    whats = None
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and _by_name(models[0], inputs[0]):
+        batch, whats = dict(inputs[0]), [Computation("inputs", _outputs)] * len(models)
+    with Forward(models, whats=whats, device=device) as forward:
 
         def run(chunk: Any) -> Any:
             there = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
             return pytree.tree_map_only(Tensor, lambda x: x.to(home), forward(there))
 
         if size is None:
-            return run(inputs)
-        chunks = [run(chunk) for chunk in zip(*(x.split(size) for x in inputs), strict=True)]
+            return run(batch)
+        leaves, spec = pytree.tree_flatten(batch)
+        split = zip(*(leaf.split(size) for leaf in leaves), strict=True)
+        chunks = [run(pytree.tree_unflatten(chunk, spec)) for chunk in split]
     return join_batches(chunks, dim=1)
+
+
+def _by_name(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
+    """Whether the model takes the entries of a dict by name, as in training; some take the dict itself."""
+    try:
+        inspect.signature(model.forward).bind(**{name: x for name, x in entries.items() if name not in TARGETS})
+    except TypeError:
+        return False
+    return True
 
 
 def _predict_batches(
@@ -135,12 +151,15 @@ def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
     """JobError where the batch is no tuple of inputs and targets, and something is to be measured that needs them."""
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return
+    if isinstance(batch, Mapping) and len(batch) > 1 and any(name in batch for name in TARGETS):
+        return
     for name, job in zip(names, jobs, strict=True):
         if job.step is None or job.metrics:
             raise JobError(
                 f"evaluate: a batch of the data is a {type(batch).__name__} of {len(batch)}; a loss and metrics of "
-                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets; only a job with a step of its "
-                "own takes other batches, without metrics= and loss="
+                f"{name!r} take (outputs, targets): pass a tuple of inputs and targets, or a dict with targets under "
+                f"one of {', '.join(TARGETS)}; only a job with a step of its own takes other batches, without metrics= "
+                "and loss="
             )
 
 
@@ -177,7 +196,7 @@ class Evaluation(Sequence[Mapping[str, float]]):
             return Evaluation(self.names[index], self._rows[index])
         if isinstance(index, str):
             if index not in self.names:
-                raise KeyError(f"no job {index!r}; there are {', '.join(map(repr, self.names[:10]))}")
+                raise NoSuchJob(f"no job {index!r}; there are {', '.join(map(repr, self.names[:10]))}")
             return self._rows[self.names.index(index)]
         return self._rows[index]
 
@@ -251,9 +270,14 @@ class Ensemble:
         return self.votes.amax(-1) / len(self.outputs)
 
 
-def combine(outputs: Any, activation: Callable[[Tensor], Tensor] | None) -> Ensemble:
+def combine(outputs: Any, activation: Callable[[Any], Tensor] | None) -> Ensemble:
     """An ensemble of these outputs."""
+    if activation is not None and not isinstance(outputs, Tensor):
+        outputs, activation = activation(outputs), None
     if not isinstance(outputs, Tensor):
-        raise ValueError(f"the networks return a {type(outputs).__name__}, not a tensor; combine what predict returns")
+        raise ValueError(
+            f"the networks return a {type(outputs).__name__}, not a tensor; combine what predict returns, or say which "
+            "tensor: activation=lambda out: out.logits, or out[0]"
+        )
     given = outputs if outputs.is_floating_point() else outputs.float()
     return Ensemble(given if activation is None else activation(given))

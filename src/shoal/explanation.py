@@ -65,7 +65,7 @@ class Explanation:
             merged.setdefault(key, []).append(part)
         for number, parts in enumerate(merged.values(), 1):
             names = [name for part in parts for name in part.names]
-            named = ", ".join(names[:2]) + (f" ... {names[-1]}" if len(names) > 2 else "")
+            named = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} ... {names[-1]}"
             numbers = [_total(parts, name) for name in ("memory_bytes", "alone_seconds", "step_seconds")]
             memory, alone, packed = numbers
             gain = "-" if alone is None or not packed or len(names) < 2 else f"{alone / packed:.1f}x"
@@ -98,7 +98,9 @@ class Explanation:
             yield f"  and {len(self.plan.waiting) - MOST_NAMED} more"
 
     def _totals(self) -> Iterator[str]:
-        yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}"
+        parts = _total(self.plan.parts, "memory_bytes")
+        less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
+        yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}{less}"
         known = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
         if known and len(known) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0

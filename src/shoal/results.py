@@ -257,7 +257,8 @@ class Results(Sequence[Result]):
         """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
 
         Args:
-            inputs: Tensors or arrays; or a DataLoader or an IterableDataset alone, whose targets are left out.
+            inputs: Tensors or arrays; a dict of them, passed by name; or a DataLoader or an IterableDataset alone.
+                Targets in a dict or a batch are left out.
             batch_size: Rows at a time; None: all at once. A DataLoader has its own.
             device: Where to compute; None: where the members were trained, if this machine has it. Outputs are where
                 the inputs are.
@@ -273,7 +274,7 @@ class Results(Sequence[Result]):
     def ensemble(
         self,
         *inputs: Any,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        activation: Callable[[Any], torch.Tensor] | None = None,
         batch_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> Ensemble:

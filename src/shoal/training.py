@@ -165,6 +165,8 @@ def carry_out(
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results)
         if interrupted is not None:
+            if out is not None and search is None:
+                interrupted.args = (f"the checkpoints are in out={str(out)!r}; run the same lines again to resume",)
             raise interrupted
         return results
 

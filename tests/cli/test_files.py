@@ -111,7 +111,7 @@ def test_export_of_other_inputs(
     [
         (["w.pt"], 2, "the folder has 3 jobs; say --job NAME, or --best METRIC"),
         (["w.onnx", "--job", "seed=0"], 2, "its name ends in .safetensors, .pt, .pt2"),
-        (["w.pt", "--job", "a"], 1, "no job 'a' in this run; it has 'seed=0'"),
+        (["w.pt", "--job", "a"], 1, "shoal: no job 'a' in this run; it has 'seed=0'"),
         (["w.pt", "--job", "a", "--best", "b"], 2, "use one of them"),
         (["w.pt2", "--job", "seed=0"], 2, "--model and --shape go with a .pt2 file"),
         (["w.pt", "--job", "seed=0", "--shape", "1,4"], 2, "--model and --shape go with a .pt2 file"),

@@ -41,6 +41,8 @@ def job(**changes: Any) -> shoal.Job:
         ({"data": None}, "data is None"),
         ({"optimizer": None}, "optimizer is None"),
         ({"hparams": 0.1}, "hparams is 0.1"),
+        ({"metrics": [F.mse_loss]}, 'pass a dict, such as {"accuracy": accuracy}'),
+        ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss; pass an instance, CrossEntropyLoss()"),
         ({"metrics": {"loss": F.cross_entropy}}, "name of a history column"),
         ({"metrics": {"accuracy": 1}}, "metric 'accuracy' is 1"),
         ({"seed": "x"}, "seed is 'x'"),

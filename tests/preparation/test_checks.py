@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import Any
 
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bad logs": ({"loss": None, "step": lambda m, b: (m(b[0]).mean(), {"x": "y"})}, ["logs 'x' as a str"]),
     "forward raises": ({"model": lambda: Raises(4, 3)}, ["forward raised KeyError: 'missing part'"]),
     "wrong width": ({"model": lambda: nn.Linear(5, 3)}, ["forward raised RuntimeError", "batch of 16 rows"]),
+    "doubles": (
+        {"data": (X.double(), Y), "model": lambda: nn.Linear(4, 3).float()},
+        ["forward raised RuntimeError", "data is float64 and the model float32", "x.to(torch.float32)"],
+    ),
+    "doubles in a dict": (
+        {"data": {"input": X.double(), "y": Y}, "model": lambda: nn.Linear(4, 3).float()},
+        ["data is float64 and the model float32"],
+    ),
+    "frame": ({"data": (pandas.DataFrame(X.numpy()), Y)}, ["data holds a DataFrame; pass what its to_numpy() gives"]),
     "factory raises": ({"model": broken}, ["building the model raised RuntimeError: no network today"]),
     "factory of no module": ({"model": lambda: 3}, ["model built a int"]),
     "labels": ({"data": (X, Y + 1)}, ["labels from 1 to 3", "3 classes", "labels 0 to 2"]),

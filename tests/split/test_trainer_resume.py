@@ -134,7 +134,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda out: shoal.split.local_sgd(job_of(), 3, 3, out=out), "'workers': 2"),
         (lambda out: shoal.split.data_parallel(job_of(), 2, out=out), "'method': 'local_sgd'"),
         (lambda out: shoal.split.local_sgd(job_of(batch_size=9), 2, 3, out=out), "batch_size 8 there and 9 here"),
-        (lambda out: shoal.split.local_sgd(job_of(data=rows(60)), 2, 3, out=out), "has data"),
+        (lambda out: shoal.split.local_sgd(job_of(data=rows(60)), 2, 3, out=out), "has other data than there"),
         (lambda out: shoal.train([job_of()], out=out), "has split"),
     ],
 )

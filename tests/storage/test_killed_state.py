@@ -129,7 +129,7 @@ def test_jobs_that_were_interrupted_go_on_in_the_same_process(tmp_path: Path) ->
         if event.kind == "epoch" and event.member is not None and event.member.epoch == 2:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="run the same lines again to resume"):
         shoal.train(jobs, device="cpu", threads=1, out=tmp_path, events=stop)
     assert hashes(shoal.train(jobs, device="cpu", threads=1, out=tmp_path)) == alone
     assert hashes(shoal.train(jobs, device="cpu", threads=1, out=tmp_path)) == alone, "and are at their end"

@@ -139,7 +139,7 @@ def test_what_cannot_be_extended_is_said(tmp_path: Path) -> None:
         return [job(name=name, epochs=epochs, **changes) for name in ("a", "b")]
 
     shoal.train(both(2), "cpu", tmp_path)
-    shorter = "job 'a' has epochs 2 there and 1 here"
+    shorter = r"job 'a' has epochs 2 there and 1 here \(and so for 1 more\); use another"
     for wrong, words in (
         (both(1), shorter),
         (both(3)[:1], "it has job 'b'"),

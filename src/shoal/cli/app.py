@@ -102,9 +102,10 @@ def describe(error: BaseException) -> str:
         text = str(format_message()).rstrip(".")
         return text if "Did you mean" in text else f"{text}; see {_help_of(error)}"
     text = str(error).strip()
-    if isinstance(error, KeyError):
+    own = type(error).__module__.startswith("shoal.")
+    if isinstance(error, KeyError) and not own:  # of a dict: the text is the key alone
         text = f"no {text}"
-    if isinstance(error, ValueError | OSError) or type(error).__module__.startswith("shoal."):
+    if isinstance(error, ValueError | OSError) or own:
         return text or type(error).__name__
     return f"{type(error).__name__}: {text} (add --debug to see where)"
 

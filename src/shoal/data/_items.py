@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.errors import ROW_NOTE
 from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_state, restored
 
 MOST_OBJECTS, MOST_ITEMS = 10_000, 200
@@ -48,7 +49,11 @@ class Items:
             PYTHON.seed(word(seed, epoch, row))
             for generator, salt in self.generators:
                 seed_generator(generator, word(seed, epoch, row, salt))
-            return self.dataset[row]
+            try:
+                return self.dataset[row]
+            except Exception as error:
+                error.add_note(f"{ROW_NOTE}{row} of its Dataset")
+                raise
 
     def plain(self, row: int) -> Any | None:
         """Read an item; None where it is not made of tensors and numbers, or where reading it drew at random."""

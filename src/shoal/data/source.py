@@ -151,7 +151,9 @@ def tensor_leaves(
         if isinstance(leaf, np.ndarray):
             leaf = convert(leaf)
         if not isinstance(leaf, Tensor):
-            raise JobError(f"holds a {type(leaf).__name__}; pass tensors or arrays, or a map-style Dataset")
+            frame = hasattr(leaf, "to_numpy")
+            wanted = "what its to_numpy() gives" if frame else "tensors or arrays, or a map-style Dataset"
+            raise JobError(f"holds a {type(leaf).__name__}; pass {wanted}")
         if leaf.ndim == 0:
             raise JobError("holds a tensor without dimensions; its first dimension must be the rows")
         tensors.append(leaf.detach())

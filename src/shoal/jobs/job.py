@@ -223,9 +223,12 @@ def _shape_problems(job: Job) -> list[str]:
         elif not callable(value) and (value is not None or name == "optimizer"):
             wanted = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
             lines.append(f"{name} is {_short(value)}; pass {wanted}")
-    for name in ("hparams", "metrics"):
+    if isinstance(job.loss, type) and issubclass(job.loss, nn.Module):
+        kind = job.loss.__name__
+        lines.append(f"loss is the class {kind}; pass an instance, {kind}()")
+    for name, example in (("hparams", '{"lr": 1e-3}'), ("metrics", '{"accuracy": accuracy}')):
         if not isinstance(getattr(job, name), Mapping):
-            lines.append(f"{name} is {_short(getattr(job, name))}; pass a dict")
+            lines.append(f"{name} is {_short(getattr(job, name))}; pass a dict, such as {example}")
     if isinstance(job.metrics, Mapping):
         lines += [f"metric {n!r} is {_short(f)}; pass a function" for n, f in job.metrics.items() if not callable(f)]
         lines += [

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
-from shoal.engine.members.step import autocast, call_model, evaluating, run_step, targets_of
+from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, run_step, targets_of
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
@@ -113,7 +113,7 @@ def step_problems(
             try:
                 outputs = call_model(model, batch)
             except Exception as error:
-                return [_raised(member, "forward", error, size, short)]
+                return [_other_dtype(model, batch, error) or _raised(member, "forward", error, size, short)]
             lines = label_problems(job, outputs, member)
             if lines:
                 return lines
@@ -173,6 +173,17 @@ def _index_problems(member: Member) -> list[str]:
     except Exception:
         return []  # it may be made for the GPU: the dry step there decides
     return []
+
+
+def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
+    """Where the inputs are of another floating-point type than the weights, as NumPy's float64: how to mend it."""
+    inputs = [batch[name] for name in batch if name not in TARGETS] if isinstance(batch, Mapping) else batch[:-1]
+    given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()}
+    wanted = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
+    if "dtype" not in str(error) or len(given) != 1 or len(wanted) != 1 or given == wanted:
+        return None
+    was, now = (min(kinds).removeprefix("torch.") for kinds in (given, wanted))
+    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with x.to({min(wanted)})"
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:

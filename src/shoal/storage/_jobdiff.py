@@ -31,6 +31,15 @@ class Differences:
     """By their names, jobs that are longer now: the new `epochs` or `steps`."""
     versions: list[str] = field(default_factory=list)
     """Libraries that have another version."""
+    of_jobs: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    """By what is said of jobs: its place in `lines`, and their names."""
+
+    def add(self, name: str, text: str) -> None:
+        """Say this of a job; what holds for several jobs is one line."""
+        place, names = self.of_jobs.setdefault(text, (len(self.lines), []))
+        names.append(name)
+        others = f" (and so for {len(names) - 1} more)" if len(names) > 1 else ""
+        self.lines[place : place + 1] = [f"job {names[0]!r}{text}{others}"]
 
 
 def compare(
@@ -86,7 +95,8 @@ def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[
         was, now = old.get(key), new.get(key)
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = _apart(was, now), _apart(now, was)
-        seen.lines.append(f"job {name!r} has {key} {was!r} there and {now!r} here")
+        hashes = key in ("data", "val") and isinstance(was, str) and isinstance(now, str)
+        seen.add(name, f" has other {key} than there" if hashes else f" has {key} {was!r} there and {now!r} here")
     if old.get(CODE) is not None and new.get(CODE) is not None:
         was, now = held.code(old), here.code(new)
         for part in {**was, **now}:
@@ -95,7 +105,8 @@ def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[
                 continue  # it is reported, or belongs to something that is
             lines = list(_changes(was.get(part, {}), now.get(part, {}), _same_bytecode(held, here)))
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-            seen.lines += [f"job {name!r}: {line}{more}" for line in lines[:1]]
+            for line in lines[:1]:
+                seen.add(name, f": {line}{more}")
     if old.get(WEIGHTS) is not None and new.get(WEIGHTS) is not None and "shapes" not in other:
         verdict = compare_weights(held.parts[old[WEIGHTS]], here.parts[new[WEIGHTS]])
         if verdict != "same":

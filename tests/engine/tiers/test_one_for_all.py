@@ -146,7 +146,8 @@ def test_an_item_that_cannot_be_read(path: str, random: bool, monkeypatch: pytes
     jobs = [job(0, data=Rows(False, random)), job(1, data=data), job(2, data=data), job(3, data=Rows(False, random))]
     results = assert_as_alone(jobs, path, monkeypatch)
     assert [result.status for result in results] == ["done", "failed", "failed", "done"]
-    assert {result.error for result in results[1:3]} == {"OSError: cannot read image 13"}
+    text = "OSError: cannot read image 13 (reading row 13 of its Dataset)"
+    assert {result.error for result in results[1:3]} == {text}
 
 
 def test_validation_data_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
