@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.test_live import Branching
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.reporting.events import Event
@@ -348,3 +349,33 @@ def test_a_value_that_is_as_before_is_no_change() -> None:
     results = cloned(source, 10, ("a", "b", same))
     for name, value in results["a"].model.state_dict().items():
         assert torch.equal(results["b"].model.state_dict()[name], value)
+
+
+def test_a_clone_reads_a_loader_in_place_of_tensors() -> None:
+    """What the job said about its rows is the loader's to say from then on; only what is given beside it is refused."""
+    source = job(shuffle=False, drop_last=True, epochs=3)
+    loader = DataLoader(TensorDataset(X2, Y2), batch_size=7)  # in order, as the job with shuffle=False reads it
+    run = shoal.start([replace(source, epochs=1)], "cpu", keep_open=True)
+    next(run.as_completed(60))
+    with pytest.raises(shoal.JobError, match="batch_size=5 would do nothing"):
+        run.clone("a", "c", epochs=3, data=loader, batch_size=5)
+    run.clone("a", "b", epochs=3, data=loader)
+    agree(run.wait(60)["b"], by_hand(source, 6, {"data": (X2, Y2), "batch_size": 7, "drop_last": False}))
+
+
+def test_a_loader_that_is_as_before_is_no_change_within_an_epoch() -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+    source = shoal.Job(name="a", model=net, data=loader, loss=F.cross_entropy, hparams={"lr": 0.01}, epochs=3)
+    results = cloned(source, 10, ("a", "b", {"data": source.data, "accumulate": 1}))
+    for name, value in results["a"].model.state_dict().items():
+        assert torch.equal(results["b"].model.state_dict()[name], value)
+
+
+def test_an_epoch_of_an_average_that_counts_epochs_cannot_begin_again() -> None:
+    """Another seed deals the rows anew; with a data_seed it does not, and the epoch goes on."""
+    average = shoal.EMA(decay=0.5, every="epoch")
+    with pytest.warns(shoal.ShoalWarning, match="'a' cannot continue .its average counts epochs"):
+        results = cloned(job(average=average), 10, ("a", "b", {"seed": 9}))
+    assert "b" not in [result.name for result in results]
+    results = cloned(job(average=average, data_seed=3), 10, ("a", "b", {"seed": 9}))
+    assert results["b"].steps == 35

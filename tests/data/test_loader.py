@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -316,3 +317,21 @@ def test_networks_are_evaluated_and_asked_on_a_loader_without_metrics() -> None:
     for call in (results.predict, results.evaluate):
         with pytest.raises(ValueError, match="batch_size=3 would do nothing"):
             call(loader, batch_size=3)
+
+
+def test_the_last_trials_of_a_search_leave_their_stack_between_epochs() -> None:
+    """Where they have read an epoch to its end, and the next one is not open yet."""
+    loader, events = DataLoader(Noisy(), batch_size=8, shuffle=True), list[Any]()
+    study = shoal.tune(
+        lambda params: shoal.Job(
+            model=Network, data=loader, loss=F.cross_entropy, hparams=params, val=(X, Y), average=shoal.EMA(decay=0.8)
+        ),
+        {"lr": ("log", 1e-3, 0.3)}, max_epochs=9, eta=3, num_trials=9, scheduler="asha", events=events.append,
+    )  # fmt: skip
+    assert "too few are left to gain from a stack" in [
+        event.data["reason"] for event in events if event.kind == "split"
+    ]
+    for trial in study.trials:
+        result = study.result(trial)
+        alone = solo(dataclasses.replace(result.job, epochs=len(result.history)))
+        assert max(distances(result, alone).values()) < TOLERANCE

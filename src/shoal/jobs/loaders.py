@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -53,9 +53,23 @@ def loader_problems(job: Job) -> list[str]:
     return lines
 
 
+def loader_defaults(job: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's settings that would do nothing when a DataLoader takes the place of its data, as if left out."""
+    loader = changes.get("data")
+    if not isinstance(loader, DataLoader):
+        return {}
+    val = changes.get("val", job.val)
+    rows = {} if _in_rows(val) else {"batch_size": batch_size_of(loader, job.batch_size), "collate": None}
+    return {"shuffle": True, "drop_last": False, **rows}
+
+
 def _for_val(job: Job) -> bool:
     """Whether the validation data is made into batches by the job's own settings."""
-    return job.val is not None and not isinstance(job.val, DataLoader)
+    return _in_rows(job.val)
+
+
+def _in_rows(val: Any) -> bool:
+    return val is not None and not isinstance(val, DataLoader)
 
 
 def refuse_batches(job: Job, what: str) -> None:

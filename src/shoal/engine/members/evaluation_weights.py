@@ -45,6 +45,15 @@ def update_average(member: Member, step: int) -> None:
     member.average = {"count": held["count"] + 1, "values": values}
 
 
+def complete_average(member: Member) -> None:
+    """Take in what a stack leaves out of an average: weights that no step has changed, which are their own average."""
+    rule, held = member.job.average, member.average
+    if rule is not None and held is not None and held["count"]:
+        for name, value in averaged_tensors(member.model, rule).items():
+            if name not in held["values"]:
+                held["values"][name] = value.clone()
+
+
 def evaluation_weights(member: Member) -> dict[str, Tensor]:
     """By name, the weights that differ from those in training, of a member that was written back."""
     if member.trained is not None or not member.optimizer_state:

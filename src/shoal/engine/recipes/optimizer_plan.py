@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,21 @@ class OptimizerPlan:
             groups.append({**settings, "params": list(range(first, first + len(group)))})
             first += len(group)
         return groups
+
+    def began_together(self, member: Member, used: Sequence[bool]) -> bool:
+        """Whether the parameters of each group that are trained have had equally many steps, as rules take it.
+
+        `used`: by a parameter's position, whether it gets a gradient. A clone's new step may be the first to use one.
+        """
+        trained = [p.requires_grad and use for p, use in zip(member.model.parameters(), used, strict=True)]
+        saved = iter(range(sum(map(len, self.groups))))
+        known = member.optimizer_state.get("state", {})
+        for group in self.groups:
+            entries = [known.get(index, {}) for _, index in zip(group, saved, strict=False)]
+            begun = [e for e, position in zip(entries, group, strict=True) if trained[position]]
+            if len({(any(x is not None for x in e.values()), float(e.get("step", 0))) for e in begun}) > 1:
+                return False
+        return True
 
     @property
     def key(self) -> Hashable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -174,12 +174,15 @@ class TraceCache:
         """
         sizes = batch_sizes(member)[: 1 if brief else None]
         steps = {rows: self.step(member, rows, twice=not brief) for rows in sizes}
+        used: list[Sequence[bool]] = []
         for graph in steps.values():
             try:
-                used_params(graph)
+                used.append(used_params(graph))
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
+        if not optimizer.began_together(member, [any(flags) for flags in zip(*used, strict=True)]):
+            optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
 

@@ -25,6 +25,7 @@ from shoal.errors import JobError, ShoalWarning
 from shoal.jobs.averaging import counts_epochs
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
+from shoal.jobs.loaders import loader_defaults
 from shoal.preparation.checks import prepare
 from shoal.storage.lost_state import watch_state
 
@@ -89,12 +90,13 @@ def clone_of(
 
     `instead`: it gets the place of this one, by `run.replace`.
     """
-    fields = changes.keys() - set(CHANGEABLE)
-    again = run.folder is not None and instead is None and not fields and run.folder.has_state(name)
+    fixed = changes.keys() - set(CHANGEABLE)
+    again = run.folder is not None and instead is None and not fixed and run.folder.has_state(name)
     if not again:
         _check(source, changes)
-    given = {field: value for field, value in changes.items() if not _is(getattr(source.job, field), value)}
-    job = dataclasses.replace(source.job, name=name, **{**given, "hparams": _hparams(source.job, given)})
+    given = _changed(source.job, changes)
+    fields = {**loader_defaults(source.job, given), **given, "hparams": _hparams(source.job, given)}
+    job = dataclasses.replace(source.job, name=name, **fields)
     with trying(job, step=True):  # a factory may write to what the job that is cloned reads
         member = new_member(run, job, instead)
     member.data = member.data if given.keys() & {"data", "collate"} else source.data
@@ -125,6 +127,11 @@ def clone_of(
     if member.optimizer_state:
         change_optimizer(member, source.job, given)
     return member
+
+
+def _changed(before: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the changes that are any."""
+    return {field: value for field, value in changes.items() if not _is(getattr(before, field), value)}
 
 
 def _is(before: Any, now: Any) -> bool:
@@ -209,12 +216,20 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
         why = "it is between two optimizer steps"
     elif (hooks := lost_in_a_copy(source.model)) is not None:
         why = f"it has {hooks}, and a copy would not train as it does"
-    elif changes.keys() & (READING | BATCHES):
+    elif _changed(source.job, changes).keys() & (READING | BATCHES) or _begins_again(source, changes):
         why = _why_not_in_other_batches(source)
     if why is not None:
         raise JobError(
             f"clone: {source.name!r} cannot continue ({why}); add(job, warm_start={source.name!r}) starts anew"
         )
+
+
+def _begins_again(source: Member, changes: Mapping[str, Any]) -> bool:
+    """Whether another seed gives the epoch that was begun another order of rows, so that it begins again."""
+    job = source.job
+    return (
+        bool(source.place) and dataclasses.replace(job, seed=changes.get("seed", job.seed)).order_seed != job.order_seed
+    )
 
 
 def _why_not_in_other_batches(source: Member) -> str | None:

@@ -145,7 +145,8 @@ class UnitRunner:
             reasons = [self.alone[self.members[slot]] for slot in slots]
             separated = list(zip(self.unit.alone(slots), reasons, strict=True))
             for unit, _ in separated:
-                unit.begin_reading()
+                if all(member.order is not None for member in unit.members):  # else `begin` does it, with their rows
+                    unit.begin_reading()
             self.drop(slots)
         self.alone = {}
         return separated

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data.pool import batch_rows
 from shoal.engine.members.batch_stream import Stream, another, own_batch
-from shoal.engine.members.evaluation_weights import update_average, with_evaluation_weights
+from shoal.engine.members.evaluation_weights import complete_average, update_average, with_evaluation_weights
 from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import clearing, step_of
@@ -63,6 +63,7 @@ class SerialUnit(Unit):
     def _resume(self) -> None:
         """Continue from where the member is."""
         member = self.member
+        complete_average(member)
         if member.optimizer_state:
             load_optimizer(self.optimizer, member.optimizer_state)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
