@@ -181,7 +181,8 @@ class TraceCache:
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
-        if not optimizer.began_together(member, [any(flags) for flags in zip(*used, strict=True)]):
+        touched = [any(flags) for flags in zip(*used, strict=True)]
+        if optimizer.flags is not None and not optimizer.began_together(member, touched):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
