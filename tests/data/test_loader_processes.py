@@ -88,6 +88,7 @@ def _in_child(loader: DataLoader[Any], reader: Any, pipe: Any) -> None:
     pipe.send([batch[1].tolist() for batch in reader])
 
 
+@pytest.mark.usefixtures("one_thread")  # the threads of OpenMP do not survive a fork
 def test_a_forked_child_starts_workers_of_its_own() -> None:
     loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1)
     source = Pool(CPU).open(loader).source
@@ -97,6 +98,7 @@ def test_a_forked_child_starts_workers_of_its_own() -> None:
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_in_child, args=(loader, reader, theirs))
     child.start()
+    theirs.close()  # a child that dies is an error here, not a wait without an end
     losses, rest = ours.recv(), ours.recv()
     child.join()
     assert rest == whole[1:] == [batch[1].tolist() for batch in reader]
