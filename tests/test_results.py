@@ -236,6 +236,45 @@ def test_the_table_says_what_went_wrong() -> None:
     assert lines[16].startswith("bad0: the loss became inf") and lines[-1] == "... and 2 more"
 
 
+def test_values_of_config_are_shown_and_kept(tmp_path: Path) -> None:
+    jobs = [job(config={"dropout": rate, "size": "small"}, name=f"p={rate}") for rate in (0.1, 0.5)]
+    seen: list[dict[str, Any]] = []
+    results = shoal.train(jobs, device="cpu", out=tmp_path, callbacks=[lambda view: seen.append(view.settings)])
+    assert results.table().splitlines()[0].split()[:5] == ["name", "status", "tier", "dropout", "size"]
+    assert results.table().splitlines()[2].split()[3:5] == ["0.1", "small"]
+    assert [row["dropout"] for row in results.records()] == [0.1, 0.5]
+    assert seen[0]["dropout"] == 0.1
+    read = shoal.load(tmp_path)
+    assert read[1].job.config == {"dropout": 0.5, "size": "small"} and read[1].to_record()["dropout"] == 0.5
+    with pytest.raises(ValueError, match=r"config \{'dropout': 0.1\} there and \{'dropout': 0.2\} here"):
+        shoal.train([job(config={"dropout": 0.2, "size": "small"}, name="p=0.1"), jobs[1]], device="cpu", out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [([1], "config is"), ({1: 2}, "config has the key 1"), ({"net": X}, r"config\['net'\] is tensor")],
+)
+def test_values_of_config_are_plain(config: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        job(config=config)
+
+
+def test_the_table_has_the_best_epoch_where_it_is_not_the_last() -> None:
+    worse = job(val=(X, Y), hparams={"lr": 0.0}, epochs=3, name="flat")  # the first epoch stays the best
+    head, _, row = shoal.train([worse], device="cpu").table().splitlines()
+    assert dict(zip(head.split(), row.split(), strict=True))["best_epoch"] == "1"
+    assert "best_epoch" not in shoal.train([job()], device="cpu").table()
+
+
+def test_jobs_that_did_not_finish_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    jobs = [job(name="fine"), job(name="wild", hparams={"lr": 1e38})]
+    shoal.train(jobs, device="cpu")
+    assert "1 of 2 jobs did not finish: 'wild' diverged" in caplog.text
+    caplog.clear()
+    shoal.train(jobs, device="cpu", progress=False)
+    assert "did not finish" not in caplog.text
+
+
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     shoal.train([job(name="a"), job(name="b")], device="cpu", progress=True)
     assert "100%, 2/2 ended, loss " in capsys.readouterr().err

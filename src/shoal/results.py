@@ -127,6 +127,7 @@ class Result:
             "steps": self.steps,
             "seconds": self.seconds,
             "hparams": dict(self.job.hparams),
+            **({"config": dict(self.job.config)} if self.job.config else {}),
             "best_epoch": self.best_epoch,
             "values": self.values,
             "history": self.history,
@@ -136,12 +137,12 @@ class Result:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """One flat row for a table: the name, how it ended, hyper-parameters, values of its weights."""
-        hparams = dict(self.job.hparams)
-        values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *hparams)}
+        """One flat row for a table: the name, how it ended, config and hyper-parameters, values of its weights."""
+        settings = {**self.job.config, **self.job.hparams}
+        values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *settings)}
         return {
             "name": self.name, "status": self.status, "tier": self.tier, "epochs": len(self.history),
-            "steps": self.steps, **hparams, **values, "best_epoch": self.best_epoch, "seconds": self.seconds,
+            "steps": self.steps, **settings, **values, "best_epoch": self.best_epoch, "seconds": self.seconds,
             "error": self.error,
         }  # fmt: skip
 
@@ -215,19 +216,19 @@ class Results(Sequence[Result]):
         With lines and colour where rich is installed and this is a terminal.
         """
         names = [name for name in self.columns() if name not in NOT_VALUES]
-        head = ["name", "status", "tier", "epochs", "steps", *names, "seconds"]
+        noted = list(dict.fromkeys(key for r in self for key in r.job.config))
+        epochs = [len(r.history) if r.split is None else None for r in self]  # the rows of a split are rounds
+        best = [r.best_epoch if count is not None else None for r, count in zip(self, epochs, strict=True)]
+        shown = ["best_epoch"] if best != epochs and any(best) else []
+        head = ["name", "status", "tier", *noted, "epochs", "steps", *names, *shown, "seconds"]
         rows = [
             [
-                r.name,
-                r.status,
-                r.tier,
-                str(len(r.history)) if r.split is None else "",  # whose rows are of rounds
-                str(r.steps),
-                *(_text(r.value(n)) for n in names),
-                f"{r.seconds:.2f}",
+                r.name, r.status, r.tier, *(_text(r.job.config.get(key)) for key in noted),
+                "" if count is None else str(count), str(r.steps), *(_text(r.value(n)) for n in names),
+                *([_text(epoch)] if shown else []), f"{r.seconds:.2f}",
             ]
-            for r in self
-        ]
+            for r, count, epoch in zip(self, epochs, best, strict=True)
+        ]  # fmt: skip
         wrong = [f"{r.name}: {r.error}" for r in self if r.error]
         more = [f"... and {len(wrong) - MOST_ERRORS} more"] if len(wrong) > MOST_ERRORS else []
         return "\n".join([render(head, rows), *([""] if wrong else []), *wrong[:MOST_ERRORS], *more])
@@ -394,5 +395,6 @@ def _rows_at_once(batch_size: Any) -> int | None:
     return size
 
 
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _text(value: float | str | None) -> str:
+    """A number in short, other values as they are."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -160,6 +161,8 @@ def carry_out(
             results.plan, results.running = work.plan, running.average()
             if results.plan is not None:
                 results.plan.set_up = times.seconds
+            if progress is None and search is None and not watch.shown:
+                _log_failures(results)
             statuses = dict(Counter(result.status for result in results))
             tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running))
         if folder is not None and out is not None and interrupted is None:
@@ -302,6 +305,17 @@ class _Work:
         self._started = True
         content = None if plan is None else plan.to_json()
         self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=content))
+
+
+def _log_failures(results: Results) -> None:
+    """Log which jobs failed or diverged, where no progress shows it."""
+    wrong = [result for result in results if result.status in ("failed", "diverged")]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        logging.getLogger("shoal").warning(
+            "%d of %d jobs did not finish: %r %s: %s%s; results.table() lists them",
+            len(wrong), len(results), wrong[0].name, wrong[0].status, wrong[0].error, more,
+        )  # fmt: skip
 
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:

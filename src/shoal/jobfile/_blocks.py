@@ -16,7 +16,7 @@ MOST_JOBS = 100_000
 FIELDS = tuple(field.name for field in fields(Job))
 REFERENCES = ("model", "data", "val", "collate", "loss", "step", "params", "schedule", "average")
 """Fields that name something: text, or a table with `use` and its arguments."""
-TABLES = (*REFERENCES, "hparams", "metrics", "stop")
+TABLES = (*REFERENCES, "hparams", "config", "metrics", "stop")
 EITHER = {"epochs": "steps", "loss": "step", "seed": "seeds", "val": "folds"}
 """Fields of which a job has one: a `[[jobs]]` entry that gives one drops the other of the shared fields."""
 EITHER |= {b: a for a, b in EITHER.items()}

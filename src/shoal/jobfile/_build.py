@@ -30,6 +30,7 @@ CALLED = {"loss": 2, "step": 2, "collate": 1, "params": 1}
 """Functions named in a file, and with how many values they are called."""
 WANTED = {
     "hparams": "a table",
+    "config": "a table",
     "stop": "a table",
     "metrics": "a list of names, or a table of functions by name",
 }

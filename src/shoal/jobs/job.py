@@ -150,6 +150,9 @@ class Job:
     """When to end early; None: never."""
     keep: Literal["last", "best"] = "last"
     """Which weights to return: the last, or the best by what `stop` watches (without it: the smallest val_loss)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Other values to note, such as {"dropout": 0.1, "width": 256}: results, tables and loggers show them. Training
+    does not use them."""
     name: str = ""
     """Unique in its list; empty: named by its place."""
     owner: str = ""
@@ -166,8 +169,9 @@ class Job:
             self.batch_size = batch_size_of(self.data, self.batch_size)
         for name in ("clip_norm", "clip_value", "shuffle", "drop_last"):
             setattr(self, name, plain_number(getattr(self, name)))
-        if isinstance(self.hparams, Mapping):
-            self.hparams = plain_numbers(self.hparams)
+        for name in ("hparams", "config"):
+            if isinstance(getattr(self, name), Mapping):
+                setattr(self, name, plain_numbers(getattr(self, name)))
         lines = self.problems()
         if lines:
             label = f"job {self.name!r}" if self.name else "job"
@@ -226,9 +230,15 @@ def _shape_problems(job: Job) -> list[str]:
     if isinstance(job.loss, type) and issubclass(job.loss, nn.Module):
         kind = job.loss.__name__
         lines.append(f"loss is the class {kind}; pass an instance, {kind}()")
-    for name, example in (("hparams", '{"lr": 1e-3}'), ("metrics", '{"accuracy": accuracy}')):
+    for name, example in (
+        ("hparams", '{"lr": 1e-3}'),
+        ("metrics", '{"accuracy": accuracy}'),
+        ("config", '{"dropout": 0.1}'),
+    ):
         if not isinstance(getattr(job, name), Mapping):
             lines.append(f"{name} is {_short(getattr(job, name))}; pass a dict, such as {example}")
+    if isinstance(job.config, Mapping):
+        lines += _config_problems(job.config)
     if isinstance(job.metrics, Mapping):
         lines += [f"metric {n!r} is {_short(f)}; pass a function" for n, f in job.metrics.items() if not callable(f)]
         lines += [
@@ -237,6 +247,15 @@ def _shape_problems(job: Job) -> list[str]:
             if n in RESERVED
         ]
     return lines
+
+
+def _config_problems(config: Mapping[str, Any]) -> list[str]:
+    lines = [f"config has the key {key!r}; use a string" for key in config if not isinstance(key, str)]
+    return lines + [
+        f"config[{key!r}] is {_short(value)}; use a number, a string, True, False or None"
+        for key, value in config.items()
+        if not isinstance(value, (bool, int, float, str, type(None)))
+    ]
 
 
 def _length_problems(job: Job) -> list[str]:

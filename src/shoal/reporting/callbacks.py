@@ -63,9 +63,9 @@ class MemberView:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The job's other settings in short: optimizer, batch_size, seed."""
+        """The job's other settings in short: optimizer, batch_size, seed, and its `config`."""
         job = self._member.job
-        return {"optimizer": title(job.optimizer), "batch_size": job.batch_size, "seed": job.seed}
+        return {"optimizer": title(job.optimizer), "batch_size": job.batch_size, "seed": job.seed, **job.config}
 
     @property
     def epoch(self) -> int:

@@ -27,6 +27,8 @@ MOST_ROWS = 10
 class Progress:
     """Shows how a run gets on, given its events. This one shows nothing."""
 
+    shown = False
+
     def __enter__(self) -> Progress:
         return self
 
@@ -52,6 +54,7 @@ class View:
 class _Counting(Progress):
     """Counts what happens, and shows it now and then."""
 
+    shown = True
     every: float
 
     def __init__(self, members: list[Member], view: View | None = None) -> None:

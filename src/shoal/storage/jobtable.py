@@ -126,6 +126,8 @@ def describe_settings(member: Member) -> dict[str, Any]:
     }
     if job.average is not None:
         described["average"] = repr(job.average)
+    if job.config:
+        described["config"] = dict(job.config)
     plain: dict[str, Any] = json.loads(json.dumps(described))
     return plain
 

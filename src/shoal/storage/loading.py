@@ -127,6 +127,8 @@ class StoredJob:
             )
         if name == "metrics":
             return dict.fromkeys(self._entry["metrics"])
+        if name == "config":
+            return self._entry.get("config", {})
         try:
             return self._entry[name]
         except KeyError:

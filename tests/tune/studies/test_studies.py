@@ -47,6 +47,13 @@ def test_scores_are_those_of_training_alone(study: Study) -> None:
         assert all(torch.equal(x, y) for x, y in weights)
 
 
+def test_a_trials_other_settings_are_in_its_jobs_config() -> None:
+    space = {"lr": [0.01], "momentum": [0.0], "width": [8], "shape": [(1, 2)]}
+    study = tune("none", space=space, sampler="grid", num_trials=None)
+    assert study.results[0].job.config == {"width": 8, "shape": "(1, 2)"}
+    assert study.results.records()[0]["width"] == 8
+
+
 def test_one_at_a_time_gives_the_same_winner(study: Study) -> None:
     """The same search with trials trained alone, one after another, each from its beginning."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 CHANGEABLE = (
     "hparams", "epochs", "steps", "batch_size", "accumulate", "drop_last", "optimizer", "params", "schedule",
     "schedule_every", "clip_norm", "clip_value", "loss", "step", "precision", "seed", "data", "collate", "data_seed",
-    "shuffle", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "owner", "priority",
+    "shuffle", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "config", "owner", "priority",
 )  # fmt: skip
 """Fields of a job that a clone may have otherwise: all but the network."""
 WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}

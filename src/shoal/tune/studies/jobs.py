@@ -103,7 +103,14 @@ class Jobs:
         missing = [name for name in self._metrics if known is not None and name not in known]
         if known is not None and missing:
             raise TuneError(f"metric is {missing[0]!r}, which {trial.name} does not have; it has {', '.join(known)}")
-        return dataclasses.replace(job, name=trial.name)
+        params = trial.params or dict(given.params)
+        noted = {name: _plain(value) for name, value in params.items() if name not in job.hparams}
+        return dataclasses.replace(job, name=trial.name, config={**noted, **job.config})
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a job's `config` takes it."""
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def known_metrics(job: Job) -> list[str] | None:
