@@ -18,6 +18,7 @@ reproduce = typer.Typer(
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
 Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
+Data = Annotated[Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")]
 Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
@@ -116,9 +117,7 @@ def hyperband(
     max_epochs: Annotated[int, typer.Option(min=1, help="R of the paper.")] = 81,
     eta: Annotated[int, typer.Option(min=2, help="A rung keeps one in eta.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
-    data: Annotated[
-        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
-    ] = None,
+    data: Data = None,
     ray: Annotated[bool, typer.Option("--ray", help="Also Ray Tune's ASHA and HyperBand, on a local Ray.")] = False,
     device: Device = "cpu",
     limit: Limit = 1800.0,
@@ -151,9 +150,7 @@ def hyperband(
 
 @reproduce.command()
 def sil(
-    data: Annotated[
-        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
-    ] = None,
+    data: Data = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
     device: Device = "cpu",
     out: Out = None,
@@ -219,9 +216,7 @@ def placement(
 
 @reproduce.command()
 def ist(
-    data: Annotated[
-        Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")
-    ] = None,
+    data: Data = None,
     width: Annotated[int, typer.Option(min=0, help="Of both hidden layers; 0: 2048, of digits 256.")] = 0,
     workers: Annotated[int, typer.Option(min=2, help="Workers.")] = 4,
     link: Annotated[str, typer.Option(help="Rate of each worker's link, for tc; none: no seconds.")] = "100mbit",

@@ -25,7 +25,7 @@ def parameters(model: nn.Module) -> int:
         (models.ResNet18, 11_173_962),
         (models.GPT, 2 * 256 * 128 + 256 + 128 * 128 + 2 * 128 + 4 * (12 * 128 * 128 + 13 * 128)),
         (published.mobilenet_v2, 3_504_872),
-        (published.resnet50, 25_557_032),
+        (published.ResNet50, 25_557_032),
         (published.densenet121, 7_978_856),
         (published.mlp3, 150_528 * 128 + 128 + 128 * 128 + 128 + 128 * 1000 + 1000),
     ],
@@ -47,6 +47,6 @@ def test_every_network_gives_a_finite_loss_and_a_gradient_everywhere(name: str) 
 
 
 def test_published_networks_give_a_thousand_classes_for_imagenet_shaped_input() -> None:
-    for make in (published.mlp3, published.mobilenet_v2, published.resnet50, published.densenet121):
+    for make in (published.mlp3, published.mobilenet_v2, published.ResNet50, published.densenet121):
         with torch.device("meta"):
             assert make()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)

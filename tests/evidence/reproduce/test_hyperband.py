@@ -32,7 +32,7 @@ def test_the_ways_do_the_same_search(space: str) -> None:
 
 def test_optuna_has_the_same_budget() -> None:
     pytest.importorskip("optuna")
-    outcome = paper.optuna_way(SCENE, paper.make_job_for(SCENE))
+    outcome = paper.WAYS["optuna"](SCENE, paper.make_job_for(SCENE))
     assert outcome["epochs"] == sum(bracket.epochs for bracket in brackets(4, 2)) and outcome["best"] > 0.3
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,6 +30,14 @@ def test_the_summary_compares_what_was_measured() -> None:
     assert seen["predictions_within_20_percent"] == 0.5
     assert seen["chosen_is_fastest_or_within_5_percent"] == 1.0
     assert seen["faster_than_the_better_of_parameter_server_and_ddp"][0]["times_faster"] == 4.0
+
+
+def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    result = paper.placement([], steps=3, limit=1.0, tell=lambda line: None)
+    ways = [{"way": "placed", "seconds": 1.0}, {"way": paper.DDP, "seconds": None}]
+    result["results"] = [{"network": "VGG-16", "rows": 4, "rate": "100mbit", "ways": ways}]
+    paper.draw(tmp_path / "ways.png", result)
+    assert (tmp_path / "ways.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

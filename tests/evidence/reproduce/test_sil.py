@@ -12,13 +12,14 @@ from rich.console import Console
 
 from shoal.cli.app import main
 from shoal.evidence.bench.datasets import load
+from shoal.evidence.bench.published import mlp
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, network, table
+from shoal.evidence.reproduce.sil import EQUAL, LINES, WAYS, apart, bars, job_of, memory, table
 
 
 def test_the_networks_are_those_of_the_table() -> None:
     left, right, before = LINES[0]
-    model = network(784, (*left, *right), 10)
+    model = mlp(784, *left, *right, 10)
     widths = [layer.out_features for layer in model if isinstance(layer, torch.nn.Linear)]
     assert widths == [512, 256, 256, 128, 64, 10]
     assert before.keys() == WAYS.keys()

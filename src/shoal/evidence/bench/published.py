@@ -7,7 +7,8 @@ layers of hidden width 128, so that the first layer (150,528 inputs) does not dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +16,32 @@ from torch import Tensor, nn
 Layers = list[nn.Module]
 
 
-def mlp3(side: int = 224, hidden: int = 128, classes: int = 1000) -> nn.Module:
+ImageNet = 1000
+"""Classes."""
+Kernel = int | tuple[int, int]
+
+
+def scaled(width: float) -> Callable[[int], int]:
+    """Numbers of channels of a network that is so many times as wide."""
+    return lambda channels: max(4, round(channels * width))
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    layers: Layers = [part for a, b in pairwise(widths[:-1]) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+
+
+def mlp3(side: int = 224, hidden: int = 128, classes: int = ImageNet) -> nn.Module:
     """Three linear layers over the flattened image."""
-    layers: Layers = [nn.Flatten(), nn.Linear(3 * side * side, hidden), nn.ReLU(), nn.Linear(hidden, hidden)]
-    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, classes))
+    return nn.Sequential(nn.Flatten(), *mlp(3 * side * side, hidden, hidden, classes))
 
 
-class Residual(nn.Module):
-    """Adds its input, or a projection of it, to what its layers make of it."""
-
-    def __init__(self, layers: Layers, shortcut: Sequence[nn.Module] = ()) -> None:
-        super().__init__()
-        self.layers, self.shortcut = nn.Sequential(*layers), nn.Sequential(*shortcut)
+class Residual(nn.Sequential):
+    """Adds its input to what its layers make of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x) + self.shortcut(x)
+        y: Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -50,7 +62,7 @@ def _classifier(layers: Layers, channels: int, classes: int, dropout: float = 0.
     return nn.Sequential(*layers, *last, nn.Linear(channels, classes))
 
 
-def mobilenet_v2(classes: int = 1000) -> nn.Module:
+def mobilenet_v2(classes: int = ImageNet) -> nn.Module:
     """Inverted residuals with linear bottlenecks, width 1.0."""
     # expansion, output channels, repeats, stride of the first
     stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -61,25 +73,65 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
             wide = channels * expand
             widen: Layers = [*_conv_norm(channels, wide, 1), nn.ReLU6()] if expand != 1 else []
             block = [*widen, *_conv_norm(wide, wide, 3, stride, groups=wide), nn.ReLU6(), *_conv_norm(wide, out, 1)]
-            layers.append(Residual(block) if stride == 1 and channels == out else nn.Sequential(*block))
+            layers.append(Residual(*block) if stride == 1 and channels == out else nn.Sequential(*block))
             channels = out
     return _classifier([*layers, *_conv_norm(channels, 1280, 1), nn.ReLU6()], 1280, classes, dropout=0.2)
 
 
-def resnet50(classes: int = 1000) -> nn.Module:
-    """Stages of 3, 4, 6 and 3 bottlenecks: 1 x 1 down, 3 x 3, 1 x 1 up by four."""
-    layers: Layers = [*_conv_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    channels = 64
-    for width, repeats, first in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for stride in (first, *[1] * (repeats - 1)):
-            block = [*_conv_norm(channels, width, 1), nn.ReLU(), *_conv_norm(width, width, 3, stride), nn.ReLU()]
-            shortcut = _conv_norm(channels, 4 * width, 1, stride) if stride != 1 or channels != 4 * width else []
-            layers += [Residual([*block, *_conv_norm(width, 4 * width, 1)], shortcut), nn.ReLU()]
-            channels = 4 * width
-    return _classifier(layers, channels, classes)
+class Conv(nn.Module):
+    """A convolution without bias, batch norm, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int = 1, padding: Kernel = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.conv(x)))
 
 
-def densenet121(classes: int = 1000, growth: int = 32) -> nn.Module:
+class _Bottleneck(nn.Module):
+    """1 x 1, 3 x 3, 1 x 1, around which the input goes by itself."""
+
+    def __init__(self, inputs: int, middle: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.reduce = Conv(inputs, middle, 1)
+        self.middle = Conv(middle, middle, 3, stride, 1)
+        self.expand = nn.Conv2d(middle, outputs, 1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.expand(self.middle(self.reduce(x)))) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """Sixteen residual blocks of three convolutions, one fully connected layer."""
+
+    def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
+        super().__init__()
+        c, blocks, inputs = scaled(width), list[nn.Module](), scaled(width)(64)
+        self.stem = Conv(3, inputs, 7, 2, 3)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        for stage, count in enumerate((3, 4, 6, 3)):
+            for place in range(count):
+                middle, outputs = c(64 * 2**stage), c(256 * 2**stage)
+                blocks.append(_Bottleneck(inputs, middle, outputs, 2 if stage and not place else 1))
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.avgpool(self.blocks(self.maxpool(self.stem(x)))).flatten(1))
+        return out
+
+
+def densenet121(classes: int = ImageNet, growth: int = 32) -> nn.Module:
     """Dense blocks of 6, 12, 24 and 16 layers, growth 32, halving between them."""
     channels = 2 * growth
     layers: Layers = [*_conv_norm(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]

@@ -125,7 +125,7 @@ def _published(side: int) -> dict[str, Kind]:
     makes: dict[str, Callable[[], nn.Module]] = {
         "mlp3": partial(published.mlp3, side),
         "mobilenetv2": published.mobilenet_v2,
-        "resnet50": published.resnet50,
+        "resnet50": published.ResNet50,
         "densenet121": published.densenet121,
     }
     data = partial(_images, (3, side, side), 1000)

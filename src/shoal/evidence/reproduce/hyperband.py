@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from shoal.evidence.bench.child import Child, ChildError
 from shoal.evidence.bench.report import heading
 from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.other_searches import optuna_search, ray_search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,13 +67,16 @@ class Scene:
     """A folder with mnist.npz; None: digits."""
 
 
+MakeJob = Callable[[dict[str, Any]], Any]
+"""From settings to a job."""
+Way = Callable[[Scene, MakeJob], dict[str, Any]]
+
+
 def mlp(features: int, classes: int, width: int, depth: int) -> nn.Module:
     """Hidden layers of one width."""
-    from torch import nn
+    from shoal.evidence.bench import published
 
-    sizes = [features, *[width] * depth]
-    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(width, classes))
+    return published.mlp(features, *[width] * depth, classes)
 
 
 def cnn(features: int, classes: int, width: int, depth: int) -> nn.Module:
@@ -87,7 +92,7 @@ def cnn(features: int, classes: int, width: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(DROPOUT), last)
 
 
-def make_job_for(scene: Scene) -> Callable[[dict[str, Any]], Any]:
+def make_job_for(scene: Scene) -> MakeJob:
     """From settings to a job."""
     import torch.nn.functional as F
     from torch import optim
@@ -114,7 +119,7 @@ def make_job_for(scene: Scene) -> Callable[[dict[str, Any]], Any]:
     return make_job
 
 
-def shoal_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def shoal_way(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
     """All trials in one run."""
     import shoal
 
@@ -130,7 +135,7 @@ def shoal_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[s
     }  # fmt: skip
 
 
-def one_at_a_time(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def one_at_a_time(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
     """The same brackets and rungs by a plain PyTorch loop: one trial after another, each from its own state."""
     from shoal.evidence.reproduce.plain_training import PlainTraining
     from shoal.tune.schedulers import Goal, Hyperband, Promote, Start
@@ -163,38 +168,26 @@ def one_at_a_time(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> di
     return {"best": best.value, "params": best.params, "epochs": epochs, "trials": len(trials), "note": ""}
 
 
-def optuna_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """Optuna's HyperbandPruner, one trial after another, by the same plain loop."""
-    from shoal.evidence.reproduce.other_searches import optuna_search
-    from shoal.evidence.reproduce.plain_training import PlainTraining
+def by_plain_loop(search: Callable[..., dict[str, Any]]) -> Way:
+    """A search by another library, whose trials train by the same plain loop."""
 
-    return optuna_search(
-        lambda params: PlainTraining(make_job(params), scene.device), SPACES[scene.space],
-        max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
-    )  # fmt: skip
-
-
-def ray_way(scheduler: str) -> Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any]]:
-    """Ray Tune with one of its schedulers, a trial in each process, by the same plain loop."""
-
-    def search(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        from shoal.evidence.reproduce.other_searches import ray_search
+    def way(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
         from shoal.evidence.reproduce.plain_training import PlainTraining
 
-        return ray_search(
+        return search(
             lambda params: PlainTraining(make_job(params), scene.device), SPACES[scene.space],
-            max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed, scheduler=scheduler,
+            max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
         )  # fmt: skip
 
-    return search
+    return way
 
 
-WAYS: dict[str, Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any]]] = {
+WAYS: dict[str, Way] = {
     "one": one_at_a_time,
     "shoal": shoal_way,
-    "optuna": optuna_way,
-    "ray-asha": ray_way("asha"),
-    "ray-hyperband": ray_way("hyperband"),
+    "optuna": by_plain_loop(optuna_search),
+    "ray-asha": by_plain_loop(partial(ray_search, scheduler="asha")),
+    "ray-hyperband": by_plain_loop(partial(ray_search, scheduler="hyperband")),
 }
 """Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
 

@@ -6,25 +6,17 @@ coordinator, and as torch's DistributedDataParallel, whose workers reduce among 
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from shoal.engine.runtime.processes import Child
-from shoal.evidence.reproduce.ist import DATA_PARALLEL, MOMENTUM, Network, Scene, Setting, job_of, method_of, trained
+from shoal.evidence.reproduce.ddp import WARM_UP, Training, time_ddp
+from shoal.evidence.reproduce.ist import DATA_PARALLEL, Network, Scene, Setting, job_of, method_of, trained
 from shoal.evidence.reproduce.namespaces import Links
 
 ENDING = 10.0
 """Seconds for workers to end by themselves."""
-DDP_PORT = 29641
-WARM_UP = 2
-WAIT = 600.0
 
 
 def over_links(
@@ -60,50 +52,12 @@ def _behind(links: Links, number: int, job: Any, method: Any, codec: str, pipe: 
     serve_worker(job, method, where, codec=codec)
 
 
-def seconds_a_step(scene: Scene, links: Links, steps: int = 8) -> float:
+def seconds_a_step(scene: Scene, links: Links, steps: int) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
-    children = [Child(partial(_reduced, scene, links, number, steps)) for number in range(scene.workers)]
-    try:
-        times: list[float] = []
-        for child in children:
-            if not child.pipe.poll(WAIT):
-                raise OSError(f"no answer from a worker in {WAIT:g} s")
-            times.append(child.pipe.recv())
-        return max(times)
-    except EOFError:
-        raise OSError("a worker of DistributedDataParallel ended early") from None
-    finally:
-        for child in children:
-            child.wait()
-            child.close()
-
-
-def _reduced(scene: Scene, links: Links, number: int, steps: int, pipe: Connection) -> None:
-    """One worker of data parallel training, as torch has it."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    links.enter(number)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    first = links.host.rpartition(".")[0] + ".10"  # the first worker's own address
-    dist.init_process_group("gloo", init_method=f"tcp://{first}:{DDP_PORT}", rank=number, world_size=scene.workers)
-    torch.manual_seed(0)
     data = scene.data
-    model = DistributedDataParallel(Network(data.features, scene.width, data.classes))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
-    took = []
-    for step in range(WARM_UP + steps):
-        rows = torch.arange(scene.batch) + (step * scene.workers + number) * scene.batch
-        rows %= len(data.x)
-        dist.barrier()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.x[rows]), data.y[rows]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        took.append(time.perf_counter() - start)
-    pipe.send(median(took[WARM_UP:]))
-    dist.barrier()
-    dist.destroy_process_group()
+    make = partial(Network, data.features, scene.width, data.classes)
+    training = Training(make, (data.x, data.y), scene.batch, rate=0.1, steps=WARM_UP + steps)
+    return time_ddp(training, scene.workers, links)[0]
 
 
 def timed_steps(row: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -32,6 +32,10 @@ class Links:
     names: tuple[str, ...]
     rate: str
 
+    def address(self, number: int) -> str:
+        """Of a namespace's end of its link."""
+        return f"{self.host.rpartition('.')[0]}.{10 + number}"
+
     def enter(self, number: int) -> None:
         """Move this process (it must have one thread) into a namespace, for good."""
         with open(f"/var/run/netns/{self.names[number]}") as handle:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.runtime.processes import Child
 from shoal.errors import ShoalError, describe
+from shoal.evidence.bench.datasets import accuracy
 from shoal.evidence.bench.stamp import stamp
+from shoal.evidence.reproduce.ddp import WAIT, Training, ask, time_alone, time_ddp
 from shoal.evidence.reproduce.namespaces import Links, shaped
 from shoal.evidence.reproduce.placement_arithmetic import arithmetic
 from shoal.evidence.reproduce.placement_arithmetic import table as arithmetic_table
@@ -39,10 +39,8 @@ WIDTH = 1 / 8
 PIXELS = {"AlexNet": 64, "VGG-16": 32, "ResNet-50": 32, "Inception-v3": 75}
 """Of the images, so that networks of an eighth of the width fit; widths stay in proportion."""
 CLASSES, ROWS = 10, 512
+RATE = 0.02
 DDP = "DistributedDataParallel"
-WAIT = 600.0
-DDP_PORT = 29651
-WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +78,12 @@ def images(name: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return patterns[y] + torch.randn(rows, 3, pixels, pixels, generator=draw), y
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    return float((outputs.argmax(1) == targets).float().mean())
-
-
 def job_of(case: Case, steps: int, *, validates: bool = False) -> shoal.Job:
     """The training that all ways do."""
     x, y = images(case.network)
     return shoal.Job(
         model=partial(make_network, case.network), data=(x, y), val=(x[:256], y[:256]) if validates else None,
-        loss=F.cross_entropy, optimizer=torch.optim.SGD, hparams={"lr": 0.02, "momentum": 0.9},
+        loss=F.cross_entropy, optimizer=torch.optim.SGD, hparams={"lr": RATE, "momentum": 0.9},
         batch_size=case.batch, steps=steps, seed=0, metrics={"accuracy": accuracy} if validates else {},
         val_every=10_000 if validates else 1,
     )  # fmt: skip
@@ -110,7 +104,10 @@ def measure_way(
     case: Case, placement: Placement, links: Links, steps: int, *, validates: bool = False
 ) -> dict[str, Any]:
     """One way over these links: seconds and bytes of a step, beside those predicted."""
-    measured = _asked(partial(_serve, case, placement, links, steps, validates))
+    try:
+        (measured,) = ask([partial(_serve, case, placement, links, steps, validates)])
+    except OSError as error:
+        measured = {"seconds": None, "bytes": None, "error": str(error)}
     return {
         "way": placement.mode, "cut": placement.cut_name, "micro_batches": placement.micro_batches,
         "predicted_seconds": placement.seconds, "predicted_bytes": placement.predicted.socket_bytes, **measured,
@@ -124,7 +121,7 @@ def _serve(case: Case, placement: Placement, links: Links, steps: int, validates
     settings = make_settings("cpu", None, 1, "auto", "1h", False, "fifo")
     try:
         (result,) = train_placed(
-            job, placement, settings, address=Address(address_of(links, 0), 0), start_seconds=WAIT,
+            job, placement, settings, address=Address(links.address(0), 0), start_seconds=WAIT,
             enter=lambda number: links.enter(1 + number),
         )  # fmt: skip
         report = result.split
@@ -135,103 +132,35 @@ def _serve(case: Case, placement: Placement, links: Links, steps: int, validates
     pipe.send(answer)
 
 
-def address_of(links: Links, number: int) -> str:
-    """Of a namespace's end of its link."""
-    return f"{links.host.rpartition('.')[0]}.{10 + number}"
-
-
 def measure_one(case: Case, steps: int, *, validates: bool = False) -> dict[str, Any]:
     """One process with the whole batch, and no link."""
-    return {"way": ONE_MACHINE, **_asked(partial(_alone, case, steps, validates))}
-
-
-def _alone(case: Case, steps: int, validates: bool, pipe: Connection) -> None:
-    model = make_seeded(case)
-    took = list(_steps(case, model, 0, 1, steps, lambda: None))
-    reached = _accuracy_of(case, model) if validates else None
-    pipe.send({"seconds": median(took[WARM_UP:]), "bytes": 0, "error": None, "accuracy": reached})
-
-
-def _accuracy_of(case: Case, model: nn.Module) -> float:
-    x, y = images(case.network)
-    with torch.no_grad():
-        return accuracy(model.eval()(x[:256]), y[:256])
+    plain = _plain(case, case.batch, steps, validates)
+    return _row(ONE_MACHINE, lambda: ask([partial(time_alone, plain)])[0], moved=0)
 
 
 def measure_ddp(case: Case, links: Links, steps: int, *, validates: bool = False) -> dict[str, Any]:
     """torch's DistributedDataParallel over these links; a worker behind each but the first."""
-    children = [Child(partial(_reduced, case, links, number, steps, validates)) for number in range(case.workers)]
+    plain = _plain(case, case.rows, steps, validates)
+    return _row(DDP, lambda: time_ddp(plain, case.workers, links, first=1), moved=None)
+
+
+def _row(way: str, measure: Callable[[], tuple[float, Any]], moved: int | None) -> dict[str, Any]:
     try:
-        answers = [_answer(child) for child in children]
-        took, reached = max(seconds for seconds, _ in answers), answers[0][1]
-        return {"way": DDP, "seconds": took, "bytes": None, "error": None, "accuracy": reached}
+        seconds, reached = measure()
     except OSError as error:
-        return {"way": DDP, "seconds": None, "bytes": None, "error": str(error)}
-    finally:
-        for child in children:
-            child.end(time.monotonic() + 10.0)
-            child.close()
+        return {"way": way, "seconds": None, "bytes": None, "error": str(error)}
+    return {"way": way, "seconds": seconds, "bytes": moved, "error": None, "accuracy": reached}
 
 
-def make_seeded(case: Case) -> nn.Module:
-    torch.manual_seed(0)
-    return make_network(case.network)
-
-
-def _reduced(case: Case, links: Links, number: int, steps: int, validates: bool, pipe: Connection) -> None:
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    links.enter(1 + number)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address_of(links, 1)}:{DDP_PORT}", rank=number, world_size=case.workers
-    )
-    network = make_seeded(case)
-    model = DistributedDataParallel(network)
-    took = list(_steps(case, model, number, case.workers, steps, dist.barrier))
-    pipe.send((median(took[WARM_UP:]), _accuracy_of(case, network) if validates else None))
-    with suppress(RuntimeError):
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def _steps(
-    case: Case, model: nn.Module, number: int, of: int, steps: int, barrier: Callable[[], object]
-) -> Iterator[float]:
-    """Plain steps on this worker's rows of each batch; the seconds of each."""
+def _plain(case: Case, rows: int, steps: int, validates: bool) -> Training:
+    """The training by plain PyTorch, of so many rows in a process and step."""
     x, y = images(case.network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    share = case.batch // of
-    for step in range(max(steps, WARM_UP + 1)):
-        rows = (torch.arange(share) + step * case.batch + number * share) % len(x)
-        barrier()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        yield time.perf_counter() - start
 
+    def judge(network: nn.Module) -> float | None:
+        with torch.no_grad():
+            return float(accuracy(network.eval()(x[:256]), y[:256])) if validates else None
 
-def _asked(body: Callable[[Connection], None]) -> dict[str, Any]:
-    child = Child(body)
-    try:
-        answer: dict[str, Any] = _answer(child)
-        return answer
-    except OSError as error:
-        return {"seconds": None, "bytes": None, "error": str(error)}
-    finally:
-        child.end(time.monotonic() + 10.0)
-        child.close()
-
-
-def _answer(child: Child) -> Any:
-    if not child.pipe.poll(WAIT):
-        raise OSError(f"no answer in {WAIT:g} s")
-    try:
-        return child.pipe.recv()
-    except EOFError:
-        raise OSError(f"the process {child.wait()}") from None
+    return Training(partial(make_network, case.network), (x, y), rows, RATE, steps, judge)
 
 
 def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: bool = False) -> dict[str, Any]:
@@ -282,8 +211,8 @@ def placement(
         except (OSError, ShoalError) as error:
             compared.append({"network": case.network, "rows": case.rows, "rate": case.rate, "error": describe(error)})
     return {
-        **stamp("cpu", 1), "steps": steps, "asked": len(cases), "results": compared, "summary": summary(compared),
-        "arithmetic": arithmetic(),
+        "stamp": stamp("cpu", 1), "steps": steps, "asked": len(cases), "results": compared,
+        "summary": summary(compared), "arithmetic": arithmetic(),
     }  # fmt: skip
 
 

@@ -13,12 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-ImageNet = 1000
-Kernel = int | tuple[int, int]
-
-
-def _scale(width: float) -> Callable[[int], int]:
-    return lambda channels: max(4, round(channels * width))
+from shoal.evidence.bench.published import Conv, ImageNet, Kernel, ResNet50, scaled
 
 
 def _classifier(inputs: int, hidden: int, classes: int) -> nn.Sequential:
@@ -34,7 +29,7 @@ class AlexNet(nn.Module):
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
-        c = _scale(width)
+        c = scaled(width)
         self.features = nn.Sequential(
             nn.Conv2d(3, c(64), 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
             nn.Conv2d(c(64), c(192), 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
@@ -55,7 +50,7 @@ class VGG16(nn.Module):
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
-        c, layers, channels = _scale(width), list[nn.Module](), 3
+        c, layers, channels = scaled(width), list[nn.Module](), 3
         for count, out in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
             for _ in range(count):
                 layers += [nn.Conv2d(channels, c(out), 3, padding=1), nn.ReLU(inplace=True)]
@@ -67,59 +62,6 @@ class VGG16(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return out
-
-
-class _Conv(nn.Module):
-    """A convolution without bias, batch norm, ReLU."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int = 1, padding: Kernel = 0) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
-        self.bn = nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.bn(self.conv(x)))
-
-
-class _Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1, around which the input goes by itself."""
-
-    def __init__(self, inputs: int, middle: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.reduce = _Conv(inputs, middle, 1)
-        self.middle = _Conv(middle, middle, 3, stride, 1)
-        self.expand = nn.Conv2d(middle, outputs, 1, bias=False)
-        self.norm = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.expand(self.middle(self.reduce(x)))) + self.shortcut(x))
-
-
-class ResNet50(nn.Module):
-    """Sixteen residual blocks of three convolutions, one fully connected layer."""
-
-    def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
-        super().__init__()
-        c, blocks, inputs = _scale(width), list[nn.Module](), _scale(width)(64)
-        self.stem = _Conv(3, inputs, 7, 2, 3)
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        for stage, count in enumerate((3, 4, 6, 3)):
-            for place in range(count):
-                middle, outputs = c(64 * 2**stage), c(256 * 2**stage)
-                blocks.append(_Bottleneck(inputs, middle, outputs, 2 if stage and not place else 1))
-                inputs = outputs
-        self.blocks = nn.Sequential(*blocks)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(self.avgpool(self.blocks(self.maxpool(self.stem(x)))).flatten(1))
         return out
 
 
@@ -139,16 +81,16 @@ def _chain(inputs: int, *steps: tuple[int, Kernel] | tuple[int, Kernel, int]) ->
     layers: list[nn.Module] = []
     for channels, kernel, *stride in steps:
         if stride:
-            layers.append(_Conv(inputs, channels, kernel, stride[0]))
+            layers.append(Conv(inputs, channels, kernel, stride[0]))
         else:
             sides = (kernel, kernel) if isinstance(kernel, int) else kernel
-            layers.append(_Conv(inputs, channels, kernel, 1, (sides[0] // 2, sides[1] // 2)))
+            layers.append(Conv(inputs, channels, kernel, 1, (sides[0] // 2, sides[1] // 2)))
         inputs = channels
     return nn.Sequential(*layers)
 
 
 def _pooled(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), _Conv(inputs, outputs, 1))
+    return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), Conv(inputs, outputs, 1))
 
 
 class InceptionV3(nn.Module):
@@ -156,10 +98,10 @@ class InceptionV3(nn.Module):
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
-        c = _scale(width)
+        c = scaled(width)
         self.stem = nn.Sequential(
-            _Conv(3, c(32), 3, 2), _Conv(c(32), c(32), 3), _Conv(c(32), c(64), 3, 1, 1), nn.MaxPool2d(3, 2),
-            _Conv(c(64), c(80), 1), _Conv(c(80), c(192), 3), nn.MaxPool2d(3, 2),
+            Conv(3, c(32), 3, 2), Conv(c(32), c(32), 3), Conv(c(32), c(64), 3, 1, 1), nn.MaxPool2d(3, 2),
+            Conv(c(64), c(80), 1), Conv(c(80), c(192), 3), nn.MaxPool2d(3, 2),
         )  # fmt: skip
         self.blocks = nn.Sequential(*_inception_blocks(c))
         self.avgpool = nn.AdaptiveAvgPool2d(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shoal.jobs.job import Job
 
 ROWS, EPOCHS, BATCH, NOISE = 8000, 10, 64, 0.4
@@ -38,24 +35,17 @@ EQUAL = (512,) * 5
 """Hidden widths of the network whose memory is shown."""
 
 
-def network(features: int, hidden: tuple[int, ...], classes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
-    from torch import nn
-
-    layers = [layer for a, b in pairwise((features, *hidden)) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(hidden[-1], classes))
-
-
 def job_of(data: Data, hidden: tuple[int, ...], seed: int, epochs: int) -> Job:
     """One training of the whole network."""
     import torch
     import torch.nn.functional as F
 
+    from shoal.evidence.bench.published import mlp
     from shoal.jobs.job import Job
 
     low, high = data.x.min(), data.x.max()
     return Job(
-        model=lambda: network(data.features, hidden, data.classes),
+        model=lambda: mlp(data.features, *hidden, data.classes),
         data=((data.x - low) / (high - low), data.y),
         val=((data.x_test - low) / (high - low), data.y_test),
         loss=F.cross_entropy,
