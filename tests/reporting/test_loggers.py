@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.reporting.tensorboard import folder_name
+from shoal.reporting.loggers import folder_name
 
 X, Y = torch.randn(40, 4), torch.randn(40, 1)
 

@@ -18,7 +18,7 @@ from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callbacks
 from shoal.reporting.events import Listeners, happened
-from shoal.reporting.tensorboard import folder_name
+from shoal.reporting.loggers import folder_name
 
 X, Y = torch.zeros(30, 2), torch.zeros(30, 1)
 
@@ -123,6 +123,15 @@ def test_a_member_that_goes_back_and_a_second_run_in_the_same_folder(tmp_path: P
     third = member()
     epoch(listeners, third, val_loss=0.125)
     assert curve(tmp_path / "a", "val_loss") == [(4, 0.125)], "also where the last one was as short"
+
+
+def test_what_was_measured_within_an_epoch(tmp_path: Path) -> None:
+    jobs = [job(batch_size=8, epochs=2, val=(X, Y), val_every_steps=2)]
+    (result,) = shoal.train(jobs, device="cpu", callbacks=[shoal.TensorBoard(tmp_path, every_step=2)])
+    assert [step for step, _ in curve(tmp_path / "a", "step_loss")] == [2, 4, 6, 8]
+    rows = sorted([*result.validations, *result.history], key=lambda row: row["step"])
+    assert len(rows) > len(result.history)
+    assert curve(tmp_path / "a", "val_loss") == [(int(row["step"]), row["val_loss"]) for row in rows]
 
 
 def test_a_member_that_fails_before_its_first_row(tmp_path: Path) -> None:

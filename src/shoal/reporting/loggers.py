@@ -7,15 +7,19 @@ members train, and one that raises is dropped with a warning while training cont
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import OutError, describe
 from shoal.reporting.callbacks import MemberView
-from shoal.reporting.tensorboard import folder_name
 from shoal.utils.numpy_values import plain_int
+
+_LONGEST = 100
+"""Characters of a folder's name."""
 
 
 class Logger:
@@ -125,6 +129,13 @@ def make_folder(folder: str | os.PathLike[str], what: str) -> Path:
             f"{what}: folder is {str(folder)!r} and cannot be made ({describe(error)}); use another"
         ) from None
     return Path(folder)
+
+
+def folder_name(name: str) -> str:
+    """A member's name as that of a folder; with a hash of it where it had to be changed, so that no other member has
+    the same."""
+    safe = re.sub(r"[^\w.=,+@ -]", "_", name)[:_LONGEST].rstrip(". ")
+    return safe if safe == name else f"{safe or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class CSVLogger(Logger):

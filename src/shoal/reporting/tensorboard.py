@@ -2,102 +2,67 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import OutError, describe
 from shoal.reporting.callbacks import MemberView
+from shoal.reporting.loggers import Logger, config, folder_name, make_folder
 
 _NOT_CURVES = ("epoch", "step", "seconds")
-_LONGEST = 100
 
 
-class TensorBoard:
-    """A callback that writes each member's history for TensorBoard.
+class TensorBoard(Logger):
+    """Writes each member's history for TensorBoard, into a folder named after the member.
 
-    Every member has a folder of its own, named after it. There its losses, logs, metrics and learning rate lie over its
-    optimizer steps, and its hyper-parameters for the HPARAMS page. Files are open only while a row is written, so that
-    there may be thousands of members. A resumed run continues in the same folder: rows written after the checkpoint it
-    started from are replaced.
+    It holds the member's losses, logs, metrics and learning rate by optimizer step, and its hyper-parameters for the
+    HPARAMS page. Files are open only while they are written, so there may be thousands of members. A resumed run
+    continues in the same folder: rows written after the checkpoint that it started from are replaced.
     """
 
-    only_watches = True
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, every_step: int | None = None) -> None:
+        super().__init__(every_step=every_step)
         try:
             import tensorboard  # noqa: F401
         except ImportError:
             raise ImportError("TensorBoard needs the tensorboard package: pip install 'shoal[tensorboard]'") from None
-        self.folder = Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutError(
-                f"TensorBoard: folder is {str(folder)!r} and cannot be made ({describe(error)}); use another"
-            ) from None
-        self._logs: dict[int, _Log] = {}
+        self.folder = make_folder(folder, "TensorBoard")
+        self._files: dict[str, Path] = {}
+        """By a member's name."""
 
     def __repr__(self) -> str:
         return f"TensorBoard({str(self.folder)!r})"
 
     def __call__(self, view: MemberView) -> None:
-        """After an epoch: its row. At the end: how it ended."""
-        log = self._logs.get(view.index)
-        if log is None or not log.goes_on(view):
-            log = self._logs[view.index] = _Log(self.folder / folder_name(view.name), view)
-        log.write(view)
+        if view.metrics.get("epoch", 0) < self._epochs.get(view.name, 0):
+            del self._epochs[view.name]  # its worker was lost, and it resumed from an earlier checkpoint
+        super().__call__(view)
 
+    def begin(self, view: MemberView) -> int | None:
+        folder = self.folder / folder_name(view.name)
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._files[view.name] = folder / name
+        self._write(view, *_opening(view))
+        return None
 
-def folder_name(name: str) -> str:
-    """A member's name as that of a folder; with a hash of it where it had to be changed, so that no other member has
-    the same."""
-    safe = re.sub(r"[^\w.=,+@ -]", "_", name)[:_LONGEST].rstrip(". ")
-    return safe if safe == name else f"{safe or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
+        epoch = {"epoch": values["epoch"]} if "epoch" in values else {}
+        curves = {name: value for name, value in values.items() if name not in _NOT_CURVES}
+        self._write(view, _scalars(curves | epoch, step))
 
+    def end(self, view: MemberView) -> None:
+        self._write(view, _ending(view.status))
 
-class _Log:
-    """One member's file."""
+    def _write(self, view: MemberView, *events: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def __init__(self, folder: Path, view: MemberView) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.name = view.name
-        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._epoch = 0
-        """The last epoch that was written."""
-        self._begun = self._over = False
-
-    def goes_on(self, view: MemberView) -> bool:
-        """Whether this is the same member, further on; else it is another run, or one that went back."""
-        return not self._over and self.name == view.name and view.metrics.get("epoch", 0) >= self._epoch
-
-    def write(self, view: MemberView) -> None:
-        row = view.metrics
-        new = bool(row) and row["epoch"] > self._epoch
-        records = [] if self._begun else _opening(view, row if new else {})
-        self._begun = True
-        if new:
-            self._epoch = int(row["epoch"])
-            curves = {name: value for name, value in row.items() if name not in _NOT_CURVES}
-            records.append(_scalars({**curves, "epoch": row["epoch"]}, int(row["step"])))
-        if view.status != "running":
-            self._over = True
-            records.append(_ending(view.status))
-        _append(self._path, records)
-
-
-def _append(path: Path, records: list[Any]) -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    if records:
-        with path.open("ab") as file:
+        with self._files[view.name].open("ab") as file:
             writer = RecordWriter(file)
-            for record in records:
-                writer.write(record.SerializeToString())
+            for event in events:
+                writer.write(event.SerializeToString())
 
 
 def _event(**content: Any) -> Any:
@@ -106,17 +71,17 @@ def _event(**content: Any) -> Any:
     return Event(wall_time=time.time(), **content)
 
 
-def _opening(view: MemberView, row: dict[str, float]) -> list[Any]:
-    """The head of a file: whatever lies in older files from this row's step on is void. Then the hyper-parameters."""
+def _opening(view: MemberView) -> list[Any]:
+    """The head of a file: points of older files after the last epoch's step are void. Then the hyper-parameters."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
     from torch.utils.tensorboard.summary import hparams
 
-    first = int(row["step"]) if row and row["epoch"] > 1 else 0
+    first = int(view.history[-2]["step"]) + 1 if len(view.history) > 1 else 0
     void = SessionLog(status=SessionLog.SessionStatus.Value("START"))
-    settings = {name: _setting(value) for name, value in {**view.settings, **view.hparams}.items()}
     job = view._member.job
-    curves = [name for name in row if name not in _NOT_CURVES]
+    curves = [name for name in view.metrics if name not in _NOT_CURVES]
     measured = ["val_loss", *job.metrics] if job.val is not None else []
+    settings = {name: str(value) if value is None else value for name, value in config(view).items()}
     experiment, session, _ = hparams(settings, dict.fromkeys([*curves, *measured], 0.0))  # type: ignore[no-untyped-call]
     return [
         _event(file_version="brain.Event:2"),
@@ -124,13 +89,6 @@ def _opening(view: MemberView, row: dict[str, float]) -> list[Any]:
         _event(summary=experiment),
         _event(summary=session),
     ]
-
-
-def _setting(value: Any) -> Any:
-    """What TensorBoard can hold as a hyper-parameter."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
 
 
 def _scalars(values: dict[str, float], step: int) -> Any:
