@@ -1,1 +1,1 @@
-"""What happens in a run, for people and programs: events, callbacks, progress, TensorBoard."""
+"""Reports on a run: events, callbacks, progress, loggers."""

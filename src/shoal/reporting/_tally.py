@@ -1,6 +1,6 @@
-"""What a run has done and has left, counted from its events.
+"""Counts, from a run's events, what it has done and what is left, for the progress display.
 
-An event changes the numbers of one unit or member; sums over all of them are made when they are shown.
+An event changes the numbers of one unit or member; sums are computed when they are shown.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shoal.engine.members.member import Member
 from shoal.reporting.events import Event
 
 FADE_SECONDS = 10.0
-"""A turn's weight in the speed that is shown falls to a third in so many seconds of turns."""
+"""Time constant of the displayed speed: the weight of a turn falls to a third after this many seconds of turns."""
 SAMPLE_SECONDS, SAMPLES = 1.0, 30
-"""How the clock's view of speed is taken, for the time that is left."""
+"""The remaining time is estimated from this many samples, this many seconds apart."""
 
 
 class Pace:
-    """How fast a count grows by the clock, over the last half minute."""
+    """How fast a count has grown over the last half minute."""
 
     __slots__ = ("_samples",)
 
@@ -30,7 +30,7 @@ class Pace:
         self._samples: deque[tuple[float, float]] = deque([(now, count)], maxlen=SAMPLES)
 
     def left(self, now: float, count: float, rest: float) -> float:
-        """Seconds until `rest` more; NaN where nothing can be said."""
+        """Seconds until the count has grown by `rest`; NaN where that is not known."""
         then, before = self._samples[0]
         if now - self._samples[-1][0] >= SAMPLE_SECONDS:
             self._samples.append((now, count))
@@ -51,9 +51,9 @@ class UnitProgress:
     batches: int = 0
     """Batches the unit has run."""
     work: float = 0.0
-    """Member batches; older ones count less."""
+    """Batches summed over members; older ones count less."""
     seconds: float = 0.0
-    """What they took; older ones count less."""
+    """The seconds of that work; older ones count less."""
     bytes: int | None = None
     accumulate: int = 1
 
@@ -61,7 +61,7 @@ class UnitProgress:
         return len(self.left)
 
     def turn(self, members: int, batches: int, seconds: float) -> None:
-        """It has run for a while."""
+        """Note a turn of the unit."""
         fade = math.exp(-seconds / FADE_SECONDS)
         self.work = self.work * fade + members * batches
         self.seconds = self.seconds * fade + seconds
@@ -69,7 +69,7 @@ class UnitProgress:
         self.left = {index: max(0, left - batches) for index, left in self.left.items()}
 
     def seconds_left(self, now: float) -> float:
-        """Until the last member's end, by the clock; NaN where nothing can be said."""
+        """Seconds until the last member ends; NaN where that is not known."""
         return self.pace.left(now, self.batches, max(self.left.values(), default=0))
 
 
@@ -81,26 +81,26 @@ class Tally:
         self.began = clock()
         self.members: dict[int, Member] = {}
         self.waiting: dict[int, int] = {}
-        """By member that is in no unit: batches left."""
+        """Batches left of each member that is in no unit."""
         self.ended: dict[int, str] = {}
-        """By member: how it ended."""
+        """Status of each member that has ended."""
         self.losses: dict[int, float] = {}
         self.worked = 0.0
-        """What this run has trained: member batches, by what they cost alone where that is known."""
+        """The work of this run: batches of members, weighted by their predicted cost where it is known."""
         self.packs: dict[Any, UnitProgress] = {}
         self.home: dict[int, UnitProgress] = {}
-        """By member that runs: its unit."""
+        """The unit of each member that is running."""
         self.joins = False
         """Whether members have joined units."""
         self.alone: dict[int, float] = {}
-        """By member: predicted seconds of a batch alone."""
+        """Predicted seconds of one batch of each member by itself."""
         self.note = ""
         self._missed: dict[int, int] = {}
-        """By cancelled member: batches that were never trained."""
+        """Batches of cancelled members that were never trained."""
         self._bytes: dict[int, float] = {}
-        """By member: its share of the bytes that are predicted for its pack."""
+        """Each member's share of the memory predicted for its pack."""
         self._usual = 1.0
-        """What a batch of a member counts whose cost is not known."""
+        """The weight of a batch of a member whose cost is not known."""
         self._pace = Pace(self.began)
         for member in members:
             self._see(member)
@@ -112,27 +112,27 @@ class Tally:
 
     @property
     def counts(self) -> Counter[str]:
-        """Members by the way they ended."""
+        """How many members ended with each status."""
         return Counter(self.ended.values())
 
     @property
     def left(self) -> int:
-        """Member batches left."""
+        """Batches left, summed over members."""
         return sum(sum(pack.left.values()) for pack in self.packs.values()) + sum(self.waiting.values())
 
     @property
     def share(self) -> float:
-        """How much of the work is done, 0 to 1."""
+        """The fraction of the work that is done, 0 to 1."""
         total = sum(map(length, self.members.values()))
         return 1 - (self.left + sum(self._missed.values())) / total if total else 1.0
 
     @property
     def running(self) -> int:
-        """Members that run now."""
+        """How many members are running."""
         return len(self.home)
 
     def seconds_left(self) -> float:
-        """Until the end, by the clock; NaN where nothing can be said."""
+        """Seconds until the end of the run; NaN where that is not known."""
         now = self.clock()
         places = (self.waiting, *(pack.left for pack in self.packs.values()))
         rest = sum(left * self.alone.get(index, self._usual) for place in places for index, left in place.items())
@@ -153,16 +153,16 @@ class Tally:
         return pack.work / pack.seconds * sum(alone) / len(alone)
 
     def predicted_bytes(self, pack: UnitProgress) -> float | None:
-        """Of a unit; None where nothing was predicted."""
+        """The memory predicted for a unit; None where there is no prediction."""
         shares = [self._bytes[index] for index in pack.left if index in self._bytes]
         return sum(shares) if len(shares) == len(pack) else None
 
     def _weight(self, pack: UnitProgress) -> float:
-        """What a batch of a unit's member counts: they are alike."""
+        """The weight of a batch of one of a unit's members, which are alike."""
         return self.alone.get(next(iter(pack.left), -1), self._usual)
 
     def _see(self, member: Member) -> None:
-        """Take in a member that is new to us, or what a resume has made of it."""
+        """Add a member, or note how far a resume has brought it."""
         index = member.index
         self.members.setdefault(index, member)
         if index in self.home or index in self.ended:
@@ -177,7 +177,7 @@ class Tally:
             self._missed[index] = left
 
     def _leave_unit(self, index: int) -> int | None:
-        """Take a member out of its unit: what it has left; None where it was in none."""
+        """Take a member out of its unit; its batches left, or None where it was in none."""
         pack = self.home.pop(index, None)
         if pack is None:
             return None
@@ -261,7 +261,7 @@ class Tally:
 
 
 def batches_at(member: Member, step: int) -> int:
-    """Batches a member has had after so many optimizer steps; an epoch may end in a smaller group."""
+    """Batches after `step` optimizer steps; the last step of an epoch may have fewer batches."""
     batches, k = max(1, member.usual_batches), member.job.accumulate
     epochs, steps = divmod(step, -(-batches // k))
     return epochs * batches + min(batches, steps * k)
@@ -274,5 +274,5 @@ def length(member: Member) -> int:
 
 
 def done(member: Member) -> int:
-    """Batches a member has had."""
+    """Batches that a member has trained on."""
     return min(length(member), batches_at(member, member.step))

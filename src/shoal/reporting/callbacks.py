@@ -26,7 +26,7 @@ class ViewError(ShoalError, RuntimeError):
 
 
 class MemberView:
-    """One member as its callback sees it. What it gives are copies: nothing done to them reaches the training."""
+    """A read-only view of one member, passed to callbacks. Everything it returns is a copy."""
 
     __slots__ = ("_member", "_model", "_open", "_reason", "_run", "_write_back")
 
@@ -120,8 +120,7 @@ class MemberView:
 
     @property
     def model(self) -> nn.Module:
-        """A copy of the network as it is now: the job's own class, in eval mode, on the CPU. It is made
-        when it is first asked for."""
+        """A copy of the network as it is now: the job's own class, in eval mode, on the CPU. Made on first access."""
         if self._model is None:
             self._check("model")
             if self._write_back is not None:
@@ -152,7 +151,7 @@ class MemberView:
 
 
 def own_copy(member: Member) -> nn.Module:
-    """A copy of a member's network in eval mode on the CPU; built anew where it cannot be copied as it is."""
+    """A copy of a member's network in eval mode on the CPU; built again where it cannot be copied."""
     with with_evaluation_weights(member):
         try:
             model = copy.deepcopy(member.model)
@@ -179,22 +178,22 @@ class Ending:
 class Callbacks:
     """The callbacks of a run.
 
-    Those with a true attribute `only_watches`, such as `shoal.TensorBoard`, neither ask for the model nor stop anybody:
-    they listen, wherever a member trains, and one that raises is dropped. All others are called by `after` where the
-    member trains, which must be the calling process: their Python has effects that the caller waits for.
+    A callback with a true attribute `only_watches`, such as a logger, neither uses the model nor stops a member. It is
+    called for members of all processes, and dropped if it raises. All other callbacks are called by `after` in the
+    process that trains the member, which must be the calling one, since they may change the caller's objects.
     """
 
     def __init__(self, callbacks: Sequence[Callback] | None = None, run: Any = None) -> None:
-        """`run`: the shoal.LiveRun that they may give orders to."""
+        """`run`: the shoal.LiveRun that callbacks may send commands to."""
         given = _checked(callbacks)
         self._run = run
         self._callbacks = [f for f in given if not getattr(f, "only_watches", False)]
         self._watchers = [f for f in given if getattr(f, "only_watches", False)]
         self._raised: set[tuple[int, int]] = set()
-        """Callback and member, where the one has raised for the other: it is not called for it again."""
+        """(callback, member) pairs where the callback has raised: it is not called for that member again."""
 
     def __bool__(self) -> bool:
-        """Whether there are any that `after` calls."""
+        """Whether there are callbacks for `after` to call."""
         return bool(self._callbacks)
 
     def listeners(self) -> list[Listener]:
@@ -202,10 +201,10 @@ class Callbacks:
         return [_Watching(callback) for callback in self._watchers]
 
     def after(self, member: Member, write_back: WriteBack | None = None) -> Ending | None:
-        """Call all of them: after an epoch, while the member's status is "running", and at its end with its last one.
+        """Call all callbacks, after an epoch (the member's status is "running") or at the member's end.
 
-        Returns how it must end, if one of them says so. Once it has had its length only an exception can still say
-        something, and only of a member that ended well.
+        Returns how the member must end, if a callback stopped it or raised. At the member's end only an exception
+        counts, and only if the member had not failed already.
         """
         ending: Ending | None = None
         for place, callback in enumerate(self._callbacks):

@@ -1,4 +1,4 @@
-"""What happens in a run, as plain data, for functions that are called with each event.
+"""Events: what happens in a run, as plain data, for listeners.
 
 | kind | member | data |
 |---|---|---|
@@ -37,7 +37,7 @@ KINDS = ("start", "join", "turn", "epoch", "leave", "preempt", "split", "checkpo
 _KINDS = frozenset(KINDS)
 
 Wire = tuple[str, float, int | None, dict[str, Any]]
-"""An event as it is sent between processes: a member is its place."""
+"""An event as sent between processes: the member is its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Event:
 
     kind: str
     time: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    """Unix time."""
     member: Member | None = None
     data: dict[str, Any] = field(default_factory=dict)
     """Numbers, strings, lists and dicts."""
@@ -76,7 +76,7 @@ class Event:
 
 
 def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
-    """An event of this moment.
+    """An event that happens now.
 
     >>> happened("checkpoint", members=3, seconds=0.2).data
     {'members': 3, 'seconds': 0.2}
@@ -85,11 +85,11 @@ def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
 
 
 Listener = Callable[[Event], None]
-"""Given every event of a run, in the calling process."""
+"""A function that is called with every event of a run, in the calling process."""
 
 
 class Listeners:
-    """Several listeners as one. One that raises is dropped, with a warning; the training continues."""
+    """Calls several listeners. One that raises is dropped with a warning, and training continues."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._listeners = list(listeners)
@@ -114,7 +114,7 @@ class Listeners:
 
 
 def title(thing: object) -> str:
-    """What a function or an object that can be called is named in a message."""
+    """The name of a function or a callable object, for messages."""
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
 
 
@@ -130,7 +130,7 @@ class JsonLines:
 
 
 class MembersRunning:
-    """Counts how many members run on average: the time that all of them ran, over the time of the whole run.
+    """How many members ran at the same time on average: their summed time over the time of the run.
 
     Events of several processes may come in any order.
     """
@@ -151,7 +151,7 @@ class MembersRunning:
             self._since[index] = event.time
 
     def average(self, now: float | None = None) -> float:
-        """Members running, on average, until `now` (by default the last event)."""
+        """The average until `now`, by default the last event."""
         last = self._last if now is None else now
         if not last > self._first:
             return 0.0

@@ -17,15 +17,15 @@ from shoal.utils.tables import duration, size
 LINE_EVERY = 5.0
 """Seconds between plain lines, so that a log stays short."""
 LIVE_EVERY = 0.1
-"""Seconds between two pictures of a live display, at least."""
+"""Least seconds between two updates of a live display."""
 MOST_OF_TIME = 0.02
-"""The part of the time that drawing may take: after a slow picture the next one waits longer."""
+"""The fraction of the time that drawing may take: after a slow update the next one waits longer."""
 MOST_ROWS = 10
 """Packs shown one by one; the others share a row."""
 
 
 class Progress:
-    """Shows how a run gets on, given its events. This one shows nothing."""
+    """Shows the progress of a run from its events. This base class shows nothing."""
 
     shown = False
 
@@ -40,7 +40,7 @@ class Progress:
 
 
 class View:
-    """What is shown of a run."""
+    """What to show of a run; a search shows more."""
 
     def line(self, tally: Tally) -> str:
         """All of it in one line, for a log."""
@@ -52,7 +52,7 @@ class View:
 
 
 class _Counting(Progress):
-    """Counts what happens, and shows it now and then."""
+    """Counts events, and shows the progress at intervals."""
 
     shown = True
     every: float
@@ -94,7 +94,7 @@ class Lines(_Counting):
 
 
 class Live(_Counting):
-    """A table that is drawn again and again on a terminal."""
+    """A table in a terminal that is updated in place."""
 
     every = LIVE_EVERY
 
@@ -156,7 +156,7 @@ class Notebook(_Counting):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is shown of one pack, or of several together."""
+    """A row of the table: one pack, or several together."""
 
     pack: str
     tier: str
@@ -168,10 +168,10 @@ class Row:
     bytes: float | None
     predicted: float | None
     left: float
-    """Seconds; NaN where nothing can be said."""
+    """Seconds; NaN where not known."""
 
     def cells(self) -> list[str]:
-        """The row in words."""
+        """The row as text."""
         return [
             self.pack,
             self.tier,
@@ -223,7 +223,7 @@ def _sum(values: list[Any]) -> float | None:
 
 
 def line(tally: Tally) -> str:
-    """All of it in one line."""
+    """The progress in one line."""
     return ", ".join([percent(tally.share), *counts(tally), *speeds(tally), *rest(tally)])
 
 
@@ -237,7 +237,7 @@ def percent(share: float) -> str:
 
 
 def counts(tally: Tally) -> Iterator[str]:
-    """How many members have ended, run and wait, phrase by phrase."""
+    """How many members have ended, are running and are waiting, as phrases."""
     yield f"{len(tally.ended)}/{len(tally.members)} ended"
     if (losses := tally.loss_range()) is not None:
         yield f"loss {losses[0]:.4g} to {losses[1]:.4g}"
@@ -251,7 +251,7 @@ def counts(tally: Tally) -> Iterator[str]:
 
 
 def speeds(tally: Tally) -> Iterator[str]:
-    """How fast all packs are together, and what they hold."""
+    """The speed of all packs together, and their memory."""
     if not tally.packs:
         return
     whole = together(tally, list(tally.packs.values()), "")
@@ -264,7 +264,7 @@ def speeds(tally: Tally) -> Iterator[str]:
 
 
 def rest(tally: Tally) -> Iterator[str]:
-    """The time that is left, where something can be said."""
+    """The remaining time, where it is known."""
     if tally.left and not math.isnan(seconds := tally.seconds_left()):
         yield f"{duration(seconds)} left"
 
@@ -273,9 +273,9 @@ BAR = 40
 
 
 def picture(tally: Tally) -> Any:
-    """All of it for a terminal: a bar with the time, a table of packs, and the counts.
+    """The progress for a terminal: a bar with the time, a table of packs, and the counts.
 
-    One text rather than rich's own table and bar, which take ten times as long to draw.
+    Built as one text: rich's own table and bar take ten times as long to draw.
     """
     from rich.text import Text
 
@@ -319,7 +319,7 @@ def number(value: float) -> str:
 
 
 def progress_for(members: list[Member], wanted: bool | None, view: View | None = None) -> Progress:
-    """The progress that suits where we are; `wanted` None: only where a person is likely to look at it."""
+    """The kind of progress for this environment; `wanted=None`: only in terminals and notebooks."""
     if wanted not in (True, False, None):
         raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
     notebook, terminal = "ipykernel" in sys.modules, _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
@@ -336,7 +336,7 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether a person looks at it. A program without a console has no streams, and others put their own there."""
+    """Whether a stream is a terminal. Programs without a console have no streams, and others replace them."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -1,1 +1,1 @@
-"""What survives a kill: files replaced whole, checkpoints that know their contents, one run for each folder."""
+"""Run folders: checkpoints, histories, results, and the lock that lets one run at a time use a folder."""

@@ -2,8 +2,8 @@
 
     members/0003/000007.ckpt, 000008.ckpt     the higher number is the newer
 
-A state is copied when it is saved, which takes a fraction of a millisecond for a small network; the checksum, the
-writing and the waiting for the disk happen in a thread beside the training.
+Saving copies a state, which takes a fraction of a millisecond for a small network. A thread then computes the checksum
+and writes the file while training continues.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shoal.storage._store import Frozen
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One member's state on its way to the disk."""
+    """A copy of one member's state, to be written."""
 
     index: int
     frozen: Frozen
     job: str
-    """Which job it is of."""
+    """The key of its job in the job table."""
     view: tuple[Path, list[bytes]] | None = None
-    """A file for people that goes with it. Writing it does not wait for the disk, and may fail."""
+    """A history file to write as well. It is not synced to the disk, and may fail."""
 
 
 class Checkpoints:
@@ -37,19 +37,19 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.errors: list[Exception] = []
-        """What went wrong since it was last read."""
+        """Errors since the caller last took them."""
         self._useless: set[Path] = set()
-        """Found to be damaged or another job's, and removed when the next is there."""
+        """Damaged files and those of other jobs: removed once a newer checkpoint is written."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def of(self, index: int) -> list[Path]:
-        """A member's checkpoints, the newest last. By the files: another process may have saved it since."""
+        """A member's checkpoint files, the newest last. Listed anew each time: another process may have saved some."""
         paths = (self.folder / f"{index:04d}").glob("*.ckpt")
         return sorted((path for path in paths if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
     def put(self, copies: list[Copy]) -> None:
-        """Write these, in a thread of their own, after those before them."""
+        """Write these in a thread, once the previous ones are written."""
         self.wait()
         if not copies:
             return
@@ -59,12 +59,12 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether the last ones are still on their way."""
+        """Whether the thread is still writing."""
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until what was put is on the disk, or could not be written."""
-        if self._thread is not None and self._pid == os.getpid():  # a forked process has not its parent's threads
+        """Wait until everything is on the disk, or could not be written."""
+        if self._thread is not None and self._pid == os.getpid():  # a forked process does not have its parent's threads
             self._thread.join()
         self._thread = None
 
@@ -94,7 +94,7 @@ class Checkpoints:
         return failed
 
     def newest(self, index: int, job: str) -> tuple[Any, Path | None, list[str]]:
-        """A member's newest good state and its file (None: there is none), and what is wrong with others."""
+        """A member's newest undamaged state and its file, or None for both; and what is wrong with the other files."""
         best: tuple[Any, Path | None] = (None, None)
         wrong: dict[Path, str] = {}
         for path in self.of(index):

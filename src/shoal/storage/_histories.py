@@ -1,4 +1,4 @@
-"""Members' histories as JSON lines: one row an epoch, encoded once each however often they are saved."""
+"""Members' histories as JSON lines, one row per epoch. Each row is encoded once, however often it is saved."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shoal.results import finite
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one member's history."""
+    """One member's history as it was last encoded."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     text: bytes = b""
-    """Of all rows."""
+    """All rows as JSON lines."""
     seen: bytes = b""
-    """As it was last written."""
+    """The text that was last written to the file."""
 
 
 class Histories:
@@ -32,7 +32,7 @@ class Histories:
         return self.folder / f"{index:04d}.jsonl"
 
     def lines(self, index: int, history: Any) -> bytes | None:
-        """A history as lines from which `from_text` makes the same; None where it holds more than numbers."""
+        """A history as JSON lines, which `from_text` reads back; None where it holds more than numbers."""
         if not isinstance(history, list) or not history or not all(map(_plain, history[-1:])):
             return None
         known = self._known.setdefault(index, _Known())
@@ -47,7 +47,7 @@ class Histories:
         return known.text
 
     def view(self, index: int) -> tuple[Path, list[bytes]] | None:
-        """The file of a history that has got rows since it was last asked for."""
+        """The history's file and its content; None where nothing has changed since the last call."""
         known = self._known.get(index)
         if known is None or known.text == known.seen:
             return None
@@ -61,13 +61,13 @@ def to_text(history: list[dict[str, float]]) -> bytes:
 
 
 def from_text(text: bytes) -> list[dict[str, float]]:
-    """Return the rows; what JSON has no number for, NaN and the infinities, is a string in the text."""
+    """The rows again. NaN and infinities, which JSON does not have, are strings in the text."""
     rows = [json.loads(line) for line in text.splitlines()]
     return [{name: float(v) if isinstance(v, str) else v for name, v in row.items()} for row in rows]
 
 
 def _plain(row: Any) -> bool:
-    """Whether a row of JSON says all there is to say about it."""
+    """Whether JSON can hold a row without loss."""
     return (
         type(row) is dict
         and all(type(name) is str for name in row)

@@ -1,7 +1,6 @@
-"""The weights and buffers that a network begins with, as a few numbers for each tensor.
+"""A network's initial weights and buffers as a few numbers for each tensor, so that a resumed run can compare them.
 
-The numbers see every element. Where they differ a little it is rounding, such as another CPU's or another number of
-threads'.
+Every element counts. Small differences are rounding, as from another CPU or another number of threads.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch.nn.parameter import is_lazy
 from shoal.data.source import as_bytes
 
 _NEAR = {torch.float64: 1e-12, torch.float32: 2e-6}
-"""How far apart two tensors may be by rounding, of their norm; other floating-point numbers: 1e-4."""
+"""The relative difference that still counts as rounding, by dtype; 1e-4 for other floating-point types."""
 _ROW = 1 << 14
 _WAVES = np.cos(0.7310585 * np.arange(_ROW))
 
 
 def describe_weights(model: nn.Module) -> dict[str, list[Any]]:
-    """A network's tensors as plain data, by their names."""
+    """A few numbers for each of a network's tensors, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: _numbers(tensor) for name, tensor in tensors if not is_lazy(tensor)}
 
 
 def compare_weights(old: Mapping[str, list[Any]], new: Mapping[str, list[Any]]) -> str:
-    """ "same", "rounding" where they differ in their last digits alone, or "other"."""
+    """Return "same", "rounding" (only the last digits differ), or "other"."""
     if str(old) == str(new):  # as text: NaN is not itself otherwise
         return "same"
     close = old.keys() == new.keys() and all(_close(numbers, new[name]) for name, numbers in old.items())
@@ -39,8 +38,7 @@ def compare_weights(old: Mapping[str, list[Any]], new: Mapping[str, list[Any]]) 
 
 
 def _numbers(tensor: Tensor) -> list[Any]:
-    """Its norm, a sum that knows each element's place, and how close to the norm another one's must be; of integers, a
-    hash."""
+    """The norm, a sum weighted by position, and the relative difference to allow; for integers a hash."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return [str(tensor.layout)]
     if not tensor.is_floating_point() and not tensor.is_complex():

@@ -1,4 +1,4 @@
-"""What differs between the jobs in a folder and those that are to be trained, in words."""
+"""Compares the jobs in a folder with the jobs to be trained, and says what differs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _OWN = frozenset({"bytecode", PYTHON, "shoal"})
 
 @dataclass(slots=True)
 class Differences:
-    """What was seen when two tables were compared."""
+    """The result of comparing two job tables."""
 
     lines: list[str] = field(default_factory=list)
-    """What makes them other jobs, a line each."""
+    """Differences that make them other jobs, one line each."""
     other_weights: list[str] = field(default_factory=list)
-    """Names of jobs that begin with other weights."""
+    """Names of jobs with other initial weights."""
     rounded: list[str] = field(default_factory=list)
-    """Names of jobs whose weights at the beginning differ in their last digits alone."""
+    """Names of jobs whose initial weights differ only in the last digits."""
     added: list[str] = field(default_factory=list)
     """Names of jobs that are new."""
     longer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By their names, jobs that are longer now: the new `epochs` or `steps`."""
+    """Jobs with more `epochs` or `steps` than before: name -> the new number."""
     versions: list[str] = field(default_factory=list)
     """Libraries that have another version."""
     of_jobs: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-    """By what is said of jobs: its place in `lines`, and their names."""
+    """Text of a difference -> its place in `lines`, and the names of the jobs that have it."""
 
     def add(self, name: str, text: str) -> None:
-        """Say this of a job; what holds for several jobs is one line."""
+        """Note a difference of a job; jobs with the same difference share one line."""
         place, names = self.of_jobs.setdefault(text, (len(self.lines), []))
         names.append(name)
         others = f" (and so for {len(names) - 1} more)" if len(names) > 1 else ""
@@ -51,11 +51,15 @@ def compare(
     part: bool = False,
     changed: Collection[str] = (),
 ) -> Differences:
-    """Compare the jobs of a folder with these.
+    """Compare the jobs of a folder (`held`) with those to be trained (`here`).
 
-    `grows`: the last of these may be missing in the folder. `extends`: any of these may be missing in the folder, or
-    have more epochs or steps than there, in any order. `part`: these are not all. `changed`: names of jobs that are not
-    compared.
+    Args:
+        held: The folder's table.
+        here: The table of the jobs to be trained.
+        grows: The last jobs of `here` may be missing in the folder.
+        extends: Any job of `here` may be missing in the folder, or have more epochs or steps than there.
+        part: `here` holds only some of the jobs.
+        changed: Names of jobs that are not compared.
     """
     seen = Differences()
     old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
@@ -114,7 +118,7 @@ def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[
 
 
 def _changes(was: Mapping[str, str], now: Mapping[str, str], same_bytecode: bool) -> Iterator[str]:
-    """What differs in one part, code first: it makes other values come and go."""
+    """What differs in one part, code first: changed code explains other changes."""
     places = [place for place in {**was, **now} if was.get(place) != now.get(place)]
     for place in sorted(places, key=lambda place: (not was.get(place, "").startswith(FUNCTION), place)):
         there, here = was.get(place, "nothing"), now.get(place, "nothing")
@@ -129,7 +133,7 @@ def _same_bytecode(held: JobTable, here: JobTable) -> bool:
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What is not the same in another table."""
+    """The entries that the other dict does not have, or has with another value."""
     return {key: value for key, value in one.items() if key not in other or _text(value) != _text(other[key])}
 
 
@@ -138,16 +142,16 @@ def _text(value: Any) -> str:
 
 
 def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTable) -> Iterator[str]:
-    """What could not be compared, or differs and is let pass, a line each."""
+    """What could not be compared, and differences that are accepted, one line each."""
     if seen.versions:
         yield (
-            f"{', '.join(seen.versions)}; code of libraries is compared by version alone: what is there is taken as it "
-            "is, and the rest is trained with what is here"
+            f"{', '.join(seen.versions)}; jobs that have ended are kept as they are, and the others continue with the "
+            "versions installed here"
         )
     if not _same_bytecode(held, here):
         yield (
-            f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}, which makes "
-            "other bytecode: code cannot be compared; use another folder if you changed it"
+            f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}, whose "
+            "bytecode differs: code cannot be compared; use another folder if you changed it"
         )
     if seen.rounded:
         yield (
@@ -156,13 +160,13 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
         )
     if unstable:
         yield (
-            f"the initial weights of {_some(unstable)} are other ones each time the factory is called, so that they "
-            "are not compared; have it draw from torch's generator, which the seed sets"
+            f"the initial weights of {_some(unstable)} are other ones each time the factory is called, so they are "
+            "not compared; draw them from torch's generator, which the seed sets"
         )
 
 
 def extension(seen: Differences, held: JobTable) -> str:
-    """What is new in a folder's jobs, in words; empty where nothing is."""
+    """New and longer jobs in one line; empty where there are none."""
     parts = []
     if seen.added:
         parts.append(f"{len(seen.added)} new {'job' if len(seen.added) == 1 else 'jobs'} ({_some(seen.added)})")

@@ -1,4 +1,4 @@
-"""The files of a run folder that say what came of its jobs, and the reading of those that say what they were."""
+"""Writes and reads a run folder's results: results.json, histories, weights; also reads jobs.json and plan.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal.storage import atomic
 from shoal.storage._histories import to_text
 
 VERSION = 5
-"""Of the folder's format. Folders of other formats are refused."""
+"""The version of the folder's format. Folders of other versions are refused."""
 
 
 def read_file(path: Path, fix: str) -> dict[str, Any] | None:
-    """The contents of jobs.json or plan.json; None where it does not exist. `fix`: what to do where it is damaged."""
+    """Read jobs.json or plan.json; None where it does not exist. `fix`: advice for the error where it is damaged."""
     if not path.exists():
         return None
     try:
@@ -38,7 +38,7 @@ def read_file(path: Path, fix: str) -> dict[str, Any] | None:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write histories and weights, and then results.json, which says that all of them are there."""
+    """Write histories and weights, then results.json: where that exists, the others are complete."""
     files = [(folder / "history" / f"{i:04d}.jsonl", [to_text(r.history)]) for i, r in enumerate(results)]
     files += [_weights(folder / "weights" / f"{i:04d}", result) for i, result in enumerate(results)]
     for error in atomic.write_many(files):
@@ -52,7 +52,7 @@ def write_results(folder: Path, results: Results) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """What results.json holds; None where the run has not come to its end."""
+    """Read results.json; None where the run has not finished."""
     path = folder / "results.json"
     if not path.exists():
         return None
@@ -81,7 +81,7 @@ def _weights(stem: Path, result: Result) -> tuple[Path, list[bytes]]:
 
 
 def read_weights(stem: Path) -> dict[str, Any]:
-    """What `write_results` wrote there; OutError, in words, where it cannot be read."""
+    """Read the weights that `write_results` wrote; OutError where they cannot be read."""
     tensors, pickled = stem.with_suffix(".safetensors"), stem.with_suffix(".pt")
     try:
         if tensors.exists():

@@ -1,4 +1,4 @@
-"""One state, one file: a pickle of plain values, behind a header with its checksum.
+"""Checkpoint files: a pickle of plain values, behind a header with its checksum.
 
     shoal checkpoint 2
     <sha256 of all that follows>
@@ -37,7 +37,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A state at one moment: a copy of all that it held, to be written at any time, in any thread."""
+    """A copy of a state, which can be written later and in another thread."""
 
     state: Any
 
@@ -51,7 +51,7 @@ class Frozen:
 
 
 def freeze(state: Any) -> Frozen:
-    """Copy a state; NotStorable, with the place, where it holds something that cannot be written."""
+    """Copy a state. NotStorable, naming the entry, where it holds something that cannot be written."""
     try:
         return Frozen(_copy(state, (), {}))
     except RecursionError:
@@ -109,7 +109,7 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 class _Made:
-    """A value as the function and the arguments that make it when the file is read; tensors are given as bytes."""
+    """Pickles as a call of a function that makes the value again; tensors are passed as bytes."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
@@ -138,7 +138,7 @@ def make_saved(data: bytes) -> Any:
 
 
 _READABLE = {(f.__module__, f.__name__): f for f in (make_tensor, make_array, make_saved, OrderedDict, complex)}
-"""All that a file may call."""
+"""The only functions that a checkpoint may call when it is read."""
 
 
 class _Reader(pickle.Unpickler):
@@ -149,7 +149,7 @@ class _Reader(pickle.Unpickler):
 
 
 def save(path: Path, state: Any, notes: dict[str, str] | None = None) -> None:
-    """Write a state to one file, in one move."""
+    """Write a state to a file, atomically."""
     atomic.write(path, freeze(state).seal(notes or {}))
 
 
@@ -177,7 +177,7 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def fault(data: bytes) -> str | None:
-    """Say in words what is wrong with a file's contents; None where they are as they were written."""
+    """What is wrong with a file's contents; None where they are as they were written."""
     if not any(data):
         return "holds nothing but zeros" if data else "is empty"
     if not data.startswith(START[: len(data)]):

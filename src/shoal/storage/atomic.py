@@ -1,7 +1,7 @@
-"""Files that are replaced whole: written beside their place, brought to the disk, moved there.
+"""Atomic file writes: to a temporary file in the same folder, synced to the disk, then renamed.
 
-A reader, and a run that resumes after a kill or a power cut, sees the old contents or the new, never half of either.
-The name of the file beside is always the same, so the next process overwrites what a killed one left.
+A reader, and a run that resumes after a kill or a power cut, sees the old contents or the new ones, never a mixture.
+The temporary file's name is fixed, so the next process overwrites what a killed one left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from shoal.errors import DamagedError
 
 THREADS = 16
-"""Files that are written at the same time: the disk serves several in nearly the time of one."""
+"""Files written at the same time: the disk syncs several in nearly the time of one."""
 
 Chunks = Sequence[bytes]
 S = TypeVar("S")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def write(path: Path, chunks: Chunks, *, durable: bool = True) -> None:
-    """Replace one file; OSError where that cannot be done, and the old one is then unchanged."""
+    """Replace one file. On OSError the old one is unchanged."""
     (error,) = write_many([(path, chunks)], durable=durable)
     if error is not None:
         raise error
@@ -39,9 +39,9 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_many(files: Sequence[tuple[Path, Chunks]], *, durable: bool = True) -> list[OSError | None]:
-    """Replace each of these files, and return for each the error that prevented it.
+    """Replace each of these files, and return for each the error that prevented it, or None.
 
-    Not durable: safe from a kill, not from a power cut, and without waiting for the disk.
+    With `durable=False` the files are not synced: faster, and safe from a kill, but not from a power cut.
     """
     errors = _for_each(partial(_write_one, durable=durable), files, durable)
     if durable:
@@ -67,15 +67,15 @@ def _write_one(file: tuple[Path, Chunks], durable: bool) -> OSError | None:
 
 
 def _for_each(work: Callable[[T], S], inputs: Sequence[T], durable: bool) -> list[S]:
-    """Do some work for each input; in several threads where it waits for the disk."""
+    """Call `work` for each input; in threads where it waits for the disk."""
     if len(inputs) > 1 and durable:
         with suppress(RuntimeError), ThreadPoolExecutor(min(THREADS, len(inputs))) as pool:
             return list(pool.map(work, inputs))
-    return [work(one) for one in inputs]  # also at the end of Python, which starts no more threads
+    return [work(one) for one in inputs]  # also while Python shuts down and starts no more threads
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system knows how to."""
+    """Sync a folder's entries to the disk, where the file system can."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -85,20 +85,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """What processes that were killed had not moved to its place yet."""
+    """Remove temporary files that killed processes left."""
     for path in folder.rglob(".*.tmp"):
         with suppress(OSError):
             path.unlink()
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Replace a JSON file that says whether it was changed: its checksum is in it."""
+    """Replace a JSON file, with a checksum in it that `read_sealed` checks."""
     content = json.loads(json.dumps(content))
     write_text(path, json.dumps({"sha256": _seal(content), **content}, indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What `write_sealed` wrote; DamagedError where it is not that any more."""
+    """Read a file that `write_sealed` wrote; DamagedError where it has changed since."""
     try:
         content = json.loads(path.read_bytes())
         seal = content.pop("sha256")

@@ -1,7 +1,7 @@
-"""What makes jobs the same jobs, as plain data, so that a run folder knows its own.
+"""The job table: what a run folder stores about its jobs, to recognize them when the run is resumed.
 
-A job's entry holds its settings as they are. What its functions and its network are made of, and the weights it begins
-with, are long and mostly the same for all jobs: they are in `parts`, each once, by the hash of its contents.
+A job's entry holds its settings. Descriptions of its code, its network and its initial weights are long and mostly the
+same for all jobs, so each is stored once, in `parts`, under the hash of its contents.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PLAIN = (
 )  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
-"""Fields of a job's entry that name a part."""
+"""Fields of an entry that hold the key of a part."""
 ADDED = "added"
-"""Field of the entry of a job that was added while a run was under way."""
+"""Field of an entry: the job was added to a live run."""
 KEY = "key"
-"""Field of an entry that was changed since its first checkpoints were written: what they call the job."""
+"""Field of an entry whose settings changed later (more epochs): the key that its checkpoints have."""
 
 
 @dataclass(slots=True)
@@ -49,8 +49,13 @@ class JobTable:
 
     @classmethod
     def of(cls, members: Sequence[Member], also: Mapping[str, Any] | None = None, *, names_only: bool = False) -> Self:
-        """The table of these members. `also`: what else makes them the same jobs. `names_only`: without code and
-        weights, for a folder that nobody comes back to."""
+        """The table of these members.
+
+        Args:
+            members: Built jobs.
+            also: More entries to compare, such as the settings of a split.
+            names_only: Leave out code and weights, for a temporary folder that is never resumed.
+        """
         table = cls([describe_settings(member) | dict(also or {}) for member in members])
         libraries = {"shoal", "torch"}
         for member, job in zip(members, table.jobs, strict=True):
@@ -65,14 +70,14 @@ class JobTable:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Make the table again from what `to_json` gave."""
+        """The table that `to_json` wrote."""
         return cls(content["jobs"], content["parts"], content["made_by"])
 
     def to_json(self) -> dict[str, Any]:
         return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}
 
     def extend(self, other: JobTable) -> bool:
-        """Take in the jobs of another table that this one does not have; whether there are any."""
+        """Add the jobs of another table that this one does not have; whether there were any."""
         known = {job["name"] for job in self.jobs}
         new = [job for job in other.jobs if job["name"] not in known]
         if new:
@@ -82,21 +87,21 @@ class JobTable:
         return bool(new)
 
     def keys(self) -> list[str]:
-        """A short name for what each job is."""
+        """A key for each job, which its checkpoints carry."""
         return [job.get(KEY) or _hash(job) for job in self.jobs]
 
     def lengthen(self, longer: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give jobs, by their names, more epochs or steps; their checkpoints stay theirs."""
+        """Give jobs, by name, more epochs or steps. Their checkpoints stay valid."""
         for job, key in zip(self.jobs, self.keys(), strict=True):
             if job["name"] in longer:
                 job.update(longer[job["name"]], **{KEY: key})
 
     def code(self, job: Mapping[str, Any]) -> dict[str, Texts]:
-        """What a job's functions and network are made of, part by part."""
+        """The description of a job's functions and network, by part."""
         return {part: self.parts[key] for part, key in self.parts[job[CODE]].items()}
 
     def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
-        """Have a job's functions described as another table does; `known` is that one's entry of the same job."""
+        """Take the description of a job's functions from another table, where `known` is the job's entry."""
         mine = {part: texts for part, texts in self.code(job).items() if is_network(part)}
         code = mine | without_network(held.code(known))
         job[CODE] = self._put({part: self._put(texts) for part, texts in code.items()})
@@ -133,12 +138,12 @@ def describe_settings(member: Member) -> dict[str, Any]:
 
 
 def describe_functions(member: Member) -> dict[str, Texts]:
-    """What a member's functions and classes are made of now."""
+    """A description of a member's functions and classes as they are now."""
     return without_network(_described(member).parts)
 
 
 def _described(member: Member) -> Describer:
-    """What a member's functions and network are made of."""
+    """Describe a member's functions and network."""
     job = member.job
     roots = {name: getattr(job, name) for name in (*NAMED, "optimizer") if getattr(job, name) is not None}
     roots |= {f"metric {name!r}": metric for name, metric in job.metrics.items()}
@@ -156,7 +161,7 @@ def is_network(part: str) -> bool:
 
 
 def without_network(code: Mapping[str, Texts]) -> dict[str, Texts]:
-    """A job's functions and classes: its network is built anew each time."""
+    """The parts that are functions and classes; the network is built again each time."""
     return {part: texts for part, texts in code.items() if not is_network(part)}
 
 

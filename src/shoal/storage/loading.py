@@ -1,4 +1,4 @@
-"""`shoal.load`: what a run folder holds, read without the code and the data that it was trained with."""
+"""`shoal.load`: reads a run folder's results without the code and the data that they were trained with."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] 
 def _ended(
     path: Path, place: int, entry: dict[str, Any], said: dict[str, Any], stamp: dict[str, Any], model: Any
 ) -> Result:
-    """A result as it was written at the run's end."""
+    """A result of a finished run."""
     stem = path / "weights" / f"{place:04d}"
     try:
         history = from_text((path / "history" / f"{place:04d}.jsonl").read_bytes())
@@ -75,7 +75,7 @@ def _ended(
 
 
 def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], model: Any) -> list[Result]:
-    """Results as the newest checkpoints have them."""
+    """Results of an unfinished run, from the newest checkpoints."""
     checkpoints = Checkpoints(path / "members")
     under_way = "running" if Lock(path).in_use() else "unfinished"
     results = []
@@ -110,7 +110,7 @@ def _result(entry: dict[str, Any], stored: StoredNetwork, **more: Any) -> Result
 
 
 class StoredJob:
-    """The settings of a job as a run folder has them: numbers, names and hyper-parameters, but no code and no data."""
+    """A job's settings as stored in a run folder: numbers, names and hyper-parameters, without code and data."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         self._entry = dict(entry)
@@ -139,7 +139,7 @@ class StoredJob:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the folder says of the job, by the names of shoal.Job's fields; functions by their names."""
+        """Everything that the folder stores about the job, by the names of shoal.Job's fields."""
         return dict(self._entry)
 
 
@@ -157,7 +157,7 @@ def _made(text: str | None) -> EarlyStop | EMA | SWA | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredNetwork:
-    """One job's weights in a folder, and what builds its network."""
+    """One job's stored weights, and the function that builds its network."""
 
     name: str
     read: Callable[[], dict[str, Any]] | None

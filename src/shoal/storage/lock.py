@@ -1,4 +1,4 @@
-"""One run for each folder at a time."""
+"""The lock of a run folder: only one run at a time may use it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import IO
 from shoal.errors import OutError, ShoalWarning
 
 PATIENCE = 10.0
-"""Seconds for the workers of a run that was killed to end."""
+"""Seconds to wait for the workers of a killed run to end."""
 
 
 class Lock:
-    """A lock on a file in the folder. The kernel frees it when its process ends, however it ends.
+    """A file lock in the folder, which the kernel releases when the process ends.
 
-    Forked workers hold it too: while one of them lives, no other run writes to the folder.
+    Forked workers hold it too, so no other run can use the folder while one of them is alive.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class Lock:
         self._pid = 0
 
     def acquire(self) -> None:
-        """Take the lock; OutError, with the process that has it, where another run does."""
+        """Take the lock; OutError, naming the process, where another run has it."""
         if self._file is not None:
             return
         file = (self.folder / "lock").open("a+")
@@ -40,7 +40,7 @@ class Lock:
         self._file, self._pid = file, os.getpid()
 
     def in_use(self) -> bool:
-        """Whether another run is at work in the folder now."""
+        """Whether another run has the lock now."""
         try:
             import fcntl
 
@@ -81,7 +81,7 @@ class Lock:
         file.flush()
 
     def _holder(self, file: IO[str]) -> tuple[str, bool]:
-        """Say which process has the lock, and whether it lives. Of a run that was killed only workers are left."""
+        """Which process took the lock, as text, and whether it is alive. Of a killed run only workers may be left."""
         file.seek(0)
         pid, _, host = file.read().strip().partition(" ")
         if not pid.isdigit() or not host:
@@ -91,7 +91,7 @@ class Lock:
         return f" (process {pid})", alive(int(pid))
 
     def release(self) -> None:
-        """Release the folder. What a forked process releases, its parent still has."""
+        """Release the lock. A forked process only closes its copy: the parent keeps the lock."""
         if self._file is None:
             return
         if self._pid == os.getpid():
@@ -104,7 +104,7 @@ class Lock:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine runs. One that ended and waits for its parent to look does not."""
+    """Whether a process of this machine is running; zombies are not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

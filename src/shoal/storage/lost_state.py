@@ -1,4 +1,4 @@
-"""State that a run folder, or a clone, cannot hold: noticed before a run starts, and said once."""
+"""Finds Python state that checkpoints and clones cannot hold, before a run starts, so that one warning can say so."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tiers.serial import SerialUnit
 
 STEPS = 2
-"""Of a trial: what the first leaves behind may only be seen at the second."""
+"""Steps of a trial: what the first one changes may only show in the second."""
 
 
 def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> None:
-    """Find the Python state of those members that may change some, before any of them trains.
+    """Record the Python state that members may change, before any of them trains.
 
-    `recipes`: of steps that could be traced, which change none; of such a member only an optimizer or a schedule that
-    runs as it is may.
+    `recipes`: those of members whose step was traced, and so changes no Python state. For them only an optimizer or a
+    schedule that runs as it is may change some.
     """
     for member in members:
         member.saved_state.wanted = True
@@ -30,7 +30,7 @@ def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> Non
 
 
 def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
-    """By jobs' names, what their training changes that cannot be saved, and why. Each kind of job is tried."""
+    """Job name -> state that its training changes and that cannot be saved -> why. Tries a few steps of each kind."""
     lost: dict[str, dict[str, str]] = {}
     tried: dict[Hashable, dict[str, str]] = {}
     drawing: list[Member] = []
@@ -52,7 +52,7 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
 
 
 def in_words(lost: dict[str, dict[str, str]], what: str) -> str:
-    """What is lost, in a line."""
+    """A warning about lost state, in one line."""
     name, problems = next(iter(lost.items()))
     where, why = next(iter(problems.items()))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -62,7 +62,7 @@ def in_words(lost: dict[str, dict[str, str]], what: str) -> str:
 
 
 def _kind(member: Member) -> Hashable:
-    """Jobs of one kind change the same things: the same code."""
+    """A key that jobs with the same code share: they change the same state."""
     job = member.job
     functions = (job.step, job.loss, job.schedule, job.optimizer)
     shared = frozenset(member.saved_state.job.shared) if member.saved_state.job is not None else frozenset()
@@ -74,7 +74,7 @@ def _kind(member: Member) -> Hashable:
 
 
 def _try(member: Member) -> dict[str, str]:
-    """What cannot be saved after two steps of a copy; everything is then as it was."""
+    """Train a copy for two steps, see what cannot be saved, and restore everything."""
     job, keeper = member.job, member.saved_state.job
     assert keeper is not None
     with preserved(state_roots(job, member.model), skip=member.model) as state:

@@ -1,15 +1,15 @@
-"""The run folder, `out=`: what was trained, how far it came, and what came of it.
+"""The run folder, `out=`: the jobs, their checkpoints and their results.
 
     jobs.json                   what the jobs were: names, settings, shapes, hashes of data, code and initial weights
     plan.json                   how they run, so that a resume replays the same arithmetic
-    members/0003/000008.ckpt    a checkpoint: weights, optimizer, schedule, random state, place in the data; and 000007
-    history/0003.jsonl          one row an epoch
+    members/0003/000008.ckpt    a checkpoint: weights, optimizer, schedule, random state, position in the data
+    history/0003.jsonl          one row per epoch
     results.json                how each ended, and the environment
     weights/0003.safetensors    the model's state_dict (.pt where it holds more than plain tensors)
-    lock                        which process uses it
+    lock                        the process that uses the folder
 
-Every file is written beside its place and moved there, so that a reader never sees half of one, and a process that is
-killed at any moment leaves a folder that the next one resumes from.
+Every file is written atomically, so a process that is killed at any moment leaves a folder that the next one can resume
+from.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shoal.storage.lost_state import in_words, lost_state
 from shoal.utils.tables import say
 
 _left: dict[tuple[Path, str], dict[str, Any]] = {}
-"""By folder and job, what the functions of jobs that keep state in closures were when a run of this process ended."""
+"""(folder, job) -> a description of its functions when a run in this process ended: closures may have changed."""
 FOLDERS = ("members", "history", "weights")
 OTHER_WEIGHTS = "other initial weights (was the seed or the factory changed?)"
 
 
 class Saved(Protocol):
-    """What can be saved and restored: a member."""
+    """Something that can be saved and restored: a member, or a split."""
 
     index: int
     name: str
@@ -65,7 +65,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, passing: bool = False) -> None:
-        """`passing`: it ends with the run, so members at their end, which the run has, need not be in it."""
+        """`passing`: a temporary folder. Members that have ended are not saved in it: the run has them in memory."""
         self.path, self.passing = path, passing
         if importlib.util.find_spec("safetensors") is None:
             raise ImportError("out= writes weights with safetensors: pip install safetensors")
@@ -75,13 +75,13 @@ class RunFolder:
         self._checkpoints = Checkpoints(path / "members")
         self._histories = Histories(path / "history")
         self.grows = self._extends = False
-        """Whether jobs may come later than the first ones."""
+        """Whether jobs may be added later, and whether more or longer jobs are accepted."""
         self._table = JobTable([])
         self._jobs: dict[int, str] = {}
         self._claimed: list[Member] = []
         self._not_storable: set[int] = set()
         self._lossy: set[str] = set()
-        """Jobs of which was said that some of their state cannot be saved."""
+        """Jobs for which a warning said that some state cannot be saved."""
         self._reported_failure = False
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is on its way to the disk, and let another run have the folder."""
+        """Wait until everything is written, and release the folder."""
         self._checkpoints.wait()
         try:
             self._leave()
@@ -107,14 +107,16 @@ class RunFolder:
         extends: bool = False,
         changed: Collection[str] = (),
     ) -> bool:
-        """Write down the jobs, before the first step; whether the folder knows them already, from an earlier run.
+        """Lock the folder and store the jobs in it, before the first step; whether it has them from an earlier run.
 
-        `also`: what else makes them the same jobs, such as how they are split. `grows`: jobs may come later, see `add`;
-        the folder may know the first of these only. `extends`: some may be new, or longer than before; a member's
-        index becomes its place in the folder. `changed`: names of jobs whose settings the run itself changed.
+        Args:
+            members: Built jobs.
+            also: More settings to compare, such as those of a split.
+            grows: More jobs may come later, by `add`; the folder may have only the first of these.
+            extends: Jobs may be new, or longer than before. A member's index becomes its place in the folder.
+            changed: Names of jobs whose settings the run itself changed: they are not compared.
 
-        OutError where it holds other jobs, or files that are not a run's; where another run is at work in it; where it
-        cannot be written; where its jobs.json is damaged.
+        OutError where it holds other jobs or other files, is in use or damaged, or cannot be written.
         """
         self.grows, self._extends = grows, extends
         table = JobTable.of(members, also, names_only=self.passing)
@@ -137,7 +139,7 @@ class RunFolder:
             raise
 
     def _is_run(self) -> bool:
-        """Whether the folder is new, or a run's: also one that was killed before it could say so."""
+        """Whether the folder is empty or a run folder, even one of a run that was killed early."""
         held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
         return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
 
@@ -165,7 +167,7 @@ class RunFolder:
         return held is not None or any(self._saved())
 
     def add(self, members: Sequence[Member]) -> None:
-        """Write down jobs that come later than the first ones, before their first step."""
+        """Store jobs that are added to a run under way, before their first step."""
         self._write_down(members, JobTable.of(members, names_only=self.passing))
 
     def _write_down(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
@@ -175,7 +177,7 @@ class RunFolder:
             raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
 
     def place_of(self, name: str) -> int:
-        """The place that a job of this name has, or will have."""
+        """The place of a job of this name in the folder, or the next free one."""
         names = [job["name"] for job in self._table.jobs]
         return names.index(name) if name in names else len(names)
 
@@ -183,8 +185,10 @@ class RunFolder:
         return bool(self._checkpoints.of(self.place_of(name)))
 
     def join(self, member: Member) -> bool:
-        """Write down a job that is added to a live run or, where the folder has it, put it where it was; whether that.
-        Its settings are compared, its code and weights are not: a clone has them from another job."""
+        """Store a job that is added to a live run, or restore it if the folder has it; whether it was restored.
+
+        Only settings are compared: a clone has its code and weights from another job.
+        """
         table = JobTable.of([member], {ADDED: True}, names_only=True)
         seen = compare(self._table, table, extends=True, part=True)
         if seen.lines:
@@ -193,7 +197,7 @@ class RunFolder:
         self._write_down([member], table, changed=bool(seen.longer))
         self.reopen()
         if not (restored := self.restore(member)):
-            self.save_many([member])  # a clone's beginning is not to be had again
+            self.save_many([member])  # a clone's initial state cannot be built again
         return restored
 
     def _add(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
@@ -210,9 +214,9 @@ class RunFolder:
     def _check(
         self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]
     ) -> dict[str, dict[str, Any]]:
-        """OutError where the folder holds other jobs than these; a line of warning for what cannot be compared. Returns
-        the jobs that are longer than before."""
-        self._know_again(held, here)
+        """Raise OutError where the folder holds other jobs, warn about what cannot be compared, and return the jobs
+        that have more epochs or steps than before."""
+        self._recognize(held, here)
         seen = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
         unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
         other = [name for name in seen.other_weights if name not in unstable]
@@ -229,8 +233,8 @@ class RunFolder:
             say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
         return seen.longer
 
-    def _know_again(self, held: JobTable, here: JobTable) -> None:
-        """Jobs whose closures are as this process's last run in this folder left them are those that it began with."""
+    def _recognize(self, held: JobTable, here: JobTable) -> None:
+        """Accept functions whose closures an earlier run of this process in this folder has changed."""
         known = {job["name"]: job for job in held.jobs}
         for job in here.jobs:
             left = _left.get((self.path.resolve(), job["name"]))
@@ -238,20 +242,20 @@ class RunFolder:
                 here.take_functions(job, held, known[job["name"]])
 
     def _leave(self) -> None:
-        """Note what training has made of the jobs' functions, whose state is in this process and in the checkpoints."""
+        """Remember the jobs' functions as training left them, for a later run of this process in this folder."""
         for member in self._claimed:
             if member.saved_state.job is not None and not self.passing:
                 _left[self.path.resolve(), member.name] = describe_functions(member)
         self._claimed = []
 
     def plan(self) -> dict[str, Any] | None:
-        """Return the plan that was saved; None where there is none. DamagedError where it is not what was written."""
+        """The saved plan; None where there is none. DamagedError where the file has changed."""
         fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
         content = read_file(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
 
     def save_plan(self, plan: Mapping[str, Any]) -> None:
-        """Save how the jobs run: plain data, whatever a resume needs to do the same arithmetic."""
+        """Save how the jobs run, as plain data, so that a resumed run does the same arithmetic."""
         try:
             atomic.write_sealed(self.path / "plan.json", {"version": VERSION, "plan": dict(plan)})
         except OSError as error:
@@ -259,22 +263,19 @@ class RunFolder:
 
     @property
     def busy(self) -> bool:
-        """Whether the disk is still at work on what was saved last: saving now would wait for it."""
+        """Whether the last checkpoints are still being written: saving now would wait for them."""
         return self._checkpoints.busy
 
     def save(self, member: Saved) -> bool:
-        """Write a member's checkpoint and history, and wait for the disk; whether it is there."""
-        self._checkpoints.wait()
-        self._report_failures()
+        """Write a member's checkpoint and history, and wait for the disk; whether that succeeded."""
         self.save_many([member])
-        self._checkpoints.wait()
-        return not self._report_failures() and member.index not in self._not_storable
+        return self.flush() and member.index not in self._not_storable
 
     def save_many(self, members: Sequence[Saved]) -> None:
-        """Copy members' states and let them be written while training continues; `flush` waits for it.
+        """Copy members' states and write them in the background; `flush` waits for it.
 
-        What cannot be written (a full disk) leaves the checkpoints before it as they are, and is reported once; what
-        cannot be stored at all is reported once, and its member starts again from its beginning after a kill.
+        If writing fails (a full disk), the previous checkpoints stay and one warning says so. A member whose state
+        cannot be stored at all starts from its beginning after a kill, and one warning says so.
         """
         copies, odd = list[Copy](), dict[str, str]()
         for member in {member.index: member for member in members}.values():
@@ -296,7 +297,7 @@ class RunFolder:
             warn(f"job {name!r}{more} is not checkpointed: {why}; after a kill it starts again from its beginning")
 
     def warn_of_lost_state(self, members: Sequence[Member]) -> None:
-        """Say, before the first step, what jobs change that no checkpoint can hold."""
+        """Warn, before the first step, about state that jobs change and checkpoints cannot hold."""
         self._warn_of(lost_state(members))
 
     def _warn_of(self, lost: dict[str, dict[str, str]]) -> None:
@@ -315,12 +316,12 @@ class RunFolder:
         return Copy(member.index, frozen, self._jobs.get(member.index, ""), self._histories.view(member.index))
 
     def flush(self) -> bool:
-        """Wait until what was saved is on the disk; whether all of it is."""
+        """Wait until all checkpoints are on the disk; whether that succeeded."""
         self._checkpoints.wait()
         return not self._report_failures()
 
     def _report_failures(self) -> bool:
-        """Whether something could not be written since the last look."""
+        """Whether writing failed since the last call; the first failure is a warning."""
         errors, self._checkpoints.errors = self._checkpoints.errors, []
         if errors and not self._reported_failure:
             self._reported_failure = True
@@ -331,9 +332,9 @@ class RunFolder:
         return bool(errors)
 
     def restore(self, member: Saved) -> bool:
-        """Put a member where its newest good checkpoint has it; False where there is none: it begins anew.
+        """Load a member's newest undamaged checkpoint; False where there is none.
 
-        A damaged checkpoint is reported in one line, and the one before it is used.
+        For damaged checkpoints there is a warning, and the one before is used.
         """
         state, path, wrong = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
         if wrong:
@@ -357,12 +358,11 @@ class RunFolder:
         return True
 
     def reopen(self) -> None:
-        """Training continues: what was written at the end of an earlier run does not hold any more."""
+        """Remove results.json: training continues, so the results of the earlier run are no longer final."""
         (self.path / "results.json").unlink(missing_ok=True)
 
     def finish(self, results: Results) -> None:
-        """Write the results; OutError where that is impossible: the checkpoints are still there, and the same run
-        again resumes from them."""
+        """Write the results; OutError where that fails. The checkpoints are kept, so the same run can resume."""
         self._checkpoints.wait()
         try:
             for folder in FOLDERS:
@@ -375,13 +375,13 @@ class RunFolder:
             ) from None
 
     def _in_order(self, results: Results) -> Results:
-        """Results as the folder has their jobs."""
+        """The results in the order of the folder's jobs."""
         places = {job["name"]: place for place, job in enumerate(self._table.jobs)}
         return Results(sorted(results, key=lambda result: places.get(result.name, len(places))))
 
 
 def _draws_elsewhere(member: Member, table: JobTable) -> bool:
-    """Whether a job's factory gives other weights each time: it draws from something that the seed does not set."""
+    """Whether a job's factory gives other weights on each call, drawn from a generator that the seed does not set."""
     job = next(job for job in table.jobs if job["name"] == member.name)
     try:
         with seeded(member.job.seed, member.device):
@@ -396,5 +396,5 @@ def _reason(error: Exception) -> str:
 
 
 def warn(text: str) -> None:
-    """One line, where the user's warnings go."""
+    """Warn in one line."""
     warnings.warn(text, ShoalWarning, stacklevel=3)
