@@ -11,9 +11,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shoal.evidence.reproduce.ddp import WARM_UP, Training, time_ddp
 from shoal.evidence.reproduce.ist import DATA_PARALLEL, Network, Scene, Setting, job_of, method_of, trained
 from shoal.evidence.reproduce.namespaces import Links
+from shoal.evidence.reproduce.plain_training import WARM_UP, TimedTraining, time_ddp
 
 ENDING = 10.0
 """Seconds for workers to end by themselves."""
@@ -56,7 +56,7 @@ def seconds_a_step(scene: Scene, links: Links, steps: int) -> float:
     """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
     data = scene.data
     make = partial(Network, data.features, scene.width, data.classes)
-    training = Training(make, (data.x, data.y), scene.batch, rate=0.1, steps=WARM_UP + steps)
+    training = TimedTraining(make, (data.x, data.y), scene.batch, rate=0.1, steps=WARM_UP + steps)
     return time_ddp(training, scene.workers, links)[0]
 
 

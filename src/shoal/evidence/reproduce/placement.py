@@ -24,11 +24,11 @@ import shoal
 from shoal.errors import ShoalError, describe
 from shoal.evidence.bench.datasets import accuracy
 from shoal.evidence.bench.stamp import stamp
-from shoal.evidence.reproduce.ddp import WAIT, Training, ask, time_alone, time_ddp
 from shoal.evidence.reproduce.namespaces import Links, shaped
 from shoal.evidence.reproduce.placement_arithmetic import arithmetic
 from shoal.evidence.reproduce.placement_arithmetic import table as arithmetic_table
 from shoal.evidence.reproduce.placement_networks import SHAPES
+from shoal.evidence.reproduce.plain_training import WAIT, TimedTraining, ask, time_alone, time_ddp
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
 from shoal.place.training.api import train_placed
@@ -152,7 +152,7 @@ def _row(way: str, measure: Callable[[], tuple[float, Any]], moved: int | None) 
     return {"way": way, "seconds": seconds, "bytes": moved, "error": None, "accuracy": reached}
 
 
-def _plain(case: Case, rows: int, steps: int, validates: bool) -> Training:
+def _plain(case: Case, rows: int, steps: int, validates: bool) -> TimedTraining:
     """The training by plain PyTorch, of so many rows in a process and step."""
     x, y = images(case.network)
 
@@ -160,7 +160,7 @@ def _plain(case: Case, rows: int, steps: int, validates: bool) -> Training:
         with torch.no_grad():
             return float(accuracy(network.eval()(x[:256]), y[:256])) if validates else None
 
-    return Training(partial(make_network, case.network), (x, y), rows, RATE, steps, judge)
+    return TimedTraining(partial(make_network, case.network), (x, y), rows, RATE, steps, judge)
 
 
 def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: bool = False) -> dict[str, Any]:

@@ -1,17 +1,35 @@
-"""One job trained by a plain PyTorch loop, an epoch at a time: what people write when they search without packing."""
+"""Plain PyTorch training, which Shoal is compared with: in one process, or by DistributedDataParallel over links."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from shoal.engine.runtime.processes import Child
 from shoal.evidence.bench.ways import build, epochs
+from shoal.evidence.reproduce.namespaces import Links
 from shoal.jobs.job import Job
+
+PORT = 29641
+WAIT = 600.0
+"""Seconds for a process to answer."""
+WARM_UP = 1
+"""Steps that are not counted."""
 
 
 class PlainTraining:
-    """A job's network and optimizer, kept between epochs."""
+    """One job trained an epoch at a time, as people do who search without packing."""
 
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, torch.device(device)
@@ -33,3 +51,86 @@ class PlainTraining:
         with torch.no_grad():
             (metric,) = job.metrics.values()
             return float(metric(self.model(self.val[0]), self.val[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTraining:
+    """Steps of SGD with momentum whose seconds are measured; every worker trains the same."""
+
+    make: Callable[[], nn.Module]
+    data: tuple[Tensor, Tensor]
+    rows: int
+    """Of one worker in a step."""
+    rate: float
+    steps: int
+    judge: Callable[[nn.Module], Any] = lambda network: None
+    """What to report of the trained network."""
+
+    def step_seconds(self, model: nn.Module, number: int, workers: int, barrier: Callable[[], object]) -> float:
+        """Train this worker's rows of each batch; the median of the seconds of a step."""
+        return median(list(self._steps(model, number, workers, barrier))[WARM_UP:])
+
+    def _steps(self, model: nn.Module, number: int, workers: int, barrier: Callable[[], object]) -> Iterator[float]:
+        x, y = self.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.rate, momentum=0.9)
+        for step in range(max(self.steps, WARM_UP + 1)):
+            rows = (torch.arange(self.rows) + (step * workers + number) * self.rows) % len(x)
+            barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield time.perf_counter() - start
+
+
+def time_ddp(training: TimedTraining, workers: int, links: Links, *, first: int = 0) -> tuple[float, Any]:
+    """Seconds of a step of the slowest worker, and the judgement of the first worker's network.
+
+    `first`: the namespace of the first worker; the others follow. OSError where a worker does not answer.
+    """
+    answers = ask([partial(_work, training, workers, links, first, number) for number in range(workers)])
+    return max(seconds for seconds, _ in answers), answers[0][1]
+
+
+def _work(training: TimedTraining, workers: int, links: Links, first: int, number: int, pipe: Connection) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    links.enter(first + number)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    where = f"tcp://{links.address(first)}:{PORT}"
+    dist.init_process_group("gloo", init_method=where, rank=number, world_size=workers)
+    torch.manual_seed(0)
+    network = training.make()
+    seconds = training.step_seconds(DistributedDataParallel(network), number, workers, dist.barrier)
+    pipe.send((seconds, training.judge(network)))
+    with suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_alone(training: TimedTraining, pipe: Connection) -> None:
+    """In a child process: the same as one worker, without links."""
+    torch.manual_seed(0)
+    network = training.make()
+    pipe.send((training.step_seconds(network, 0, 1, lambda: None), training.judge(network)))
+
+
+def ask(bodies: list[Callable[[Connection], None]]) -> list[Any]:
+    """What processes that run at the same time send, one message each; OSError where one sends none."""
+    children = [Child(body) for body in bodies]
+    try:
+        return [_answer(child) for child in children]
+    finally:
+        for child in children:
+            child.end(time.monotonic() + 10.0)
+            child.close()
+
+
+def _answer(child: Child) -> Any:
+    if not child.pipe.poll(WAIT):
+        raise OSError(f"no answer in {WAIT:g} s")
+    try:
+        return child.pipe.recv()
+    except EOFError:
+        raise OSError(f"the process {child.wait()}") from None
