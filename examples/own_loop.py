@@ -35,7 +35,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             y = teacher(x)
         losses = pack.step(x, y)
-    print("with a newcomer  " + "  ".join(f"{loss:.4f}" for loss in losses.tolist()))
+    print("with a new member" + "  ".join(f"{loss:.4f}" for loss in losses.tolist()))
 
     trained = pack.member(new_member)  # your own class again, a plain nn.Module
-    print("the newcomer, used alone:", F.mse_loss(trained(x), y).item())
+    print("the new member, used alone:", F.mse_loss(trained(x), y).item())

@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
 
     with bytecode_kept(), paused():
         value = getattr(import_module(_HOME[name]), name)
-        if name == "Job":  # whoever describes a training will train: what that needs is imported now, not in the call
+        if name == "Job":  # training follows: import what it needs now, not inside the call of shoal.train
             import_module("shoal.training")
     if name == "Job":
         import_tracer()

@@ -184,7 +184,7 @@ class LiveRun:
                 given.add(result.name)
                 yield result
             if ended:
-                continue  # whoever got them may have added jobs
+                continue  # the caller may have added jobs meanwhile
             if not num_left:
                 return
             with self._ended_by_ctrl_c():

@@ -81,7 +81,7 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
     """Raise AssertionError, in one line, where a policy breaks its contract.
 
     Its order holds each ticket once, is the same when it is asked again, and leaves what it was given alone. In
-    simulated queues every job ends, nobody waits longer than `queue.admit` promises, nothing exceeds the room, and
+    simulated queues every job ends, none waits longer than `queue.admit` promises, nothing exceeds the room, and
     a decision holds until time has passed.
     """
     assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"

@@ -15,15 +15,15 @@ from typer.main import get_command
 COMMANDS = {
     "init": "Write a job file to start from.",
     "demo": "Train 64 small networks alone and packed, and compare.",
-    "explain": "Say what would be stacked, what not and why, without training.",
+    "explain": "Show which jobs would be stacked, why others would not, and what they cost, without training.",
     "train": "Train a list of jobs together.",
-    "results": "Show what came of a run folder, finished or not.",
+    "results": "Show the results of a run folder, finished or not.",
     "export": "Write the trained weights of a run folder's job to a file.",
     "tune": "Search for the best settings of a training, many trials in one run.",
-    "split": "Train one network as many parts, here or over slow links.",
-    "place": "Say which layers of a network the workers compute and which the server, and what a step would cost.",
+    "split": "Train one network as several parts, on this machine or over slow links.",
+    "place": "Choose which layers of a network run on workers and which on a server, and predict the cost of a step.",
     "bench": "Measure Shoal against other ways to train many networks.",
-    "reproduce": "Run the comparisons of published work beside ours.",
+    "reproduce": "Run experiments of published papers with Shoal, beside their numbers.",
 }
 """Command -> its line in `shoal --help`. The command itself is the name of the same name in `shoal.cli.<command>`."""
 
@@ -57,7 +57,7 @@ app = typer.Typer(
     cls=LazyGroup,
     invoke_without_command=True,
     context_settings=HELP,
-    help="Train many neural networks at once on one device, each exactly as if it were alone.",
+    help="Train many neural networks at once on one device, each exactly as if it were trained alone.",
 )
 
 
@@ -102,10 +102,10 @@ def describe(error: BaseException) -> str:
         text = str(format_message()).rstrip(".")
         return text if "Did you mean" in text else f"{text}; see {_help_of(error)}"
     text = str(error).strip()
-    own = type(error).__module__.startswith("shoal.")
-    if isinstance(error, KeyError) and not own:  # of a dict: the text is the key alone
+    ours = type(error).__module__.startswith("shoal.")
+    if isinstance(error, KeyError) and not ours:  # of a dict: the text is the key alone
         text = f"no {text}"
-    if isinstance(error, ValueError | OSError) or own:
+    if isinstance(error, ValueError | OSError) or ours:
         return text or type(error).__name__
     return f"{type(error).__name__}: {text} (add --debug to see where)"
 

@@ -22,9 +22,9 @@ def explain(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what would be stacked, what not and why, without training.
+    """Show which jobs would be stacked, why others would not, and what they cost, without training.
 
-    What the command line says wins over the run table of a job file.
+    Options override the run table of a job file.
     """
     read = load_target(target)
     import shoal

@@ -104,9 +104,9 @@ def _write_program(result: "Result", file: Path, shape: str, dtype: str | None) 
     chosen = getattr(torch, dtype or "", None)
     if dtype is not None and not isinstance(chosen, torch.dtype):
         raise typer.BadParameter(f"--dtype is {dtype!r}; give a name of torch's, such as float32 or int64")
-    own = (p.dtype for p in result.model.parameters() if p.is_floating_point())
+    dtypes = (p.dtype for p in result.model.parameters() if p.is_floating_point())
     size = sizes[0] if sizes[0] > 1 else 2  # a batch of one would be exported as a constant
-    sample = torch.zeros(size, *sizes[1:], dtype=chosen or next(own, torch.float32))
+    sample = torch.zeros(size, *sizes[1:], dtype=chosen or next(dtypes, torch.float32))
     batch = torch.export.Dim("batch", min=1)
     try:
         program = torch.export.export(result.model, (sample,), dynamic_shapes=({0: batch},))

@@ -70,10 +70,10 @@ def place(
     patience: Annotated[float, typer.Option(help="With --run: seconds to wait for processes.")] = 60.0,
     progress: Annotated[bool, typer.Option(help="With --run: show progress on stderr.")] = True,
 ) -> None:
-    """Say which layers of a network the workers compute and which the server, and what a step would cost.
+    """Choose which layers of a network run on workers and which on a server, and predict the cost of a step.
 
-    With --run the job is trained so. Without it nothing is trained, and no cluster is needed. Started by torchrun, its
-    first process is the server, the others are workers, and the job is trained.
+    With --run the job is trained that way. Without it nothing is trained, and no cluster is needed. Under torchrun the
+    first process is the server, the others are workers, and the job is always trained.
     """
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
         wanted = {

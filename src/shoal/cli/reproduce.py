@@ -11,7 +11,7 @@ from shoal.cli.output import pick_precision, quick_settings, report
 
 reproduce = typer.Typer(
     name="reproduce",
-    help="Run the comparisons of published work beside ours.",
+    help="Run experiments of published papers with Shoal, beside their numbers.",
     invoke_without_command=True,
     add_completion=False,
 )

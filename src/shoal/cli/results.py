@@ -15,7 +15,7 @@ def results(
     as_json: Annotated[bool, typer.Option("--json", help="Print all but the weights as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
 ) -> None:
-    """Show what came of a run folder, finished or not.
+    """Show the results of a run folder, finished or not.
 
     Values are those of the weights that each job returns. Neither the jobs' code nor their data is needed.
     """

@@ -42,12 +42,12 @@ def train(
         typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what happens as JSON, an object a line; the last one is the results.")
+        bool, typer.Option("--json", help="Print events as JSON, one object per line; the last one is the results.")
     ] = False,
 ) -> None:
     """Train a list of jobs together.
 
-    What the command line says wins over the run table of a job file.
+    Options override the run table of a job file.
     The exit status is 1 when a job failed or diverged, 130 after Ctrl-C.
     """
     options = dict(locals())

@@ -48,12 +48,12 @@ def tune(
         bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what happens as JSON, an object a line; the last one is the study.")
+        bool, typer.Option("--json", help="Print events as JSON, one object per line; the last one is the study.")
     ] = False,
 ) -> None:
     """Search for the best settings of a training, many trials in one run.
 
-    What the command line says wins over the file's settings.
+    Options override the file's settings.
     The exit status is 1 when no trial has a value, 130 after Ctrl-C.
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in ("file", "as_json")}

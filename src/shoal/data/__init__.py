@@ -1,4 +1,4 @@
-"""Data held once, and every member's order over it."""
+"""Data sets, kept once on a device for all members that read them."""
 
 from __future__ import annotations
 

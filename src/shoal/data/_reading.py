@@ -2,7 +2,7 @@
 
 Everything that the pass may draw from is seeded when it begins: torch's, numpy's and Python's global generators and
 those that the loader reaches itself. In between, it has them in the states in which it left them. So what it reads
-depends on the seed and the epoch alone, and it takes nothing from anybody's random stream.
+depends on the seed and the epoch alone, and no other random stream is moved.
 """
 
 from __future__ import annotations

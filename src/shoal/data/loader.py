@@ -109,7 +109,7 @@ class LoaderSource(Source):
                 self.steady = same(self._kinds[0][1][0], again.get(0))
 
     def try_reading(self) -> None:
-        """Read a batch that nobody gets, for what reading may change."""
+        """Read a batch and drop it, to see what reading changes."""
         reading = Reading(self.loader, 0, 0)
         reading.count(0, 1)
         reading.close()

@@ -47,7 +47,7 @@ class Source(ABC):
         return 0
 
     def release(self) -> None:  # noqa: B027  # most hold nothing open
-        """End what nobody reads any more."""
+        """End readings that have no reader any more."""
 
     def close(self) -> None:  # noqa: B027  # most hold nothing open
         """End what reading has started; it can be read again."""

@@ -213,7 +213,7 @@ def warn_of_averages(members: list[Member]) -> None:
     for member in members:
         job, per_epoch = member.job, member.steps_per_epoch
         if job.steps is None and not per_epoch:
-            continue  # nobody knows how long it is
+            continue  # its length is not known
         steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
         first = 0 if job.average is None else job.average.first(per_epoch) + interval(job.average, per_epoch)
         if steps < first:

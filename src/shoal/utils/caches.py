@@ -1,4 +1,4 @@
-"""Where Shoal keeps what the next process can use: measurements, compiled kernels, bytecode."""
+"""Shoal's cache folder: measurements, compiled kernels, bytecode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.utils.garbage_collection import paused
 
 _PACKAGES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "mpmath")
-"""What torch imports when the first optimizer is made, and most of the seconds that takes."""
+"""Packages that torch imports when the first optimizer is made; they take most of its seconds."""
 _FEW_CORES = 4
 _COMPILE = """
 import py_compile, sys

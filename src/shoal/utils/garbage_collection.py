@@ -1,8 +1,8 @@
 """Python's garbage collector beside a GPU.
 
-A full collection looks at every object there is, which takes a tenth of a second once torch and a few hundred members
-are loaded, and the device waits meanwhile. What units are built of is there to stay: it stays out of the collector's
-sight. Whoever froze things before us looks after the collector himself, and is left alone.
+A full collection looks at every object, which takes a tenth of a second once torch and a few hundred members are
+loaded, and the GPU waits meanwhile. Objects of units live long, so they are frozen: the collector skips them. If the
+program has frozen objects itself, nothing is done here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ours = False
 
 
 def freeze(*, collect: bool = True) -> None:
-    """Keep all objects there are from being looked at again, until `thaw`; with `collect`, without recent garbage."""
+    """Have the collector skip all objects that exist now, until `thaw`; with `collect`, after a quick collection."""
     global _ours
     if _ours or gc.get_freeze_count() < FEW:
         if collect:
@@ -37,7 +37,7 @@ def thaw() -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Inside: what was there before is not looked at. For code that makes many objects in a short time."""
+    """Inside, the collector skips older objects. For code that makes many objects in a short time."""
     before = _ours
     freeze(collect=False)
     try:
@@ -49,7 +49,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside: nothing is collected. For imports, which leave no garbage and would be a third slower."""
+    """Inside, the collector is off. For imports, which leave no garbage and are a third faster so."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +60,7 @@ def paused() -> Iterator[None]:
 
 
 def collect() -> None:
-    """A full collection, in which what was frozen here is looked at too."""
+    """A full collection, including the frozen objects."""
     frozen = _ours
     thaw()
     gc.collect()

@@ -1,4 +1,4 @@
-"""One lock for what a process has only one of, so that runs in several threads do not get in each other's way."""
+"""A lock for global state of the process, such as torch's generator, so that runs in several threads can coexist."""
 
 from __future__ import annotations
 

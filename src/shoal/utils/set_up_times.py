@@ -1,4 +1,4 @@
-"""Where the time goes that is not training: seconds by what was done, as `results.plan.set_up` shows them."""
+"""Measures set-up time: seconds by activity, as `results.plan.set_up` shows them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from time import perf_counter
 
 @dataclass(slots=True)
 class Span:
-    """Something that takes time."""
+    """The seconds of one timed block."""
 
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds by what was done; what was done inside something else counts once, for what is inside."""
+    """Seconds by activity; time in a nested block counts for the inner one alone."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _inside: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ _times: ContextVar[Times | None] = ContextVar("times", default=None)
 
 @contextmanager
 def collected() -> Iterator[Times]:
-    """Inside: what is `timed` is added up here."""
+    """Inside, all `timed` blocks are added up here."""
     token = _times.set(times := Times())
     try:
         yield times
@@ -42,13 +42,13 @@ def collected() -> Iterator[Times]:
 
 
 def current() -> Times:
-    """Those of the run that is under way."""
+    """The times of the current run."""
     return _times.get() or Times()
 
 
 @contextmanager
 def timed(name: str) -> Iterator[Span]:
-    """Inside is time that goes to this name; the span it yields has all of it afterwards."""
+    """Count the time inside under this name; afterwards the yielded span has its seconds."""
     times, span, start = current(), Span(), perf_counter()
     times._inside.append(0.0)
     try:

@@ -1,4 +1,4 @@
-"""Weights and buffers of a network, put back as they were."""
+"""Loads weights and buffers into a network, without copying where that is possible."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 LARGE = 1 << 14
-"""Bytes from which a copy is worth being avoided."""
+"""Bytes from which avoiding a copy is worth it."""
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
-    """How many tensors use a tensor's memory, and how many hold the Python object of it, of which there is one."""
+    """Reference counts of a tensor's storage: in C++, and of its Python object."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 _EXAMPLE = torch.empty(1)
 _ALONE = _uses(_EXAMPLE)
-"""Of a tensor whose memory nobody else uses."""
+"""The counts of a tensor whose memory is not shared."""
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = False) -> None:
     """`model.load_state_dict(state)`, also where a buffer has had another shape when the state was taken.
 
-    `give`: nobody else uses the state. Its large tensors become the model's own then, instead of being copied.
+    `give`: the state is not used elsewhere, so the model may take its large tensors instead of copying them.
     """
     for name, buffer in model.named_buffers():
         saved = state.get(name)
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, torch.empty_like(saved, device=buffer.device))
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, torch.empty_like(saved, device=buffer.device))
     model.load_state_dict(_given(model, state) if give else state)
 
 
 def _given(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, with tensors that the model has been given replaced by the model's own: those are not copied."""
+    """Give the model the memory of large tensors. In the state returned they are the model's own: nothing to copy."""
     given = dict(state)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         saved = state.get(name)
@@ -49,9 +49,9 @@ def _given(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def give_memory(tensor: Tensor, value: Tensor) -> bool:
-    """Let a tensor have the memory of another, of which nobody else knows, instead of a copy of it; whether it does.
+    """Let a tensor take over the memory of `value`, which is not used elsewhere; whether it did.
 
-    It does not where that could be seen, by whoever else has a part in its memory, or is not worth it.
+    It does not where its own memory is shared, so that others would see a difference, or where it is small.
     """
     alike = (
         tensor.layout == value.layout == torch.strided
@@ -67,7 +67,7 @@ def give_memory(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether nobody else has a part in a tensor's memory: no other tensor, no array, no process, no user."""
+    """Whether a tensor's memory is not shared: with another tensor, an array, another process or the user."""
     if any(count > alone for count, alone in zip(_uses(tensor), _ALONE, strict=True)):
         return False
     storage = tensor.untyped_storage()  # memory that is not torch's own, such as an array's, cannot be resized

@@ -101,7 +101,7 @@ def _shared_again(job: Job, model: nn.Module) -> bool:
     with _as_it_was(job.seed):
         try:
             again = call_factory(job)
-        except Exception:  # a factory for one call: nobody else will have what it gave out
+        except Exception:  # it can be called only once, so its memory is not given out again
             return False
         return again is model or bool(overlapping([spans(model), spans(again)]))
 

@@ -111,8 +111,8 @@ def _plain(group: dict[str, Any]) -> bool:
 
 def _hooked(optimizer: Any) -> bool:
     """Whether something else is to be called before or after a step."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def _columns(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:

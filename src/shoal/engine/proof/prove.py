@@ -78,7 +78,7 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
 def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool) -> list[str]:
     """Two steps both ways; the second on the shortest batch there is, which all members share.
 
-    The second step is compared for the first member alone: what a step leaves behind shows in anybody's.
+    The second step is compared for the first member alone: what a step leaves behind shows in any member.
     """
     members = [_copied(case.subject.member, wide) for case in rows]
     sizes = list(rows[0].steps)

@@ -205,7 +205,7 @@ class Cell(Place):
 
 
 class ContextVariable(Place):
-    """A `contextvars.ContextVar`, in the context of whoever asks."""
+    """A `contextvars.ContextVar`, in the caller's context."""
 
     owner: contextvars.ContextVar[Any]
 

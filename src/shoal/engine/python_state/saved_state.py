@@ -33,7 +33,7 @@ class SavedState:
         self.watched = True
         """Whether its step may change Python state; a step that could be traced does not."""
         self.wanted = False
-        """Whether somebody will ask for it: a run folder, or an order to clone."""
+        """Whether it will be needed: for a run folder, or for clones."""
         self.job: Keeper | None = None
         """Of what the job's functions and the model reach."""
         self.driver: Keeper | None = None

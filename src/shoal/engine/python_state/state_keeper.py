@@ -55,8 +55,8 @@ class Keeper:
     def __init__(
         self, roots: Mapping[str, Any], *, model: nn.Module | None = None, beside: Keeper | None = None
     ) -> None:
-        """`model`: one whose parameters and buffers are saved elsewhere. `beside`: another keeper, whose places are its
-        own business."""
+        """`model`: one whose parameters and buffers are saved elsewhere. `beside`: another keeper, whose places
+        are not looked at here."""
         self.paths: dict[int, Path] = dict(beside.paths) if beside is not None else {}
         self._objects: dict[Path, Any] = {}
         walk = _KeptWalk(roots, skip=model, known=self.paths)

@@ -67,8 +67,8 @@ class Walk:
     ) -> None:
         """`skip`: a model whose parameters and buffers are not looked at; its other attributes are.
 
-        `private`: more roots, which nobody else holds, such as a copy of a model: of what hangs on them only what their
-        code shares with others is noted. `known`: ids of objects that are not looked into.
+        `private`: more roots, which are not shared, such as a copy of a model: of what they reach, only what their code
+        shares with others is noted. `known`: ids of objects that are not looked into.
         """
         self.places: list[Place] = []
         self.complete = True

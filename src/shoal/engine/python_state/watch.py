@@ -66,7 +66,7 @@ class Watch:
     def add(self, member: int, code: Mapping[str, Any], model: nn.Module, *, private: bool = False) -> bool:
         """Note what a member's code and model can read now; whether all of it could be looked at.
 
-        `private`: the model is a copy that nobody else holds.
+        `private`: the model is a copy that is not shared.
         """
         roots = {"model": model}
         walk = Walk(code if private else {**code, **roots}, skip=model, private=roots if private else None)

@@ -66,9 +66,9 @@ def convolution(ctx: OpContext) -> Run:
 
 
 def _one_filter_for_all(ctx: OpContext, spatial: int) -> bool:
-    """Whether the images alone are the members' own; on a CPU each member's bits would depend on the others'."""
-    own = any(ctx.args[place] is not None and ctx.stacked(place) for place in (1, 2))
-    return ctx.device.type != "cpu" and not ctx.varies and not own and ctx.ndim(0) == spatial + 2
+    """Whether all members have the same filter, on a GPU; on a CPU a member's bits would depend on the others'."""
+    differ = any(ctx.args[place] is not None and ctx.stacked(place) for place in (1, 2))
+    return ctx.device.type != "cpu" and not ctx.varies and not differ and ctx.ndim(0) == spatial + 2
 
 
 def _as_more_rows(ctx: OpContext) -> Run:

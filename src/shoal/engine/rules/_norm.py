@@ -105,9 +105,9 @@ def batch_norm(ctx: OpContext) -> Run:
                 var.lerp_(unbiased.to(var.dtype), momentum.to(var.dtype))
 
     def run(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> Tensor:
-        own = training or mean is None
+        from_batch = training or mean is None
         count = x[0, :, 0].numel()
-        if own and not is_traced() and channel_sums.suits(x):
+        if from_batch and not is_traced() and channel_sums.suits(x):
             weight = None if weight is None else widened(weight, flags[1], members)
             bias = None if bias is None else widened(bias, flags[2], members)
             out, m, v = BatchNorm.apply(x, weight, bias, eps.view(-1, 1))  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def batch_norm(ctx: OpContext) -> Run:
             normalised: Tensor = out
             return normalised
         wide = _wide(x)
-        if own:
+        if from_batch:
             v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)
             track(mean, var, m, v, count)
         else:

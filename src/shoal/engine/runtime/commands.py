@@ -42,7 +42,7 @@ def supervise(run: Run, supervisor: Supervisor) -> None:
     supervisor.look(run)
     members = [*(member for runner in run.runners for member in runner.members), *run.waiting.values()]
     run.paused |= {m.index: m for m in run.take_out({m.index for m in members if m.pausing}, "pause")}
-    assert run.waiting or run.runners or not run.paused, "members are paused and nobody decides about them"
+    assert run.waiting or run.runners or not run.paused, "members are paused and no supervisor decides about them"
     for runner in [runner for runner in run.runners if _lost(run, runner)]:
         runner.alone |= dict.fromkeys(runner.members, TOO_FEW)
         run.separate(runner)

@@ -94,10 +94,10 @@ class Averages:
 
     def member_state(self, slot: int, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Any]:
         """A member's average as it has it itself; `values`: its rows on the host."""
-        own = [value.clone() if value._base is not None else value for value in values]
+        copies = [value.clone() if value._base is not None else value for value in values]
         return {
             "count": self.rows[slot].count,
-            "values": dict(zip((names[p] for p in self.places), own, strict=True)),
+            "values": dict(zip((names[p] for p in self.places), copies, strict=True)),
         }
 
     def each(self, change: Callable[[Tensor], Tensor], rows: Sequence[_Row]) -> Averages:

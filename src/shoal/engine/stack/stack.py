@@ -51,8 +51,8 @@ class Stack:
         columns += [[buffered[r][name] for r in self.rows] for name in self.buffer_names]
         self.shared = first.shared if size > 1 else frozenset()
         """Of the state: what is there once for all rows, and has a member axis without memory of its own."""
-        own = [column for place, column in enumerate(columns) if place not in self.shared]
-        stacked = iter(transfer.stacked(own, self.device) if passing else [self._stacked(column) for column in own])
+        varied = [column for place, column in enumerate(columns) if place not in self.shared]
+        stacked = iter(transfer.stacked(varied, self.device) if passing else map(self._stacked, varied))
         state = [
             _once(column[0].detach().to(self.device), size) if place in self.shared else next(stacked)
             for place, column in enumerate(columns)
@@ -197,8 +197,8 @@ class Stack:
     def _row(self, slot: int) -> list[Tensor]:
         """All that a member has in the stack."""
         averages = self.averages.values if self.averages is not None else []
-        own = (tensor.detach()[slot] for tensor in self.own_state)
-        return [*own, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
+        state = (tensor.detach()[slot] for tensor in self.own_state)
+        return [*state, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
         there = [self._row(slot) for slot in slots]

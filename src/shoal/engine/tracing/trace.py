@@ -252,7 +252,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _refuse_buffers(recorded: Trace) -> None:
-    """A stack keeps each buffer in its place: it must stay the kind of tensor it is, and nobody else's."""
+    """A stack updates buffers in place: a buffer must stay the same kind of tensor, and not be shared."""
     inputs = [node for node in recorded.nodes if node.op == "placeholder"]
     count = len(recorded.params)
     before = dict(zip(recorded.buffers, inputs[count:], strict=False))

@@ -2,7 +2,7 @@
 
 Every method gets its own best rate (and local SGD and IST their own best window), chosen on rows held out of the
 training rows. Then each is trained with several seeds and looked at on the whole test set: accuracy by steps and by
-bytes. Both are the same whoever carries the parts out, so this is done in one process; seconds are those of real
+bytes. Both are the same wherever the parts are trained, so this is done in one process; seconds are those of real
 workers over links of a given rate (`shoal.evidence.reproduce.ist_links`).
 
 Published, for a 3-layer network on spoken words: to the same accuracy 6.1 times faster than local SGD and 16.6 times

@@ -8,6 +8,6 @@
     deadline   how long a worker may take
     coordinator, worker, launch, run
 
-Every worker has a connection of its own to the coordinator, and to nobody else: a collective over all of them would
-hang when one of them dies, while a connection costs only itself.
+Every worker is connected to the coordinator alone: a collective over all workers would hang when one of them dies,
+while a lost connection affects only its own worker.
 """

@@ -1,4 +1,4 @@
-"""How workers join a run: whom the coordinator (or server) admits, and how a worker joins again after a lost link."""
+"""How workers join a run: which of them the coordinator or server admits, and how they rejoin after a lost link."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Admission(Generic[T]):
     ) -> None:
         """`leader`: what this side is called in messages. `differs`: how a worker's request differs from this run;
         None: it may join, as what `make` gives. `expected`: how many the run waits for at first, `start_seconds` at
-        most. `patience`: how long a run without any worker waits for one. `advice`: what to do where nobody comes.
+        most. `patience`: how long a run without any worker waits for one. `advice`: what to do where no worker comes.
         `offer`: what workers may read before they join."""
         self.tell: Tell = tell if tell is not None else lambda line: None
         self._leader, self._differs, self._make, self._advice = leader, differs, make, advice

@@ -1,7 +1,7 @@
 """One TCP connection between the coordinator and a worker: how it is made, what it carries, how fast it is.
 
-Every worker has a connection of its own, so a worker that dies, stalls or is cut off costs nobody else anything. No
-wait is longer than its limit, and `cut` ends a wait of another thread at once.
+Every worker has its own connection, so a worker that dies, stalls or is cut off does not affect the others. Every wait
+has a time limit, and `cut` ends the waits of other threads at once.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Listener:
             link.close()
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop listening."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # also where forked processes have the socket too
         self._accept_thread.join()
@@ -218,7 +218,7 @@ def read_offer(where: Address, seconds: float) -> dict[str, Any]:
 def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
     """Ask to join, and join.
 
-    LinkLost where nobody listened for so many seconds, Refused where the coordinator does not accept.
+    LinkLost where no coordinator answers within `seconds`, Refused where it does not accept.
     """
     link, answer = _request(where, ask, seconds)
     if "no" in answer:
@@ -242,14 +242,14 @@ def _request(where: Address, ask: dict[str, Any], seconds: float) -> tuple[Link,
 
 
 def _reach(where: Address, seconds: float) -> socket.socket:
-    """Connect, as soon as somebody listens there."""
+    """Connect, as soon as a coordinator listens there."""
     until = time.monotonic() + seconds
     while True:
         try:
             connection = socket.create_connection((where.host, where.port), timeout=2.0)
             if connection.getsockname() != connection.getpeername():
                 return connection
-            connection.close()  # a port that nobody listens at can connect to itself
+            connection.close()  # a port without a listener can connect to itself
         except OSError as error:
             if time.monotonic() > until:
                 reason = error.strerror or error
