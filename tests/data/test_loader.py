@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 import shoal
 from shoal.data import Pool
+from shoal.data._reading import Loader
 from shoal.data.loader import LoaderSource
 from shoal.reference import solo
 from shoal.replaying import replay
@@ -335,3 +336,22 @@ def test_the_last_trials_of_a_search_leave_their_stack_between_epochs() -> None:
         result = study.result(trial)
         alone = solo(dataclasses.replace(result.job, epochs=len(result.history)))
         assert max(distances(result, alone).values()) < TOLERANCE
+
+
+class Pinning(DataLoader[Any]):
+    """Notes whether it would pin memory."""
+
+    noted: list[bool]
+
+    def __iter__(self) -> Any:
+        self.noted.append(bool(self.pin_memory))
+        return iter(())
+
+
+@pytest.mark.parametrize(("device", "pins"), [("cpu", False), ("cuda", True)])
+def test_memory_is_pinned_where_a_gpu_reads_it(device: str, pins: bool) -> None:
+    """A run on a GPU is prepared in a process that must not touch it: its own process would be refused then."""
+    loader = Pinning(Noisy(), batch_size=8, pin_memory=True)
+    loader.noted = []
+    Loader(loader, torch.device(device), "it").begin(0)
+    assert loader.noted == [pins] and loader.pin_memory

@@ -48,10 +48,12 @@ class Loader:
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """Start to iterate it."""
-        loader = self.loader
-        if loader.persistent_workers:  # they would continue in the random states that the epoch before left
+        loader, pins = self.loader, self.loader.pin_memory and self.device.type != "cpu"
+        if loader.persistent_workers or loader.pin_memory != pins:
+            # workers would continue in the random states that the epoch before left; pinned memory is a GPU's, which
+            # this process may not have touched: see `engine/runtime/guard.py`
             loader = copy.copy(loader)
-            loader.__dict__.update(persistent_workers=False, _iterator=None)
+            loader.__dict__.update(persistent_workers=False, _iterator=None, pin_memory=pins)
         for part in _parts(loader):
             set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):

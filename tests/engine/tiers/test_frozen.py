@@ -8,13 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.engine.equality import assert_as_alone, numbers, whole
-from tests.engine.tiers.captured.test_captured_on_cpu import as_on_a_gpu, train  # noqa: F401
+from tests.engine.loop import run
+from tests.engine.tiers.captured import host_kernels
+from tests.engine.tiers.captured.test_captured_on_cpu import OnCpu, as_on_a_gpu, train  # noqa: F401
 from torch import Tensor, nn
 
 import shoal
 from shoal.engine.proof.group import Group, group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured import _step
+from shoal.engine.tiers.captured.executor import CapturedExecutor
+from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.preparation.checks import prepare
 
 IMAGES, TOKENS, TARGETS = numbers(3, 20, 2, 6, 6), whole(6, 11, 20, 5), whole(8, 3, 20)
@@ -110,6 +115,42 @@ def test_captured_members_over_one_base_are_as_alone(
     for result, job in zip(train(listed, 4), listed, strict=True):
         alone = shoal.solo(job, device="cpu").model.state_dict()
         for name, value in result.model.state_dict().items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """All of its weights are trained; a table in a buffer is what members have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8).double(), nn.Linear(8, 3).double()
+        self.register_buffer("mask", torch.arange(8.0, dtype=torch.float64) % 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.last(F.relu(self.first(tokens.double())) * self.mask)
+        return out
+
+
+@pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("data_seed", [None, 5])
+@pytest.mark.parametrize(("model", "x"), [(Backbone, IMAGES), (Adapted, TOKENS), (Masked, TOKENS)])
+def test_steps_over_one_base_are_fused(
+    model: Callable[[], nn.Module], x: Tensor, data_seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels that a GPU gets, compiled for the host. What is shared cannot be written to."""
+    monkeypatch.setattr(_step, "can_fuse", lambda _: True)
+    monkeypatch.setattr(_step.cuda_kernels, "load", host_kernels.load)
+    listed, trace_cache = jobs(lambda _: model(), x, data_seed=data_seed), TraceCache(share=True)
+    members = prepare(listed, torch.device("cpu"))
+    (alike,) = group(members, trace_cache)
+    assert alike.recipes[0].shared
+    unit = CapturedUnit(alike.recipes, trace_cache, {}, chunk=4, compiled=False)
+    run([unit], CapturedExecutor(OnCpu()))
+    assert all(chunk.step(8).fused is not None for chunk in unit.chunks)
+    for member, job in zip(members, listed, strict=True):
+        alone = shoal.solo(job, device="cpu").model.state_dict()
+        for name, value in member.model.state_dict().items():
             torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12)
 
 

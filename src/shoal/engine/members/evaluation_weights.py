@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.members.stretches import stored
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.state import load_optimizer
 from shoal.jobs.averaging import EMA, SWA, is_due
@@ -116,7 +117,7 @@ def finish_weights(member: Member) -> None:
         trained: dict[str, Any] = {"model": _training_state(member.model)}
         other = None if member.average is not None else _in_eval_mode(member)
         if other is not None:
-            trained["optimizer"], member.optimizer_state = copy.deepcopy(member.optimizer_state), other[1]
+            trained["optimizer"], member.optimizer_state = copy.deepcopy(stored(member.optimizer_state)), other[1]
         _put({**dict(member.model.named_parameters()), **dict(member.model.named_buffers())}, values)
         member.trained = trained
     if member.best is not None:

@@ -165,6 +165,12 @@ class Member:
         return self.num_rows or self._whole(len(self.data))
 
     @property
+    def drawn_from(self) -> Tensor:
+        """`orders` as it is before the rows of the epoch are drawn that it is in, or about to begin."""
+        drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
+        return self.orders.get_state() if drawn is None else drawn
+
+    @property
     def at_step_boundary(self) -> bool:
         """Whether it is between optimizer steps, so that it can leave, and be saved."""
         return self.place % self.job.accumulate == 0 or self.place == self.num_batches
@@ -233,7 +239,6 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
-        drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
         whole = self.saved_state.driver is None or storable(self.schedule_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
@@ -249,7 +254,7 @@ class Member:
             "trained": self.trained,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
             "rng": self.rng.get_state(),
-            "orders": self.orders.get_state() if drawn is None else drawn,
+            "orders": self.drawn_from,
             "losses": packed(self.losses),
             "logs": packed_logs(self.logs),
             "before_end": self.before_end,

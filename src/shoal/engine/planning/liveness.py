@@ -120,7 +120,7 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
         start = ledger.mark()
         batch = [torch.empty((rows, *s), dtype=d, device=device) for s, d in batch_shapes(graph)]
         noise = [torch.empty((rows, *draw.shape), dtype=draw.dtype, device=device) for draw in program.draws]
-        before = [buffer.clone() for buffer in stack.buffers]
+        before = stack.saved_buffers()
         with torch.enable_grad(), autocast(member.job.precision, device):
             (losses, _), after = program(stack.state, batch, noise.__getitem__)
         grads: list[Tensor | None] = list(torch.autograd.grad(losses.sum(), stack.leaves, allow_unused=True))

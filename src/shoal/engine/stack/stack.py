@@ -168,6 +168,15 @@ class Stack:
             finally:
                 self.params, self.buffers = params, buffers
 
+    def saved_buffers(self) -> list[Tensor]:
+        """The buffers as they are now, for `set_buffers`; those that nobody writes to are not copied."""
+        places = enumerate(self.buffers, len(self.params))
+        return [buffer if place in self.shared else buffer.clone() for place, buffer in places]
+
+    def restore_buffers(self, before: list[Tensor]) -> None:
+        """Set the buffers to what they were for all members."""
+        self.set_buffers(dict(zip(self.buffer_names, before, strict=True)), None, before)
+
     @torch.no_grad()
     def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
         """Set the buffers to what a step left; members outside `ok` get back what they had before it."""

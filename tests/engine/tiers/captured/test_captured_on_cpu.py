@@ -17,6 +17,7 @@ from torch import nn
 import shoal
 from shoal import reference
 from shoal.engine.members.member import Member, counted
+from shoal.engine.members.stretches import Stretch
 from shoal.engine.planning.planner import Part
 from shoal.engine.planning.policy import Fifo, Policy, RoundRobin
 from shoal.engine.proof.group import group
@@ -188,6 +189,25 @@ def test_a_seat_that_stays_free(chunk: int) -> None:
     run([unit], CapturedExecutor(OnCpu()))
     for ours, own in zip(collect(members, {}), jobs, strict=True):
         assert worst(ours, reference.solo(own)) < 1e-9, own.name
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_one_order_is_read_for_all_only_where_it_is_the_order_of_all() -> None:
+    """A clone with another data seed begins that seed's orders in the epoch it is in; drop_last may make as many rows
+    of the rest of an epoch as of a whole one."""
+    jobs, trace_cache = [job(i, val=None, data_seed=7, batch_size=30, drop_last=True) for i in range(2)], TraceCache()
+    late, begun, both = (prepare(jobs, CPU) for _ in range(3))
+    for members in (late, both, begun):
+        for member in members:
+            member.epoch = 1
+    for member in (late[0], *both):
+        torch.randperm(len(member.data), generator=member.orders)
+    begun[0].earlier = [Stretch(5, 5, [1.0], {})]
+    for members, agree in ((late, False), (begun, False), (both, True)):
+        recipes = [trace_cache.recipe(member) for member in members]
+        assert recipes[0].key == recipes[1].key
+        unit = CapturedUnit(recipes, trace_cache, {}, chunk=2, compiled=False)
+        assert unit.chunks[0].shared == agree
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

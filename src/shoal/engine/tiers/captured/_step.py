@@ -151,7 +151,7 @@ class Step:
         for part, table in zip(stack.optimizer.ruled(), inputs.tables, strict=True):
             if table is not None:
                 part.columns.packed.copy_(table.index_select(0, inputs.tick.view(1)).squeeze(0))
-        before = [buffer.clone() for buffer in stack.buffers]
+        before = stack.saved_buffers()
         losses, after, grads = self._gradients(stack, batch, inputs)
         with torch.no_grad():
             finite, moving = torch.isfinite(losses), inputs.moving
@@ -174,7 +174,7 @@ class Step:
             return
         batch = self._gather(inputs)
         given = self._fused_inputs(stack, batch, inputs)
-        before = [buffer.clone() for buffer in stack.buffers]
+        before = stack.saved_buffers()
         if stack.scaler is not None:  # a copy: at the scale it begins with, gradients overflow, and nothing is compared
             stack.scaler.scale_M.fill_(256.0)
         try:
@@ -186,8 +186,7 @@ class Step:
             fused = Fused(recording, numbers, stack.device, cuda_kernels.load)
             with torch.no_grad():
                 expected = [None if tensor is None else tensor.clone() for tensor in expected]
-                for buffer, value in zip(stack.buffers, before, strict=True):
-                    buffer.copy_(value)
+                stack.restore_buffers(before)
                 tolerance = TOLERANCE[min(recording.floating, key=lambda d: d.itemsize)]
                 results = fused(given)
             same = _close(results, expected, tolerance)
@@ -201,12 +200,11 @@ class Step:
         self.fused = fused if same else None
 
     def _disturbed(
-        self, stack: Stack, batch: list[Tensor], inputs: Inputs, buffers: Sequence[Tensor], size: float
+        self, stack: Stack, batch: list[Tensor], inputs: Inputs, buffers: list[Tensor], size: float
     ) -> list[Tensor | None]:
         """What the operators give where every weight is a little different."""
+        stack.restore_buffers(buffers)
         with torch.no_grad():
-            for buffer, value in zip(stack.buffers, buffers, strict=True):
-                buffer.copy_(value)
             for param in stack.leaves:
                 if param.is_floating_point():
                     param.mul_(1 + size / 10 * torch.empty_like(param).normal_(generator=_generator(param)))

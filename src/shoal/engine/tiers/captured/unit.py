@@ -325,8 +325,8 @@ def _orders_agree(members: list[Member]) -> bool:
     return len(members) > 1 and all(
         member.data.same(first.data)
         and member.job.shuffle == first.job.shuffle
-        and (member.epoch, member.place) == (first.epoch, first.place)
-        and (not first.job.shuffle or member.job.order_seed == first.job.order_seed)
+        and (member.epoch, member.place, member.skipped) == (first.epoch, first.place, first.skipped)
+        and (not first.job.shuffle or torch.equal(member.drawn_from, first.drawn_from))
         for member in members
     )
 

@@ -227,7 +227,7 @@ class StackedUnit(Unit):
         stack = self.stack
         if self._noise is None:
             self._noise = self.draw(program, stack.rows, self._generators)
-        before = [buffer.clone() for buffer in stack.buffers]
+        before = stack.saved_buffers()
         params = [stack.params[index].detach() for index in program.written]
         self._written = [(param, param.clone()) for param in params]
         try:
@@ -239,7 +239,7 @@ class StackedUnit(Unit):
             if last:
                 stack.reserve()
         except Exception:
-            stack.set_buffers(dict(zip(stack.buffer_names, before, strict=True)), None, before)
+            stack.restore_buffers(before)
             for param, value in self._written:
                 param.copy_(value)
             raise
@@ -385,7 +385,7 @@ class StackedUnit(Unit):
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""
         stack = self.stack
-        saved = [buffer.clone() for buffer in stack.buffers]
+        saved = stack.saved_buffers()
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
             out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
             chosen = torch.zeros(len(stack.rows), dtype=torch.bool)
