@@ -76,6 +76,9 @@ def place(
     first process is the server, the others are workers, and the job is always trained.
     """
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
+        planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
+        if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
+            raise ValueError(f"{name} is for planning; leave it out with --run, where the job's own batch is divided")
         wanted = {
             "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
             "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
@@ -140,6 +143,8 @@ def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
     """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
     from torch import nn
 
+    from shoal import Job
+
     where, _, name = target.rpartition(":")
     if where and not target.lower().endswith(FILE_ENDS):
         from shoal.jobfile.importing import get_attribute, import_code
@@ -148,6 +153,9 @@ def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
         made = value() if callable(value) and not isinstance(value, nn.Module) else value
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             return made[0], made[1], None, "sgd"
+        if not isinstance(made, (Job, list)):
+            kind = type(made).__name__
+            raise ValueError(f"{target} gives {kind}; return a shoal.Job, or a network and a sample of its inputs")
         return network_of(check_jobs(made, target), target, workers)
     return network_of(load_target(target).jobs, target, workers)
 
@@ -185,6 +193,8 @@ def run_placed(
     from shoal.settings import make_settings
     from shoal.split.net.launch import Torchrun
 
+    if not patience > 0:
+        raise ValueError(f"--patience is {patience:g}; use seconds above 0")
     read = load_target(target)
     started = Torchrun.read()
     settings = make_settings(device, None, None, "auto", "60s", False, "fifo")
@@ -194,6 +204,8 @@ def run_placed(
         if started is None:
             results = train_job(job, _plan(job, placement, wanted), settings, out=folder, progress=tell is not None)
         else:
+            if started.world < 2:
+                raise ValueError("torchrun started one process; a server and a worker are two: --nproc-per-node 2")
             if started.rank == 0:
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
             planned = _plan(job, placement, wanted) if started.rank == 0 else None
@@ -214,8 +226,6 @@ def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
         return Placement.load(path)
     workers, cut = workers_of(wanted["workers"]), wanted["cut"]
     count = workers if isinstance(workers, int) else len(workers)
-    if count < 1:
-        raise ValueError("torchrun started one process; a server and a worker are at least two: --nproc-per-node 2")
     model, sample, rows, optimizer = network_of([job], "the target", count)
     if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()):
         cut = int(cut)
