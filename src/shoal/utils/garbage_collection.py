@@ -1,7 +1,7 @@
-"""Python's garbage collector beside a GPU.
+"""Python's garbage collector beside a training.
 
 A full collection looks at every object there is, which takes a tenth of a second once torch and a few hundred members
-are loaded, and the device waits meanwhile. What units are built of is there to stay: it stays out of the collector's
+are loaded, and training waits meanwhile. What units are built of is there to stay: it stays out of the collector's
 sight. Whoever froze things before us looks after the collector himself, and is left alone.
 """
 
