@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -35,6 +36,9 @@ TITLES = {
     "optuna": "Optuna's Hyperband",
     "ray-asha": "Ray Tune's ASHA",
     "ray-hyperband": "Ray Tune's HyperBand",
+    "packs-random": "packs at random",
+    "packs-batch": "packs of equal batch size",
+    "packs-nearest": "packs of nearest neighbours",
 }
 SPACES: dict[str, dict[str, Any]] = {
     "plain": {"lr": ("log", 1e-4, 1e-1), "weight_decay": ("log", 1e-6, 1e-2)},
@@ -63,6 +67,8 @@ class Scene:
     device: str = "cpu"
     data: str | None = None
     """A folder with mnist.npz; None: digits."""
+    pack_size: int = 8
+    """Of packs that are formed by the paper's rules."""
 
 
 def mlp(features: int, classes: int, width: int, depth: int) -> nn.Module:
@@ -114,19 +120,26 @@ def make_job_for(scene: Scene) -> Callable[[dict[str, Any]], Any]:
     return make_job
 
 
-def shoal_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """All trials in one run."""
+def shoal_way(scene: Scene, make_job: Callable[[dict[str, Any]], Any], grouping: str | None = None) -> dict[str, Any]:
+    """All trials in one run and at the same time; or pack after pack, formed by one of the paper's rules."""
     import shoal
+    from shoal.tune.packed_hyperband import PackedHyperband
+    from shoal.tune.schedulers import Hyperband, Scheduler
 
+    scheduler: Scheduler = Hyperband(eta=scene.eta)
+    note = ""
+    if grouping is not None:
+        scheduler = PackedHyperband(grouping=grouping, pack_size=scene.pack_size, eta=scene.eta)
+        note = f"packs of {scene.pack_size}; "
     study = shoal.tune(
-        make_job, SPACES[scene.space], metric="accuracy", max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
-        device=scene.device,
+        make_job, SPACES[scene.space], metric="accuracy", max_epochs=scene.max_epochs, scheduler=scheduler,
+        seed=scene.seed, device=scene.device,
     )  # fmt: skip
     plan = study.results.plan
     tiers = {result.tier for result in study.results}
     return {
         "best": study.best_value, "params": study.best_params, "epochs": study.epochs, "trials": len(study.trials),
-        "set_up": dict(plan.set_up) if plan is not None else {}, "note": f"tiers: {', '.join(sorted(tiers))}",
+        "set_up": dict(plan.set_up) if plan is not None else {}, "note": f"{note}tiers: {', '.join(sorted(tiers))}",
     }  # fmt: skip
 
 
@@ -195,16 +208,20 @@ WAYS: dict[str, Callable[[Scene, Callable[[dict[str, Any]], Any]], dict[str, Any
     "optuna": optuna_way,
     "ray-asha": ray_way("asha"),
     "ray-hyperband": ray_way("hyperband"),
+    "packs-random": partial(shoal_way, grouping="random"),
+    "packs-batch": partial(shoal_way, grouping="batch"),
+    "packs-nearest": partial(shoal_way, grouping="nearest"),
 }
 """Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
 
 
-def installed_ways(*, ray: bool) -> tuple[str, ...]:
-    """The ways that can be measured here; those of Ray, which take minutes, only where they are asked for."""
+def installed_ways(*, ray: bool, groupings: bool = False) -> tuple[str, ...]:
+    """The ways that can be measured here; Ray's, which take minutes, and the paper's packs only where asked for."""
     return (
         "one", "shoal",
         *(("optuna",) if find_spec("optuna") else ()),
         *(("ray-asha", "ray-hyperband") if ray else ()),
+        *(("packs-random", "packs-batch", "packs-nearest") if groupings else ()),
     )  # fmt: skip
 
 
