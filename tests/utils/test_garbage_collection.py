@@ -1,4 +1,4 @@
-"""What the garbage collector sees during a run on a GPU, and afterwards."""
+"""What the garbage collector sees during a run, and afterwards."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import Outcome
 from shoal.preparation.checks import prepare
 from shoal.utils import garbage_collection
@@ -129,25 +130,33 @@ def test_an_interrupted_run_thaws() -> None:
     assert all(frozen) and not gc.get_freeze_count()
 
 
-def test_a_run_on_a_cpu_freezes_nothing() -> None:
+def test_a_run_on_a_cpu_freezes_them_too() -> None:
     run_of_units, frozen, _ = runs()
     run_of_units.planning.gpu = False
     run_of_units.go()
-    assert not any(frozen)
+    assert frozen and all(frozen)
+    assert not gc.get_freeze_count()
 
 
-def test_a_unit_that_has_ended_is_gone_without_the_collector() -> None:
+@pytest.mark.parametrize("kind", ["captured", "stacked"])
+def test_a_unit_that_has_ended_is_gone_without_the_collector(kind: str) -> None:
     """Its memory is the device's, and frozen objects are not looked at."""
     members, trace_cache = prepare([job(i, val=None, epochs=1 + i) for i in range(3)], CPU), TraceCache()
     recipes = [trace_cache.recipe(member) for member in members]
     gc.collect()
     gc.disable()
     try:
-        unit = CapturedUnit(recipes, trace_cache, {}, chunk=3, compiled=False)
-        stacks = [weakref.ref(unit.chunks[0].stack)]
-        run([unit], CapturedExecutor(OnCpu()))
-        stacks.append(weakref.ref(unit.chunks[0].stack))
-        del unit
-        assert [stack() for stack in stacks] == [None, None]
+        if kind == "captured":
+            captured = CapturedUnit(recipes, trace_cache, {}, chunk=3, compiled=False)
+            stacks = [weakref.ref(captured.chunks[0].stack)]
+            run([captured], CapturedExecutor(OnCpu()))
+            stacks.append(weakref.ref(captured.chunks[0].stack))
+            del captured
+        else:
+            stacked = StackedUnit(recipes, trace_cache)
+            stacks = [weakref.ref(stacked.stack)]
+            run([stacked])
+            del stacked
+        assert not any(stack() for stack in stacks)
     finally:
         gc.enable()

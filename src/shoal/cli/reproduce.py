@@ -119,6 +119,10 @@ def hyperband(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
     data: Data = None,
     ray: Annotated[bool, typer.Option("--ray", help="Also Ray Tune's ASHA and HyperBand, on a local Ray.")] = False,
+    groupings: Annotated[
+        bool, typer.Option("--groupings", help="Also pack after pack, formed by the paper's three rules.")
+    ] = False,
+    pack_size: Annotated[int, typer.Option(min=1, help="Trials of such a pack.")] = 8,
     device: Device = "cpu",
     limit: Limit = 1800.0,
     out: Out = None,
@@ -138,11 +142,11 @@ def hyperband(
     load(data)  # what is wrong with it is said before anything is measured
     scene = paper.Scene(
         network=network, space=space, max_epochs=9 if quick else max_epochs, eta=eta,
-        device=str(pick_device(device)), data=None if data is None else str(data),
+        device=str(pick_device(device)), data=None if data is None else str(data), pack_size=pack_size,
     )  # fmt: skip
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:
-        ways = paper.installed_ways(ray=ray)
+        ways = paper.installed_ways(ray=ray, groupings=groupings)
         return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, ways=ways, tell=tell)
 
     report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)

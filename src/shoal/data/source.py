@@ -66,11 +66,13 @@ class TensorSource(Source):
 
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
         """The batch of these rows: [B] gives leaves [B, ...]; [M, B], one row of rows per member, gives [M, B, ...]."""
+        return pytree.tree_unflatten(self.take_leaves(rows), self.spec)
+
+    def take_leaves(self, rows: Tensor) -> list[Tensor]:
+        """The tensors of that batch."""
         rows = rows.to(self.device)
         taken = [leaf.index_select(0, rows.reshape(-1)) for leaf in self.leaves]
-        if rows.ndim > 1:
-            taken = [leaf.view(*rows.shape, *leaf.shape[1:]) for leaf in taken]
-        return pytree.tree_unflatten(taken, self.spec)
+        return [leaf.view(*rows.shape, *leaf.shape[1:]) for leaf in taken] if rows.ndim > 1 else taken
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
         flat = self.spec == _flat_tuple(len(self.leaves))  # by far the most common, and unflattening is not free

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.tune.packed_hyperband import PackedHyperband as PackedHyperband
     from shoal.tune.population import PBT as PBT
     from shoal.tune.schedulers import ASHA as ASHA
     from shoal.tune.schedulers import Goal as Goal
@@ -27,6 +28,7 @@ _HOME = {
     "Hyperband": "shoal.tune.schedulers",
     "NoScheduler": "shoal.tune.schedulers",
     "PBT": "shoal.tune.population",
+    "PackedHyperband": "shoal.tune.packed_hyperband",
     "Study": "shoal.tune.studies.study",
     "SuccessiveHalving": "shoal.tune.schedulers",
     "Trial": "shoal.tune.trial",

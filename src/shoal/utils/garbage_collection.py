@@ -1,7 +1,7 @@
-"""Python's garbage collector beside a GPU.
+"""Python's garbage collector beside a training.
 
 A full collection looks at every object, which takes a tenth of a second once torch and a few hundred members are
-loaded, and the GPU waits meanwhile. Objects of units live long, so they are frozen: the collector skips them. If the
+loaded, and training waits meanwhile. Objects of units live long, so they are frozen: the collector skips them. If the
 program has frozen objects itself, nothing is done here.
 """
 

@@ -325,3 +325,23 @@ def test_half_precision_rounds_numbers_where_torch_does(case: str, dtype: torch.
         expected = param.detach().double()
         gap = (stacked[slot].double() - expected).abs().max()
         assert "ada" in case or gap <= 4 * torch.finfo(dtype).eps * expected.abs().max(), (slot, float(gap))
+
+
+@pytest.mark.parametrize("members", [1, 3, 16, 17])
+def test_coefficients_worked_out_ahead_have_the_bits_of_one_step(members: int) -> None:
+    """Whoever writes to the clock or to a number in between is followed."""
+    start = torch.Generator().manual_seed(members)
+    h = {name: torch.rand(members, dtype=torch.float64, generator=start) for name in RULES[torch.optim.Adam].columns}
+    step = torch.arange(members, dtype=torch.float64)
+    rule, clock = rule_for(torch.optim.Adam, frozenset()), {"step": step.clone()}
+    for number in range(100):
+        if number == 50:
+            h["lr"] *= 0.5
+        if number == 80:
+            clock["step"] -= 7
+            step -= 7
+        fresh = rule_for(torch.optim.Adam, frozenset())  # it looks no further than its first step
+        expected = fresh.tick_({"step": step}, h, torch.float32)
+        given = rule.tick_(clock, h, torch.float32)
+        assert torch.equal(clock["step"], step)
+        assert all(torch.equal(given[name], expected[name]) for name in expected), number

@@ -13,7 +13,7 @@ import shoal
 from shoal.engine.proof import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.sharing import movable, processes_for
+from shoal.engine.runtime.sharing import movable, predicted_seconds, processes_for
 from shoal.engine.units import looping
 from shoal.engine.units.looping import Pilot, looped
 from shoal.preparation.checks import prepare
@@ -73,6 +73,10 @@ def test_long_lists_of_unlike_jobs_are_traced_to_be_shared_among_processes(monke
     planning = PlanningContext(long, may_loop=True, may_share=True)
     assert all(movable(member, planning) for member in long)
     assert {planning.request(member).tier for member in long} == {"serial"}
+    monkeypatch.setattr(looping, "_pilot", lambda member: Pilot(1.0, 0, 1e-6, False))
+    slow = PlanningContext(long, may_loop=True, may_share=True)
+    steps = sum(looping.num_steps(member) for member in long)
+    assert predicted_seconds(slow, long) == pytest.approx(steps), "by what a step takes, not by the size of the network"
     alone = PlanningContext(long, may_loop=True)
     assert not any(movable(member, alone) for member in long) and processes_for(long, alone, None) == 1
     monkeypatch.setenv("SHOAL_WORKERS", "2")

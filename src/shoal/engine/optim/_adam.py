@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,10 @@ from torch.optim import Optimizer
 
 from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.optim.rule import Column, Flags, Rule, State, lerp_, power, scalar_dtype
+
+STEPS_AHEAD = 32
+"""Steps whose coefficients a CPU works out at once: by themselves they would cost as much as the update of a small
+network, in calls."""
 
 
 def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
@@ -67,6 +72,22 @@ class _Moments(Rule):
         return super().decayed(param, grad, c)
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """Coefficients of the coming steps, good as long as nobody else writes to the clock or the hyper-parameters."""
+
+    step: Tensor
+    moments: State
+    """Others as soon as a hyper-parameter was written to."""
+    coming: list[State]
+    """The next one last."""
+    version: int = -1
+    """Of the clock, after the last step from here."""
+
+    def follows(self, step: Tensor, moments: State) -> bool:
+        return self.step is step and self.version == step._version and self.moments is moments
+
+
 class Adam(_Moments):
     """torch.optim.Adam."""
 
@@ -76,11 +97,29 @@ class Adam(_Moments):
     def buffers(self) -> tuple[str, ...]:
         return (*self.per_element, *(("max_exp_avg_sq",) if "amsgrad" in self.flags else ()))
 
+    def __init__(self, flags: Flags) -> None:
+        super().__init__(flags)
+        self._ahead: _Ahead | None = None
+
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
-        step = clock["step"].add_(1)
-        correction1, correction2 = (1 - power(torch.stack([h["beta1"], h["beta2"]]), step)).unbind()
+        moments, step = self.moments(h, dtype), clock["step"]
+        if self._last is None or self._last[1] is not moments:  # on a GPU, or traced
+            return moments | self._corrections(step.add_(1), h, dtype)
+        ahead = self._ahead
+        steady = ahead is not None and ahead.follows(step, moments)
+        if ahead is None or not steady or not ahead.coming:
+            steps = step + torch.arange(STEPS_AHEAD if steady else 1, 0, -1, dtype=step.dtype).unsqueeze(1)
+            table = self._corrections(steps, h, dtype)
+            rows = zip(*(values.unbind() for values in table.values()), strict=True)
+            ahead = self._ahead = _Ahead(step, moments, [dict(zip(table, row, strict=True)) for row in rows])
+        ahead.version = step.add_(1)._version
+        return moments | ahead.coming.pop()
+
+    def _corrections(self, step: Tensor, h: Column, dtype: torch.dtype) -> State:
+        """The coefficients of these steps, [M] or [steps, M]."""
+        betas = torch.stack([h["beta1"], h["beta2"]])
+        correction1, correction2 = (1 - power(betas if step.dim() == 1 else betas.unsqueeze(1), step)).unbind()
         return {
-            **self.moments(h, dtype),
             "neg_step_size": (h["lr"] / correction1).neg().to(dtype),
             "root2": correction2.sqrt().to(dtype),
         }

@@ -52,7 +52,7 @@ _LANES = 16
 def power(base: Tensor | float, exponent: Tensor) -> Tensor:
     """`base ** exponent` of columns, members last, with the same bits for a member whatever their number: on a CPU the
     remainder of the loop over them would have other bits than the rest."""
-    size = exponent.shape[0]
+    size = exponent.shape[-1]
     missing = -size % _LANES
     if exponent.device.type != "cpu" or is_traced() or not missing:
         return torch.pow(base, exponent)

@@ -22,6 +22,8 @@ class Group:
     members: list[Member]
     recipes: list[Recipe] = field(default_factory=list)
     reason: str = ""
+    seconds: float | None = None
+    """Of a step of one of them, where it was timed before anything was traced."""
 
     @property
     def stackable(self) -> bool:

@@ -176,7 +176,7 @@ class Run(UnitListener):
             self.planning.add_part(runner, part)
             for member in runner.members:
                 self._tell_join(runner, member)
-        if built and self.planning.gpu:
+        if built:
             garbage_collection.freeze()
 
     def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:

@@ -23,7 +23,9 @@ class Feed:
         first = members[0]
         self.members, self.rows, self.streams = members, rows, streams
         self.size = first.batch_size
-        self.in_memory = all(isinstance(member.data.source, TensorSource) for member in members)
+        sources = [member.data.source for member in members]
+        self._sources = [source for source in sources if isinstance(source, TensorSource)]
+        self.in_memory = len(self._sources) == len(sources)
         self.one_source = all(member.data.source is first.data.source for member in members)
         agree = all(member.order is first.order and member.place == first.place for member in members)
         seeds = {(member.job.order_seed, member.epoch) for member in members} if not self.in_memory else {(0, 0)}
@@ -69,10 +71,9 @@ class Feed:
         if self._rows is None:
             return self._streamed()
         rows = self._rows[..., index * self.size : (index + 1) * self.size]
-        source = self.members[0].data.source
         if self.shared or self.one_source:
-            return list(pytree.tree_leaves(source.take(rows)))
-        parts = [pytree.tree_leaves(self.members[slot].data.source.take(rows[i])) for i, slot in enumerate(self.rows)]
+            return self._sources[0].take_leaves(rows)
+        parts = [self._sources[slot].take_leaves(rows[i]) for i, slot in enumerate(self.rows)]
         return [torch.stack(column) for column in zip(*parts, strict=True)]
 
     def _streamed(self) -> list[Tensor]:

@@ -93,6 +93,8 @@ def requests(
             kind = (perf_cache.digest(recipe), tier, verdict) if recipe is not None else member.index
             if kind not in known:
                 known[kind] = costs(member, recipe, tier, verdict=verdict, exact=exact)
+                if known[kind].get("alone") is None:
+                    known[kind]["alone"] = alike.seconds
             asked.append(
                 Request(
                     index=member.index,

@@ -85,12 +85,27 @@ def looped_groups(members: Sequence[Member], reasons: Mapping[int, str], trace_c
     if trace_cache is None or not worth_sharing(members):
         return [Group([member], reason=reasons[member.index]) for member in members]
     groups = []
+    seconds: dict[Hashable, float | None] = {}
     for member in members:
+        kind = _kind(member)
+        if kind not in seconds:
+            seconds[kind] = _alone_seconds(member)
         try:
-            groups.append(Group([member], [trace_cache.recipe(member, brief=True)], reasons[member.index]))
+            recipe = trace_cache.recipe(member, brief=True)
+            groups.append(Group([member], [recipe], reasons[member.index], seconds[kind]))
         except Untraceable as refusal:
             groups.append(Group([member], reason=str(refusal)))
     return groups
+
+
+def _alone_seconds(member: Member) -> float | None:
+    """Of a step; None where it cannot be timed. By it, and not by the size of the network, it is decided how many
+    processes the work is worth: a small network of many layers takes its time in calls."""
+    try:
+        pilot = _pilot(member)
+    except Exception:  # whatever it is will show in training, where it ends its own member
+        return None
+    return None if pilot is None else pilot.alone
 
 
 def _reason(alike: Sequence[Member]) -> str:

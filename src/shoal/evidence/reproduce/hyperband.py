@@ -37,6 +37,9 @@ TITLES = {
     "optuna": "Optuna's Hyperband",
     "ray-asha": "Ray Tune's ASHA",
     "ray-hyperband": "Ray Tune's HyperBand",
+    "packs-random": "packs at random",
+    "packs-batch": "packs of equal batch size",
+    "packs-nearest": "packs of nearest neighbours",
 }
 SPACES: dict[str, dict[str, Any]] = {
     "plain": {"lr": ("log", 1e-4, 1e-1), "weight_decay": ("log", 1e-6, 1e-2)},
@@ -65,6 +68,8 @@ class Scene:
     device: str = "cpu"
     data: str | None = None
     """A folder with mnist.npz; None: digits."""
+    pack_size: int = 8
+    """Of packs that are formed by the paper's rules."""
 
 
 MakeJob = Callable[[dict[str, Any]], Any]
@@ -119,19 +124,26 @@ def make_job_for(scene: Scene) -> MakeJob:
     return make_job
 
 
-def shoal_way(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
-    """All trials in one run."""
+def shoal_way(scene: Scene, make_job: MakeJob, grouping: str | None = None) -> dict[str, Any]:
+    """All trials in one run and at the same time; or pack after pack, formed by one of the paper's rules."""
     import shoal
+    from shoal.tune.packed_hyperband import PackedHyperband
+    from shoal.tune.schedulers import Hyperband, Scheduler
 
+    scheduler: Scheduler = Hyperband(eta=scene.eta)
+    note = ""
+    if grouping is not None:
+        scheduler = PackedHyperband(grouping=grouping, pack_size=scene.pack_size, eta=scene.eta)
+        note = f"packs of {scene.pack_size}; "
     study = shoal.tune(
-        make_job, SPACES[scene.space], metric="accuracy", max_epochs=scene.max_epochs, eta=scene.eta, seed=scene.seed,
-        device=scene.device,
+        make_job, SPACES[scene.space], metric="accuracy", max_epochs=scene.max_epochs, scheduler=scheduler,
+        seed=scene.seed, device=scene.device,
     )  # fmt: skip
     plan = study.results.plan
     tiers = {result.tier for result in study.results}
     return {
         "best": study.best_value, "params": study.best_params, "epochs": study.epochs, "trials": len(study.trials),
-        "set_up": dict(plan.set_up) if plan is not None else {}, "note": f"tiers: {', '.join(sorted(tiers))}",
+        "set_up": dict(plan.set_up) if plan is not None else {}, "note": f"{note}tiers: {', '.join(sorted(tiers))}",
     }  # fmt: skip
 
 
@@ -188,16 +200,20 @@ WAYS: dict[str, Way] = {
     "optuna": by_plain_loop(optuna_search),
     "ray-asha": by_plain_loop(partial(ray_search, scheduler="asha")),
     "ray-hyperband": by_plain_loop(partial(ray_search, scheduler="hyperband")),
+    "packs-random": partial(shoal_way, grouping="random"),
+    "packs-batch": partial(shoal_way, grouping="batch"),
+    "packs-nearest": partial(shoal_way, grouping="nearest"),
 }
 """Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
 
 
-def installed_ways(*, ray: bool) -> tuple[str, ...]:
-    """The ways that can be measured here; those of Ray, which take minutes, only where they are asked for."""
+def installed_ways(*, ray: bool, groupings: bool = False) -> tuple[str, ...]:
+    """The ways that can be measured here; Ray's, which take minutes, and the paper's packs only where asked for."""
     return (
         "one", "shoal",
         *(("optuna",) if find_spec("optuna") else ()),
         *(("ray-asha", "ray-hyperband") if ray else ()),
+        *(("packs-random", "packs-batch", "packs-nearest") if groupings else ()),
     )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ class StackedUnit(Unit):
         """What was drawn since the turn began, batch by batch."""
         self._written: list[tuple[Tensor, Tensor]] = []
         """The parameters that the last step itself wrote to, and what they were before it."""
+        self._steps: dict[tuple[int, bool], Program] = {}  # by the size of batches, and whether all members share them
         self._evaluations = EvaluationPrograms()
         self._all_active = bool(self.stack.active.all())  # whether all rows still train
         self._generators = [
@@ -202,7 +203,8 @@ class StackedUnit(Unit):
         first = place - place % k
         group = min(k, member.num_batches - first)
         size, batch = next_batch(self, feed, index)
-        program = self.program(size, [not feed.shared] * len(batch))
+        program = self._steps.get((size, feed.shared)) or self.program(size, [not feed.shared] * len(batch))
+        self._steps[size, feed.shared] = program
         if self._noise is None:
             self._drawn.append(program.draws)
         active = self.stack.active.clone() if program.trace.checked else None
@@ -226,7 +228,7 @@ class StackedUnit(Unit):
         """
         stack = self.stack
         if self._noise is None:
-            self._noise = self.draw(program, stack.rows, self._generators)
+            self._noise = self.draw(program, stack.rows, self._generators) if program.draws else []
         before = stack.saved_buffers()
         params = [stack.params[index].detach() for index in program.written]
         self._written = [(param, param.clone()) for param in params]
@@ -388,9 +390,10 @@ class StackedUnit(Unit):
         saved = stack.saved_buffers()
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
             out, after = program(stack.state, pytree.tree_leaves(batch), lambda index: torch.empty(0))
-            chosen = torch.zeros(len(stack.rows), dtype=torch.bool)
-            chosen[slots] = True
-            stack.set_buffers(after, chosen.to(stack.device), saved)
+            if saved:
+                chosen = torch.zeros(len(stack.rows), dtype=torch.bool)
+                chosen[slots] = True
+                stack.set_buffers(after, chosen.to(stack.device), saved)
         return out
 
     def _evaluation(self, kind: str, batch: Any, what: Callable[[Job], Evaluation]) -> Program | None:
