@@ -53,8 +53,9 @@ def test_values_of_the_weights_that_were_kept(changes: dict[str, Any], loss: flo
     changes = changes | ({"metrics": {"acc": lambda out, target: 0.0}} if "stop" in changes else {})
     one = result(EARLY, **changes)
     assert (one.value("val_loss"), one.value("acc"), one.value("other")) == (loss, acc, None)
-    shown = Results([one]).table().splitlines()[-1].split()
-    assert shown[-3:-1] == [f"{loss:g}", f"{acc:g}"]
+    head, _, row = Results([one]).table().splitlines()
+    shown = dict(zip(head.split(), row.split(), strict=True))
+    assert (shown["val_loss"], shown["acc"]) == (f"{loss:g}", f"{acc:g}")
 
 
 def test_the_kept_row_is_that_of_the_weights() -> None:
