@@ -153,12 +153,14 @@ class Order:
                 run.clone(name, new_name, **changes)
 
 
-def cloned(source: shoal.Job, steps: int, *clones: tuple[str, str, dict[str, Any]], **more: Any) -> shoal.Results:
+def cloned(
+    source: shoal.Job, steps: int, *clones: tuple[str, str, dict[str, Any]], device: str = "cpu", **more: Any
+) -> shoal.Results:
     """What comes of a job, of one beside it, and of clones that are taken when it has had so many steps."""
     source = replace(source, val=(X, Y), val_every_steps=steps)  # the run comes by there
     order = Order(steps, clones)
     run = shoal.start(
-        [source, replace(source, name="beside", seed=10)], "cpu", deterministic=True, events=order, **more
+        [source, replace(source, name="beside", seed=10)], device, deterministic=device == "cpu", events=order, **more
     )
     order.run = run
     order.begun.set()

@@ -160,14 +160,13 @@ class StackedUnit(Unit):
 
     def _note(self) -> None:
         """Write the losses and logs since the last call into the members."""
-        done, rows = len(self._losses), len(self.stack.rows)
+        done = len(self._losses)
         if not done:
             return
         losses = torch.stack(self._losses, 1)[: len(self.members)].double().tolist()
         names = sorted({name for row in self._logs for name in row})
-        nan = torch.full((rows,), float("nan"))
         logs = {
-            name: torch.stack([as_column(row.get(name, nan), rows).double() for row in self._logs], 1).tolist()
+            name: torch.stack([self._column(row.get(name, math.nan)) for row in self._logs], 1).tolist()
             for name in names
         }
         for slot, member in enumerate(self.members):
@@ -179,6 +178,10 @@ class StackedUnit(Unit):
             if names or member.logs:
                 member.log(counted, {name: values[slot][:counted] for name, values in logs.items()})
         self._losses, self._logs, self.loaded.sizes = [], [], []
+
+    def _column(self, value: Any) -> Tensor:
+        """A log with a number for each row, on the device: one that a batch does not have is made elsewhere."""
+        return as_column(value, len(self.stack.rows)).to(self.stack.device, torch.float64)
 
     @property
     def at_step_boundary(self) -> bool:
