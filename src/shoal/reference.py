@@ -47,7 +47,7 @@ from shoal.data.pool import batch_rows
 from shoal.engine.members.member import counted, make_optimizer, make_schedule, open_data, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import autocast, evaluating, number, run_step
-from shoal.engine.optim.kinds import has_modes, needs_closure, set_mode
+from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, set_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
@@ -243,7 +243,7 @@ def _step(state: Training, group: list[_Read]) -> None:
         state.records.append((rows, {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
     _update_average(state)
-    state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
+    state.rate = learning_rate(optimizer)
     if state.schedule is not None and job.schedule_every == "step":
         _move_schedule(state)
 

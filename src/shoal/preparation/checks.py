@@ -170,7 +170,7 @@ def optimizer_problems(member: Member) -> list[str]:
         lines = [
             f"parameter group {i} has lr {group['lr']!r}; a learning rate must be 0 or more and finite: change params"
             for i, group in enumerate(optimizer.param_groups)
-            if "lr" in group and not _good_rate(group["lr"])
+            if group.get("lr") is not None and not _good_rate(group["lr"])
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
