@@ -116,8 +116,8 @@ class Member:
 
     def __post_init__(self) -> None:
         self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
-        large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
-        self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
+        plain = {name: b for name, b in other_buffers(self.model).items() if b.layout == torch.strided}
+        self.constants = {name: content_hash(b) for name, b in plain.items() if b.nbytes > LARGE_BUFFER}
 
     @property
     def batched(self) -> bool:
