@@ -125,7 +125,7 @@ def step_problems(
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
     if columns is not None:
         columns |= {"loss", *logs}
-    return loss_problems(job, loss, logs)
+    return loss_problems(job, loss, logs) or backward_problems(model, loss)
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
@@ -230,6 +230,21 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
         if not isinstance(plain_number(value), (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
     return lines
+
+
+def backward_problems(model: nn.Module, loss: Tensor) -> list[str]:
+    """Whether the step has called loss.backward() itself, so that nothing is left to go back through."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.grad is None for parameter in trained):
+        return []
+    try:
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            return [
+                "step calls backward() on the loss that it returns; leave that out: Shoal calls it, and the optimizer"
+            ]
+    return []
 
 
 def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
