@@ -21,6 +21,7 @@ from shoal.engine.tracing.fingerprint import fingerprint
 from shoal.errors import JobError, ReadError, describe
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
+from shoal.utils.random_state import Snapshot
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -53,13 +54,15 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
         sizes.append(1)
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
+        member.modules.used = True
         if state.unrestorable:  # a dry step would take from it what the first real step should have
             return [], set()
-        columns: set[str] = set()
+        columns, before = set[str](), Snapshot()
         for size in sizes:
             lines = step_problems(member, size, size != sizes[0], columns)
             if lines and step_problems(member, size, size != sizes[0], built=True):
                 return lines, set()
+        member.modules.used = state.may_draw or before.moved()
         if member.val is None:
             return [], columns
         lines = _metric_problems(member, columns)

@@ -78,7 +78,7 @@ class SerialUnit(Unit):
         """Batches in the member's own random stream, which is swapped in once for all of them."""
         member = self.member
         feed = self._stream.at(member)
-        with draws(member) as begin, member.saved_state.noticing():
+        with draws(member) as begin:
             for _ in range(batches):
                 begin()
                 if not another(feed, self.members):
