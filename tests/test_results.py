@@ -39,6 +39,7 @@ def results() -> shoal.Results:
 
 def test_a_sequence_in_the_order_of_the_jobs(results: shoal.Results) -> None:
     assert len(results) == 3 and [r.name for r in results] == ["seed=0", "seed=1", "seed=2"]
+    assert "seed=1" in results and results[1] in results and "seed=9" not in results
     assert results[-1].name == "seed=2" and isinstance(results[:2], shoal.Results)
     assert repr(results) == "Results(3: 3 done)"
     assert results[0].environment["torch"] == torch.__version__

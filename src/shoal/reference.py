@@ -1,8 +1,7 @@
 """What a job means, exactly: a plain PyTorch loop. Every tier is held to it, and it is short enough to be read.
 
-Points that a user may want to look up here:
-
 - The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
+  `random.seed(seed)` and `numpy.random.seed(seed)` are called before it is built, and before the first step.
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
 - A DataLoader is iterated once an epoch, after all generators that it may draw from were seeded with a number made of
   `data_seed` and the epoch; the training's own random stream is put back after each batch. An epoch has as many batches
@@ -47,7 +46,7 @@ from shoal.data.pool import batch_rows
 from shoal.engine.members.member import counted, make_optimizer, make_schedule, open_data, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import autocast, evaluating, number, run_step
-from shoal.engine.optim.kinds import has_modes, needs_closure, set_mode
+from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, set_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
@@ -55,6 +54,7 @@ from shoal.jobs.averaging import EMA, is_due
 from shoal.jobs.early_stopping import Monitor, validates
 from shoal.jobs.job import Job
 from shoal.results import Result
+from shoal.utils.random_state import restored, seed_modules
 from shoal.utils.torch_flags import training_mode
 from shoal.utils.weights import load_weights
 
@@ -121,6 +121,7 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
         schedule, per_epoch = make_schedule(job, optimizer), steps_per_epoch(job, data)
         state = Training(job, device, model, optimizer, schedule, scaler, Monitor.of(job), per_epoch)
         order = torch.Generator().manual_seed(job.order_seed)
+        seed_modules(job.seed)
         try:
             while state.status == "running" and not state.finished():
                 whole = _epoch(state, data, order, until, val if validate else None)
@@ -243,7 +244,7 @@ def _step(state: Training, group: list[_Read]) -> None:
         state.records.append((rows, {"loss": number(loss), **{k: number(v) for k, v in logs.items()}}))
     state.step += 1
     _update_average(state)
-    state.rate = float(optimizer.param_groups[0].get("lr", float("nan")))
+    state.rate = learning_rate(optimizer)
     if state.schedule is not None and job.schedule_every == "step":
         _move_schedule(state)
 
@@ -349,9 +350,8 @@ def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
 
 def _validate(state: Training, val: View) -> dict[str, float]:
     job, model, sheet = state.job, state.model, Sheet(state.job)
-    devices = [state.device] if state.device.type == "cuda" else []
-    alone = torch.random.fork_rng(devices=devices)
-    with alone, _evaluation_weights(state), evaluating(model), autocast(job, state.device):
+    alone = torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
+    with alone, restored(), _evaluation_weights(state), evaluating(model), autocast(job, state.device):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
         return sheet.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
@@ -171,8 +171,8 @@ class Results(Sequence[Result]):
             return named(self._results, index)
         return Results(self._results[index]) if isinstance(index, slice) else self._results[index]
 
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self._results)
+    def __contains__(self, item: object) -> bool:
+        return any(item is result or item == result.name for result in self._results)
 
     def __repr__(self) -> str:
         counts = {status: sum(r.status == status for r in self) for status in sorted({r.status for r in self})}

@@ -46,6 +46,12 @@ class Vector:
         return F.cross_entropy(outputs, targets, reduction="none")
 
 
+def backward_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative lr": ({"hparams": {"lr": -0.1}}, ["lr is -0.1", "hparams['lr']"]),
     "negative lr in a group": ({"params": lambda m: [{"params": m.parameters(), "lr": -1.0}]}, ["lr -1.0"]),
@@ -59,6 +65,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "loss of a float": ({"loss": lambda o, t: 0.5}, ["gave a float"]),
     "detached loss": ({"loss": lambda o, t: F.cross_entropy(o, t).detach()}, ["depends on no trainable parameter"]),
     "vector step": ({"loss": None, "step": lambda m, b: m(b[0])}, ["step gave a tensor of shape [16, 3]"]),
+    "backward in the step": (
+        {"loss": None, "step": backward_step},
+        ["step calls backward() on the loss that it returns; leave that out"],
+    ),
     "bad logs": ({"loss": None, "step": lambda m, b: (m(b[0]).mean(), {"x": "y"})}, ["logs 'x' as a str"]),
     "forward raises": ({"model": lambda: Raises(4, 3)}, ["forward raised KeyError: 'missing part'"]),
     "wrong width": ({"model": lambda: nn.Linear(5, 3)}, ["forward raised RuntimeError", "batch of 16 rows"]),
@@ -147,6 +157,21 @@ def test_ignored_labels_and_soft_targets_are_fine() -> None:
     jobs = [job(name="a", data=(X, ignored)), job(name="b", data=(X, soft))]
     assert [r.status for r in shoal.train(jobs, device="cpu")] == ["done", "done"]
     assert shoal.train([job(data=(X, Y.where(Y > 0, 9)), loss=nn.CrossEntropyLoss(ignore_index=9))], device="cpu")
+
+
+def test_a_step_may_take_gradients_of_another_loss_by_backward() -> None:
+    def sharpness_aware(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        model.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss
+
+    (result,) = shoal.train([job(loss=None, step=sharpness_aware)], device="cpu")
+    assert result.status == "done", result.error
 
 
 def test_batch_norm_over_images_may_see_one_row() -> None:

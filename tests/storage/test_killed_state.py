@@ -17,7 +17,7 @@ from tests.engine.stateful import KINDS, job
 import shoal
 from shoal.errors import OutError
 
-ONE_IN_A_PROCESS = ("global counter", "class attribute", "module random", "module numpy.random")
+ONE_IN_A_PROCESS = ("global counter", "class attribute")
 """Kinds of which only one job can be in a run."""
 TOGETHER = [kind for kind in KINDS if kind not in ONE_IN_A_PROCESS]
 EIGHT = ["counter", "list", "hidden state", "target network", "buffer that is not persistent", "optimizer's attribute",

@@ -95,11 +95,11 @@ def test_state_that_jobs_share_is_not_saved_and_is_said(tmp_path: Path) -> None:
     assert "other jobs can change it too" in text and "give each job objects of its own" in text
 
 
-@pytest.mark.parametrize("kind", ["global counter", "class attribute", "module numpy.random"])
+@pytest.mark.parametrize("kind", ["global counter", "class attribute"])
 def test_what_a_process_has_once_can_be_saved_for_one_job_alone(kind: str, tmp_path: Path) -> None:
     shoal.train([stateful.job(kind)], device="cpu", out=tmp_path / "one")
     two = [stateful.job(kind, name=name) for name in "ab"]
-    with pytest.warns(shoal.ShoalWarning, match=r"other jobs (can change it|draw from them) too"):
+    with pytest.warns(shoal.ShoalWarning, match="other jobs can change it too"):
         shoal.train(two, device="cpu", out=tmp_path / "two")
 
 

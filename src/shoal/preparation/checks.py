@@ -25,6 +25,7 @@ from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
 from shoal.utils.caches import import_tracer
+from shoal.utils.random_state import restored
 
 
 def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
@@ -39,15 +40,17 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
     pool = pool or Pool(device)
     called = names(jobs)
     members: list[Member] = []
-    for index, job in enumerate(jobs):
-        problems = [*job.problems(), *field_problems(job)]
-        if not problems:
-            try:
-                members.append(build_member(job, index, called[index], pool))
-            except JobError as error:
-                problems = list(error.lines)
-        lines += [f"job {called[index]!r}: {line}" for line in problems]
-    lines += give_own_networks(members) or member_problems(members)
+    with restored():
+        for index, job in enumerate(jobs):
+            problems = [*job.problems(), *field_problems(job)]
+            if not problems:
+                try:
+                    members.append(build_member(job, index, called[index], pool))
+                except JobError as error:
+                    problems = list(error.lines)
+            lines += [f"job {called[index]!r}: {line}" for line in problems]
+        in_the_way = give_own_networks(members)
+    lines += in_the_way or member_problems(members)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
@@ -119,12 +122,14 @@ def member_problems(members: list[Member]) -> list[str]:
     """What building and one dry step on a copy show. Jobs that are obviously alike share the dry step."""
     lines: list[str] = []
     dry: dict[Any, tuple[list[str], set[str]]] = {}
+    drawing: dict[Any, bool] = {}
     for member in members:
         with trying(member.job):
             problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
             key = likeness(member)
             if key not in dry:
                 dry[key] = dry_run(member) if not problems else ([], set())
+            member.modules.used = drawing.setdefault(key, member.modules.used)
         mistakes, columns = dry[key]
         problems += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
         lines += [f"job {member.name!r}: {line}" for line in problems]
@@ -170,7 +175,7 @@ def optimizer_problems(member: Member) -> list[str]:
         lines = [
             f"parameter group {i} has lr {group['lr']!r}; a learning rate must be 0 or more and finite: change params"
             for i, group in enumerate(optimizer.param_groups)
-            if "lr" in group and not _good_rate(group["lr"])
+            if group.get("lr") is not None and not _good_rate(group["lr"])
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")

@@ -21,6 +21,7 @@ from shoal.engine.tracing.fingerprint import fingerprint
 from shoal.errors import JobError, ReadError, describe
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
+from shoal.utils.random_state import Snapshot
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What batch norm says about a batch of one."""
@@ -53,13 +54,15 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
         sizes.append(1)
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
+        member.modules.used = True
         if state.unrestorable:  # a dry step would take from it what the first real step should have
             return [], set()
-        columns: set[str] = set()
+        columns, before = set[str](), Snapshot()
         for size in sizes:
             lines = step_problems(member, size, size != sizes[0], columns)
             if lines and step_problems(member, size, size != sizes[0], built=True):
                 return lines, set()
+        member.modules.used = state.may_draw or before.moved()
         if member.val is None:
             return [], columns
         lines = _metric_problems(member, columns)
@@ -125,7 +128,7 @@ def step_problems(
                 return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
     if columns is not None:
         columns |= {"loss", *logs}
-    return loss_problems(job, loss, logs)
+    return loss_problems(job, loss, logs) or backward_problems(model, loss)
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
@@ -230,6 +233,21 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
         if not isinstance(plain_number(value), (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"step logs {name!r} as a {type(value).__name__}; log numbers or tensors of one number")
     return lines
+
+
+def backward_problems(model: nn.Module, loss: Tensor) -> list[str]:
+    """Whether the step has called loss.backward() itself, so that nothing is left to go back through."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.grad is None for parameter in trained):
+        return []
+    try:
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            return [
+                "step calls backward() on the loss that it returns; leave that out: Shoal calls it, and the optimizer"
+            ]
+    return []
 
 
 def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:

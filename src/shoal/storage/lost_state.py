@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.scratch import scratch_copy
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.python_state.saved_state import MODULES, share, state_roots
+from shoal.engine.python_state.saved_state import share, state_roots
 from shoal.engine.python_state.state_keeper import SHARED
 from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tiers.serial import SerialUnit
@@ -33,21 +33,13 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
     """Job name -> state that its training changes and that cannot be saved -> why. Tries a few steps of each kind."""
     lost: dict[str, dict[str, str]] = {}
     tried: dict[Hashable, dict[str, str]] = {}
-    drawing: list[Member] = []
     for member in members:
         if member.saved_state.job is None or member.status != "running":
             continue
         kind = _kind(member)
         if kind not in tried:
             tried[kind] = _try(member)
-        if MODULES in tried[kind]:
-            drawing.append(member)
-        lost[member.name] = {where: why for where, why in tried[kind].items() if where != MODULES}
-    if len(drawing) > 1:
-        for member in drawing:
-            assert member.saved_state.job is not None
-            member.saved_state.job.draws = None
-            lost[member.name] |= {MODULES: "other jobs draw from them too"}
+        lost[member.name] = tried[kind]
     return {name: problems for name, problems in lost.items() if problems}
 
 
@@ -89,11 +81,11 @@ def _try(member: Member) -> dict[str, str]:
             scratch.saved_state.job.shared, scratch.place = keeper.shared, 0
             batches = min(STEPS * job.accumulate, member.num_batches)
             feed = iter([member.data.take(0, min(member.batch_size, member.num_rows))] * batches)
-            with draws(scratch) as begin, scratch.saved_state.noticing():
+            with draws(scratch) as begin:
                 for _ in range(batches):
                     begin()
                     unit._batch(feed)
             scratch.saved_state.capture()
         except Exception:  # it will say so itself when it trains
             return {}
-    return scratch.saved_state.problems | ({MODULES: ""} if any(scratch.saved_state.job.draws or ()) else {})
+    return scratch.saved_state.problems

@@ -82,6 +82,12 @@ def seed_torch(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def seed_modules(seed: int) -> None:
+    """`random.seed` and `numpy.random.seed`, which takes 32 bits."""
+    PYTHON.seed(seed)
+    NUMPY.seed(seed & 0xFFFFFFFF)
+
+
 @cache
 def _has_accelerator() -> bool:
     return torch.accelerator.is_available()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +30,13 @@ pytestmark = [
 
 
 class Graph(nn.Module):
-    """A network over a graph, which it has as an attribute, in a list, or as a buffer."""
+    """A network over a graph, which it has as an attribute, in a list, or as a buffer, in its state_dict() or not."""
 
     def __init__(self, graph: Tensor, place: str) -> None:
         super().__init__()
         self.lin, self.place = nn.Linear(6, 1).double(), place
-        if place == "buffer":
-            self.register_buffer("graph", graph)
+        if "buffer" in place:
+            self.register_buffer("graph", graph, persistent=place == "buffer")
         else:
             self.graph = graph if place == "attribute" else [graph]
 
@@ -67,6 +68,20 @@ def test_a_sparse_graph_of_a_network(kind: str, place: str) -> None:
     graph = KINDS[kind](DENSE)
     assert_as_alone([job(i, model=lambda: Graph(graph, place)) for i in range(2)])
     assert_as_alone([job(0, model=lambda: Graph(KINDS[kind](DENSE), place))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparse_graph_that_is_not_in_the_state_dict(kind: str) -> None:
+    assert_as_alone([job(i, model=lambda: Graph(KINDS[kind](DENSE), "other buffer")) for i in range(2)])
+
+
+@pytest.mark.parametrize("place", ["buffer", "other buffer"])
+def test_a_sparse_graph_in_a_run_folder(place: str, tmp_path: Path) -> None:
+    jobs = [job(i, model=lambda: Graph(DENSE.to_sparse(), place)) for i in range(2)]
+    trained = shoal.train(jobs, device="cpu", out=tmp_path)
+    again = shoal.train(jobs, device="cpu", out=tmp_path)  # read, not trained
+    for a, b in zip(trained, again, strict=True):
+        assert a.status == b.status == "done" and torch.equal(a.model(X[:8]), b.model(X[:8]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -229,7 +229,7 @@ class StepCounting(Net):
 
 class OutsideRandomness(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))) * (1 + 0 * random.random() + 0 * float(np.random.rand()))
+        return self.b(torch.tanh(self.a(x))) * (1 + random.random() + float(np.random.randn()))
 
 
 class Lost(Net):

@@ -301,6 +301,32 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_not_stacked() -> None:
     assert "evaluates the loss itself" in reasons(jobs)
 
 
+class OwnRate(Lion):
+    """Finds its rate itself, and says None for it, as Adafactor of transformers does by default."""
+
+    def __init__(self, params: Iterable[Tensor], scale: float = 1.0) -> None:
+        super().__init__(params, lr=scale)
+        self.scale = scale
+        for group in self.param_groups:
+            group["lr"] = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = self.scale * float(group["params"][0].square().mean().sqrt()) / 100
+        super().step()
+        for group in self.param_groups:
+            group["lr"] = None
+
+
+@pytest.mark.parametrize("tier", ["stacked", "serial"])
+def test_an_optimizer_without_a_learning_rate_of_its_own(tier: str) -> None:
+    loss = F.cross_entropy if tier == "stacked" else lambda o, y: F.cross_entropy(o, y) * (1 + float(o.mean() > 9))
+    jobs = [job(s, optimizer=OwnRate, hparams={"scale": s}, loss=loss, steps=9) for s in (1, 2)]
+    assert_as_alone(jobs, tier=tier)
+    assert math.isnan(train(jobs)[0].history[-1]["lr"])
+
+
 def test_jobs_that_cannot_ride_together_form_stacks_of_their_own() -> None:
     wide = [job(s, model=lambda: nn.Sequential(nn.Linear(D, 9), nn.Tanh(), nn.Linear(9, C)).double()) for s in (1, 2)]
     mixed = [job(3), wide[0], job(4, batch_size=6), wide[1], job(5)]

@@ -15,8 +15,7 @@ from shoal.jobs.job import Job
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
-    """Build one member, leaving the process's own generators as they were. Its network may share memory with others,
-    see `give_own_networks`."""
+    """Build one member. Its network may share memory with others, see `give_own_networks`."""
     model, rng = build_network(job, pool.device)
     orders = torch.Generator().manual_seed(job.order_seed)
     data = open_data(pool, job, "data")
@@ -25,9 +24,12 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
 
 
 def build_network(job: Job, device: torch.device, private: bool = False) -> tuple[nn.Module, torch.Generator]:
-    """A network under the job's seed, and a generator in the state that building it left; `own`: a copy."""
+    """A network under the job's seed, and a generator in the state that building it left; `private`: a copy.
+
+    It seeds the modules `random` and `numpy.random`, which the caller puts back.
+    """
     rng = torch.Generator()
-    with seeded(job.seed, device):
+    with seeded(job.seed, device, put_back=False):
         try:
             model = call_factory(job)
             model = copied(model) if private else model

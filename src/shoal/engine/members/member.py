@@ -21,6 +21,7 @@ from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
+from shoal.engine.python_state.module_streams import ModuleStreams
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.errors import JobError, describe
@@ -28,7 +29,7 @@ from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.utils.gpu_randomness import CounterMode
 from shoal.utils.locks import one_at_a_time
-from shoal.utils.random_state import seed_torch
+from shoal.utils.random_state import restored, seed_modules, seed_torch
 from shoal.utils.weights import load_other_buffers, load_weights, other_buffers
 
 
@@ -111,13 +112,15 @@ class Member:
     """Its state before its last epoch was closed as the last one, where that is not undone easily: see `resuming`."""
     rate: float | None = None
     """The learning rate at its last step, of one that resumes between that step and the end of its epoch."""
+    modules: ModuleStreams = field(default_factory=ModuleStreams)
+    """Its own random numbers of the modules `random` and `numpy.random`."""
     constants: dict[str, str] = field(init=False)
     """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
 
     def __post_init__(self) -> None:
         self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
-        large = {name: buffer for name, buffer in other_buffers(self.model).items() if buffer.nbytes > LARGE_BUFFER}
-        self.constants = {name: content_hash(buffer) for name, buffer in large.items()}
+        plain = {name: b for name, b in other_buffers(self.model).items() if b.layout == torch.strided}
+        self.constants = {name: content_hash(b) for name, b in plain.items() if b.nbytes > LARGE_BUFFER}
 
     @property
     def batched(self) -> bool:
@@ -254,6 +257,7 @@ class Member:
             "trained": self.trained,
             "monitor": {"best": self.monitor.best, "misses": self.monitor.misses},
             "rng": self.rng.get_state(),
+            "modules": stored(self.modules.saved()),
             "orders": self.drawn_from,
             "losses": packed(self.losses),
             "logs": packed_logs(self.logs),
@@ -287,6 +291,7 @@ class Member:
         self.optimizer_state, self.best = optimizer, state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.rng.set_state(state["rng"])
+        self.modules.load(state.get("modules"))
         self.orders.set_state(state["orders"])
         self.order = self.order_state = self.ahead = None
         self.losses, self.logs = state["losses"].tolist(), unpacked_logs(state["logs"])
@@ -319,22 +324,22 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside: as after torch.manual_seed(seed). After: the process's generators as they were."""
+def seeded(seed: int, device: torch.device, *, put_back: bool = True) -> Iterator[None]:
+    """Inside: torch, `random` and numpy are seeded. After: as they were; the last two only if `put_back`."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
-    with one_at_a_time, torch.random.fork_rng(devices=list(devices)):
+    with one_at_a_time, torch.random.fork_rng(devices=list(devices)), restored() if put_back else nullcontext():
         seed_torch(seed)
+        seed_modules(seed)
         yield
 
 
 @contextmanager
 def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
-    """Inside: random calls draw from this member's own stream, as in its solo loop. After: all is as it was.
+    """Inside: random calls draw from this member's own streams, as in its solo loop. What it yields begins a batch.
 
-    Call what it yields before every batch. On a CPU the stream is a generator's; with keep=False the member's stream
-    stays where it was: evaluation takes nothing from training. On a GPU it is counted from (seed, batches).
+    keep=False: the streams stay where they were, as in evaluation. On a GPU torch's is counted from (seed, batches).
     """
-    with one_at_a_time:
+    with one_at_a_time, member.modules.swapped_in(member.job.seed, keep):
         cpu = torch.get_rng_state()
         torch.set_rng_state(member.rng.get_state())
         try:

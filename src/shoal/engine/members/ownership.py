@@ -24,7 +24,7 @@ from shoal.data.source import parts
 from shoal.engine.members.hooks import hooked_parameter
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
-from shoal.utils.random_state import restored
+from shoal.utils.random_state import restored, seed_modules
 
 Span = tuple[int, int]
 """The first byte of a storage, and the one past its last."""
@@ -138,9 +138,10 @@ def spans(model: nn.Module) -> list[Span]:
 
 @contextmanager
 def _as_it_was(seed: int) -> Iterator[None]:
-    """Inside: as after torch.manual_seed(seed). After: all random numbers as they were."""
+    """Inside: as after torch.manual_seed(seed), and `seed_modules`. After: all random numbers as they were."""
     with restored(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
+        seed_modules(seed)
         yield
 
 

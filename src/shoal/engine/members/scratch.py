@@ -15,6 +15,7 @@ def scratch_copy(member: Member) -> Member:
         member,
         model=copy.deepcopy(member.model),
         rng=generator_at(member.rng.get_state()),
+        modules=copy.copy(member.modules),
         orders=generator_at(member.orders.get_state()),
         history=[],
         validations=[],

@@ -26,3 +26,9 @@ def has_modes(optimizer: object) -> bool:
 def set_mode(optimizer: Any, mode: Literal["train", "eval"]) -> None:
     """Put an optimizer that has modes into one of them."""
     getattr(optimizer, mode)()
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """That of the first parameter group; NaN where it has none, or None as Adafactor of transformers has by default."""
+    rate = optimizer.param_groups[0].get("lr")
+    return float("nan") if rate is None else float(rate)

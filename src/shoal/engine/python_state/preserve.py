@@ -34,6 +34,7 @@ class PythonState:
         walk = Walk(roots, skip=skip)
         self.places: list[Place] = walk.places
         self.complete = walk.complete
+        self._walk = walk
         """Whether all of it was looked at; there may be too much."""
         self._notes = [place.note() for place in self.places]
         self._unmoved = {
@@ -57,6 +58,11 @@ class PythonState:
     def written(self) -> bool:
         """Whether a tensor was written to."""
         return any(place.data and place.changed(note) for place, note in self._pairs())
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether code may draw from the modules `random` and `numpy.random`; a library's is not looked into."""
+        return self._walk.may_draw
 
     @property
     def unrestorable(self) -> list[Path]:

@@ -7,8 +7,8 @@ others nothing is looked for and nothing saved.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,10 +20,8 @@ from shoal.engine.python_state._state_codec import Plain
 from shoal.engine.python_state.state_keeper import Keeper
 from shoal.errors import OutError
 from shoal.jobs.job import Job
-from shoal.utils.random_state import NUMPY, PYTHON, Snapshot
 
 Saved = Mapping[str, Plain]
-MODULES = "the random numbers of the modules `random` and `numpy`"
 
 
 class SavedState:
@@ -42,19 +40,6 @@ class SavedState:
         """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
         self._name = ""
-
-    @contextmanager
-    def noticing(self) -> Iterator[None]:
-        """Around some steps: notice whether they draw from the generators of the modules `random` and `numpy`."""
-        if self.job is None or not self.watched or self.job.draws is None or all(self.job.draws):
-            yield
-            return
-        python, numpy = Snapshot([PYTHON]), Snapshot([NUMPY])
-        try:
-            yield
-        finally:
-            if self.job.draws is not None:
-                self.job.draws = self.job.draws[0] or python.moved(), self.job.draws[1] or numpy.moved()
 
     @property
     def problems(self) -> dict[str, str]:

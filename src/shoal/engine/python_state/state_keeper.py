@@ -9,7 +9,6 @@ process, which builds the same jobs and so finds the same places, puts them back
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,9 +76,6 @@ class Keeper:
         self._notes = {key: _note(place) for key, place in self._places.items()}
         self._changed: set[str] = set()
         """Those that are known to have changed: they are not compared again."""
-        self.draws: tuple[bool, bool] | None = (False, False)
-        """Whether training draws from the generators of the modules `random` and `numpy.random`; None: other jobs do
-        too, and they are not saved."""
         self.shared: set[Handle] = set()
         """What other jobs can change too: it is not saved."""
         self.problems: dict[str, str] = {}
@@ -147,12 +143,7 @@ class Keeper:
                     self._left_out.add(key)
                 else:
                     saved[key] = value
-        python, numpy = self.draws or (False, False)
-        if not saved and not python and not numpy:
-            return None
-        drawn = [encoder.value(random.getstate())] if python else []
-        numbers = [encoder.value(np.random.get_state(legacy=False))] if numpy else []
-        return {"places": saved, "nodes": encoder.nodes, "random": drawn, "numpy": numbers}
+        return {"places": saved, "nodes": encoder.nodes} if saved else None
 
     def _saved(self, encoder: Encoder, place: Place, note: Any) -> Plain:
         if (id(place.owner), None) in self.shared:
@@ -212,7 +203,7 @@ class Keeper:
 
         KeyError where this is not the job that it was captured from; `partly`: that is then left as it is.
         """
-        saved = saved or {"places": {}, "nodes": [], "random": [], "numpy": []}
+        saved = saved or {"places": {}, "nodes": []}
         decoder = Decoder(saved["nodes"], self._objects, device)
         targets: dict[str, Any] = {}
         for key, content in saved["places"].items():
@@ -238,12 +229,6 @@ class Keeper:
             if key in targets or moved or place.changed(target):
                 place.put(place.swap(target, moved) if moved else target)
         self._changed |= {key for key in targets if not isinstance(self._places[key], places.Names | places.Items)}
-        for state in saved["random"]:
-            random.setstate(decoder.value(state))
-        for state in saved["numpy"]:
-            np.random.set_state(decoder.value(state))
-        if self.draws is not None:
-            self.draws = self.draws[0] or bool(saved["random"]), self.draws[1] or bool(saved["numpy"])
 
     def _at_the_beginning(self, key: str, place: Place) -> Any:
         note = self._notes[key]

@@ -32,6 +32,7 @@ from shoal.engine.python_state.user_code import (
     is_library_module,
     is_standard_class,
 )
+from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator
 
 MOST_OBJECTS = 200_000
 """Objects that are looked into at the most; `Walk.complete` says whether that was all."""
@@ -95,6 +96,13 @@ class Walk:
         """Names of globals that the code writes to."""
         functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
         return frozenset().union(*(mentioned(f.__code__)[1] for f in functions if not is_library_function(f)))
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the user's code may draw from the modules `random` and `numpy.random`: it mentions or holds them."""
+        functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
+        mentions = any(_mentions_random(f) for f in functions if not is_library_function(f))
+        return not self.complete or mentions or any(held is PYTHON or held is NUMPY for held in self.visited)
 
     @property
     def visited(self) -> list[Any]:
@@ -284,6 +292,10 @@ class Walk:
         self._note(place)
         self._push(path, ".get()", place.get())
 
+    def _random_numbers(self, path: Path, value: Generator) -> None:
+        if value is not PYTHON and value is not NUMPY:  # of these a member has streams of its own
+            self._note(_contents.RandomNumbers(path, value))
+
     def _as(kind: type[Place]) -> Callable[[Walk, Path, Any], None]:  # type: ignore[misc]
         return lambda self, path, value: self._note(kind(path, value))
 
@@ -302,7 +314,7 @@ class Walk:
         ((property, staticmethod, classmethod, functools.cached_property), _descriptor),
         (type, _class),
         (nn.Module, _module),
-        ((random.Random, np.random.Generator, np.random.RandomState, torch.Generator), _as(_contents.RandomNumbers)),
+        (GENERATORS, _random_numbers),
         (contextvars.ContextVar, _variable),
         (weakref.ref, _reference),
         (tuple, _tuple),
@@ -316,6 +328,12 @@ class Walk:
 def _look_of(kind: Any, looks: tuple[tuple[Any, Callable[..., None]], ...]) -> Callable[..., None] | None:
     """How objects of a class are looked into; None: as any object."""
     return next((look for kinds, look in looks if issubclass(kind, kinds)), None)
+
+
+def _mentions_random(function: types.FunctionType) -> bool:
+    names = mentioned(function.__code__)[0]
+    held = [function.__globals__.get(name) for name in names]
+    return "random" in names or any(value is random or value is np.random for value in held)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -20,7 +20,7 @@ from shoal.engine.members.changing import (
 from shoal.engine.members.hooks import lost_in_a_copy
 from shoal.engine.members.member import Member, trying
 from shoal.engine.python_state.private_copy import PrivateCopies
-from shoal.engine.python_state.saved_state import MODULES, share
+from shoal.engine.python_state.saved_state import share
 from shoal.errors import JobError, ShoalWarning
 from shoal.jobs.averaging import counts_epochs
 from shoal.jobs.early_stopping import Monitor
@@ -185,8 +185,6 @@ def _warn_of_shared(source: Member, member: Member) -> None:
     theirs, mine = source.saved_state.job, member.saved_state.job
     assert theirs is not None and mine is not None
     changed = theirs.changed_in(mine.handles())
-    if any(theirs.draws or ()):
-        changed[MODULES] = "there is one of each in a process"
     lost = {**mine.problems, **changed}
     if lost:
         where, why = next(iter(lost.items()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.member import make_optimizer, make_schedule, trying
-from shoal.engine.optim.kinds import has_modes, set_mode
+from shoal.engine.optim.kinds import has_modes, learning_rate, set_mode
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
 
@@ -128,7 +128,7 @@ class PerMemberOptimizers:
                 self._schedule_errors[slot] = error
 
     def _current_rates(self) -> list[float]:
-        return [float(opt.param_groups[0].get("lr", float("nan"))) for opt in self.optimizers]
+        return [learning_rate(optimizer) for optimizer in self.optimizers]
 
     # --- members' state ---------------------------------------------------------------------------------------------
 

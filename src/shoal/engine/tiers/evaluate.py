@@ -119,7 +119,7 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
 def _with_own_stream(member: Member) -> Member:
     """The member with a copy of its random stream."""
     twin = copy.copy(member)
-    twin.rng = generator_at(member.rng.get_state())
+    twin.rng, twin.modules = generator_at(member.rng.get_state()), copy.copy(member.modules)
     return twin
 
 

@@ -19,7 +19,7 @@ from shoal.engine.members.member import Member, draws, make_optimizer, make_sche
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import clearing, step_of
 from shoal.engine.optim.gradients import clip_gradients
-from shoal.engine.optim.kinds import needs_closure
+from shoal.engine.optim.kinds import learning_rate, needs_closure
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
 from shoal.engine.tiers.unit import Unit, out_of_memory
@@ -78,7 +78,7 @@ class SerialUnit(Unit):
         """Batches in the member's own random stream, which is swapped in once for all of them."""
         member = self.member
         feed = self._stream.at(member)
-        with draws(member) as begin, member.saved_state.noticing():
+        with draws(member) as begin:
             for _ in range(batches):
                 begin()
                 if not another(feed, self.members):
@@ -246,7 +246,7 @@ class SerialUnit(Unit):
         clip_gradients(self.job, self.model)
 
     def _current_rate(self) -> float:
-        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+        return learning_rate(self.optimizer)
 
 
 def serial_unit(member: Member, grads: Mapping[str, Tensor | None] | None = None) -> SerialUnit:

@@ -1,0 +1,57 @@
+"""Random numbers of the modules `random` and `numpy.random`: a stream of its own for each job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.engine.python_state._state_codec import Decoder, Encoder, Plain
+from shoal.utils.random_state import NUMPY, PYTHON, Generator, get_state, restored, seed_modules, set_state
+
+_GENERATORS: tuple[Generator, ...] = (PYTHON, NUMPY)
+
+
+class ModuleStreams:
+    """One job's streams. They start as after `random.seed(seed)` and `numpy.random.seed(seed)`."""
+
+    def __init__(self) -> None:
+        self.used = False
+        """Whether the job's step may draw from them; if not, they are not swapped in, which takes as long as a step."""
+        self.states: list[Any] | None = None
+        """Where they are; None: at their start."""
+
+    @contextmanager
+    def swapped_in(self, seed: int, keep: bool) -> Iterator[None]:
+        """Inside: the modules draw from this job's streams. `keep`: they move on by what is drawn."""
+        if not self.used:
+            yield
+            return
+        with restored(_GENERATORS):
+            if self.states is None:
+                seed_modules(seed)
+            else:
+                for generator, state in zip(_GENERATORS, self.states, strict=True):
+                    set_state(generator, state)
+            try:
+                yield
+            finally:
+                if keep:
+                    self.states = [get_state(generator) for generator in _GENERATORS]
+
+    def saved(self) -> dict[str, Plain] | None:
+        """Where they are, as plain data and tensors; None: at their start."""
+        if self.states is None:
+            return None
+        encoder = Encoder({})
+        return {"states": [encoder.value(state) for state in self.states], "nodes": encoder.nodes}
+
+    def load(self, saved: Mapping[str, Plain] | None) -> None:
+        """Put them where `saved` was taken."""
+        if saved is None:
+            self.states = None
+        else:
+            decoder = Decoder(saved["nodes"], {}, torch.device("cpu"))
+            self.states = [decoder.value(state) for state in saved["states"]]
