@@ -33,6 +33,19 @@ def test_fewer_sharded_parameters_than_workers() -> None:
     assert not result.split.lost
 
 
+@pytest.mark.parametrize("cut", [4, 7])
+def test_a_scaler_at_the_server(cut: int) -> None:
+    x, y = rows(12)
+    job = shoal.Job(
+        model=mlp, data=(x.float(), y), loss=F.cross_entropy, optimizer=torch.optim.SGD, hparams={"lr": 0.1},
+        batch_size=12, steps=6, seed=3, precision="fp16", clip_norm=1.0,
+    )  # fmt: skip
+    result, plain = trained(job, placement_of(job, cut)), shoal.solo(job)
+    assert result.status == "done", result.error
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(result.model.state_dict()[name], value, atol=2e-3), name
+
+
 @pytest.mark.parametrize("sync", ["server", "factors"])
 def test_micro_batches_with_dropout_on_both_sides(sync: str) -> None:
     job = job_of(mlp, rows(12), clip_norm=0.5, accumulate=2, schedule=lambda step: 0.9**step)

@@ -18,11 +18,14 @@ from tests.place.training.jobs import job_of, largest_difference, mlp, placement
 
 import shoal
 from shoal.place.training import members
+from shoal.place.training import run as run_module
 from shoal.place.training.api import train_placed
 from shoal.place.training.joining import Joining
 from shoal.settings import make_settings
+from shoal.split.net.links import Link
 
 SETTINGS = make_settings("cpu", None, None, "auto", "60s", False, "fifo")
+OFTEN = make_settings("cpu", None, None, "auto", 0.001, True, "fifo")
 
 
 class Acting:
@@ -89,6 +92,47 @@ def test_a_worker_that_stops_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     assert largest_difference(result, job) < 1e-9
 
 
+def crawl_while(path: Path) -> None:
+    """In a worker: its link carries little while this file is there."""
+    write = Link._write
+
+    def slowly(self: Link, rest: memoryview, until: float) -> None:
+        while path.exists() and rest:
+            time.sleep(0.1)
+            write(self, rest[:16], until)
+            rest = rest[16:]
+        write(self, rest, until)
+
+    Link._write = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["server", "allreduce"])
+def test_a_worker_whose_link_crawls_is_left_out_until_it_is_fast_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+) -> None:
+    monkeypatch.setattr(members, "PING_SECONDS", 0.5)
+    monkeypatch.setattr(run_module, "LOOK_TIMES", 0)
+    job = job_of(mlp, rows(12), steps=60)
+    slow, notes, turns = tmp_path / "slow", list[str](), [0]
+
+    def listen(event: shoal.Event) -> None:
+        turns[0] += event.kind == "turn"
+        if event.kind == "turn" and turns[0] == 3:
+            slow.touch()
+        if event.kind == "note":
+            notes.append(event.data["text"])
+            slow.unlink(missing_ok=True)
+
+    (result,) = train_placed(
+        job, placement_of(job, 4, sync), OFTEN, events=listen, deadline=1.0,
+        enter=lambda number: crawl_while(slow) if number == 1 else None,
+    )  # fmt: skip
+    assert "its link is too slow" in result.split.lost[0]["why"] and len(result.split.lost) == 1
+    assert any("takes part again" in note for note in notes), notes
+    assert largest_difference(result, job) < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["server", "allreduce"])
 def test_a_worker_that_was_away_joins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str) -> None:
@@ -128,12 +172,13 @@ import sys, os, signal
 import shoal
 from tests.place.training.jobs import *
 job = job_of(mlp, rows(12), steps=40)
+placement = placement_of(job, 4, sys.argv[2], micro_batches=2)
 done = [0]
 def kill(event):
     done[0] += event.kind == "checkpoint"
     if done[0] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-shoal.train([job], placement=placement_of(job, 4, sys.argv[2]), out=sys.argv[1], checkpoint_every=0.001, events=kill)
+shoal.train([job], placement=placement, out=sys.argv[1], checkpoint_every=0.001, events=kill, deterministic=True)
 """
 
 
@@ -156,9 +201,13 @@ def test_a_killed_server_resumes_from_its_checkpoint(tmp_path: Path, sync: str) 
         if event.kind == "epoch":
             first.append(int(event.data["step"]))
 
-    (result,) = shoal.train([job], placement=placement_of(job, 4, sync), out=tmp_path / "run", events=note)
+    placement = placement_of(job, 4, sync, micro_batches=2)
+    (result,) = shoal.train([job], placement=placement, out=tmp_path / "run", events=note, deterministic=True)
     assert largest_difference(result, job) < 1e-9
     assert first and first[0] > 4
+    (undisturbed,) = shoal.train([job], placement=placement, deterministic=True)
+    for name, value in undisturbed.model.state_dict().items():
+        assert torch.equal(result.model.state_dict()[name], value), name
 
 
 def test_an_error_of_the_jobs_own_code_on_a_worker_fails_the_job() -> None:

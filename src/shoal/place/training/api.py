@@ -147,11 +147,12 @@ def _train(
     check_job(built)
     notes, lost = list[str](), list[Lost]()
     while True:
+        another = None if settings.deterministic else partial(replan, built, placement)
         with server(built, placement) as workers:
             workers.tell = lambda line: tell(happened("note", text=line))
             run = PlacedRun(
                 built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
-                callbacks=calls or None, tell=tell, replan=partial(replan, built, placement),
+                callbacks=calls or None, tell=tell, replan=another,
             )  # fmt: skip
             workers.lost += lost  # of the placement before
             run.go()

@@ -20,7 +20,7 @@ from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.errors import MemberError, PlaceError
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
-from shoal.place.training.members import Connected, WorkerLost, WorkerRaised
+from shoal.place.training.members import Connected, Wait, WorkerLost, WorkerRaised
 from shoal.place.training.roles import Built
 from shoal.place.training.server import Batch, Server
 from shoal.place.training.unit import PlacedUnit
@@ -69,6 +69,7 @@ class _Flight:
     worker: Connected
     attempt: int
     began: float
+    wait: Wait
     loss: float = float("nan")
     logs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -129,7 +130,9 @@ class AsynchronousUnit(PlacedUnit):
             if batch is None:
                 return
             server.begin_alone(worker, batch)
-            flights[server.attempt] = _Flight(batch, worker, server.attempt, time.monotonic())
+            began = time.monotonic()
+            wait = Wait(began + server.workers.deadline.limit("step") + server.setup_seconds)
+            flights[server.attempt] = _Flight(batch, worker, server.attempt, began, wait)
 
     def _slowest(self) -> int:
         return min(self._counts.values(), default=0)
@@ -141,12 +144,14 @@ class AsynchronousUnit(PlacedUnit):
                 try:
                     finished = self._look(flight)
                 except WorkerLost as error:
-                    del flights[flight.attempt]
-                    again.append(flight.batch)
+                    for lost in [other for other in flights.values() if other.worker is error.worker]:
+                        again.append(flights.pop(lost.attempt).batch)
                     self.server.lose(error, time.monotonic() - flight.began)
                     return None
                 if finished:
                     del flights[flight.attempt]
+                    self.server.setup_seconds = 0.0
+                    self.server.workers.deadline.observe("step", time.monotonic() - flight.began)
                     self._counts[flight.worker.name] += 1
                     return flight
             time.sleep(IDLE)
@@ -157,10 +162,8 @@ class AsynchronousUnit(PlacedUnit):
         try:
             arrived = channel.receive(0.0)
         except LinkLost:
-            if channel.lost is not None:
-                raise WorkerLost(flight.worker, str(channel.lost)) from None
-            if channel.quiet_for() > 1.0:
-                self.server.workers.check_quiet()
+            if channel.lost is not None or channel.quiet_for() > 1.0 or time.monotonic() > flight.wait.until:
+                self.server.workers.check(flight.worker, flight.wait)
             return False
         if arrived.attempt != flight.attempt:
             return False

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.split.net.links import Link, LinkLost
-from shoal.split.net.messages import END, PROBE, TENSORS, Message, read_tensors, tensor_message
+from shoal.split.net.messages import END, PROBE, TENSORS, Message, probe_message, read_tensors, tensor_message
 
 DAY = 86400.0
 """For a message to arrive or to go out: whoever waits for it has a limit, and cuts the link."""
@@ -45,12 +44,13 @@ class Channel:
         self.link, self._echo = link, echo
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[Arrived | ShoalError] = queue.SimpleQueue()
-        self._probes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[float] = queue.SimpleQueue()
+        """When each probe came back."""
         self._back: list[Arrived] = []
         self._urgent_in = self._urgent_out = 0
         self.lost: ShoalError | None = None
         self._seen = (time.monotonic(), 0)
-        self._asked = 0
+        self._asked = self._unanswered = 0
         self._threads = [
             threading.Thread(target=target, name=f"shoal-{target.__name__}", daemon=True)
             for target in (self._send_all, self._receive_all)
@@ -66,8 +66,19 @@ class Channel:
 
     def send_message(self, message: Message) -> None:
         """Have a message of another kind sent."""
-        self._asked += message.num_bytes if message.header.kind == PROBE else 0
         self._out.put(message)
+
+    def probe(self, num_bytes: int) -> bool:
+        """Have so many bytes sent that the other side sends back; False where earlier ones have not come back."""
+        while self._unanswered and self.answered_probe(0.0) is not None:
+            pass
+        if self._unanswered:
+            return False
+        message = probe_message(num_bytes)
+        self._asked += message.num_bytes
+        self._unanswered += 1
+        self._out.put(message)
+        return True
 
     def _send_all(self) -> None:
         try:
@@ -132,7 +143,7 @@ class Channel:
         if self._echo:
             self._out.put(message)
         else:
-            self._probes.put(message)
+            self._probes.put(time.monotonic())
 
     def quiet_for(self) -> float:
         """Seconds since this was asked before and bytes have moved, in either direction."""
@@ -141,12 +152,14 @@ class Channel:
             self._seen = (now, moved)
         return now - self._seen[0]
 
-    def answered_probe(self, seconds: float) -> bool:
-        """Whether a probe comes back in so many seconds."""
-        with suppress(queue.Empty):
-            self._probes.get(timeout=max(seconds, 0.001))
-            return True
-        return False
+    def answered_probe(self, seconds: float) -> float | None:
+        """When the probe came back; None where it does not in so many seconds."""
+        try:
+            arrived = self._probes.get(timeout=max(seconds, 0.001))
+        except queue.Empty:
+            return None
+        self._unanswered -= 1
+        return arrived
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

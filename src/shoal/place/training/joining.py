@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
+from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLost, Workers
 from shoal.place.training.roles import Built
 from shoal.place.training.worker import MOMENT, PARAMETER
 from shoal.split.core.moments import load_moments, moments_of
@@ -37,6 +37,10 @@ class Joining:
         self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
         self._store: Any = None
         self._groups = 0
+        self._broken = 0
+        """Times in a row that a transfer among workers has failed."""
+        self.setup_seconds = 0.0
+        """What the next step may take longer, since workers are given the whole state before it."""
         self.ended: list[float] = []
         """When each step ended, by `time.monotonic`."""
         self.pulled = 0
@@ -92,6 +96,7 @@ class Joining:
                 numbers = self._group_numbers(worker)
                 worker.channel.send("setup", 0, tensors, **numbers)
                 worker.fresh, worker.owed = False, False
+                self.setup_seconds = self.workers.state_deadline.limit("setup")
             elif self.built.needs_group:
                 self._flush(worker)
                 worker.channel.send("group", 0, **self._group_numbers(worker))
@@ -120,7 +125,7 @@ class Joining:
             from torch._C._distributed_c10d import TCPStore
 
             self._store = TCPStore(self.workers.address.host, 0, is_master=True, wait_for_workers=False)
-        seconds = min(max(self.workers.deadline.limit("step"), 10.0), 60.0)
+        seconds = min(max(self.workers.deadline.limit("step"), 10.0), 60.0) * 2.0**self._broken
         return numbers | {"store": self._store.port, "group": f"g{self._groups}", "seconds": seconds}
 
     def _front_state(self) -> dict[str, Tensor]:
@@ -144,7 +149,7 @@ class Joining:
             self.attempt += 1
             before = self.workers.traffic.both
             try:
-                moments = self._pull(ready, began + self.workers.deadline.limit("state"))
+                moments = self._pull(ready, Wait(began + self.workers.state_deadline.limit("state")))
             except WorkerLost as error:
                 self.lose(error, time.monotonic() - began)
                 continue
@@ -154,19 +159,20 @@ class Joining:
                 self._regroup(self.workers.live)
                 continue
             self.pulled += self.workers.traffic.both - before
+            self.workers.state_deadline.observe("state", time.monotonic() - began)
             if self.optimizer is not None and moments:
                 load_moments(self.optimizer, self.model, {**moments_of(self.optimizer, self.model), **moments})
             return
 
     @torch.no_grad()
-    def _pull(self, ready: Sequence[Connected], until: float) -> dict[str, Tensor]:
+    def _pull(self, ready: Sequence[Connected], wait: Wait) -> dict[str, Tensor]:
         for place, worker in enumerate(ready):
             tensors, news = self._update_for(worker)
             worker.channel.send("state", self.attempt, tensors, all=place == 0, **news)
         state = {**self.parameters, **dict(self.model.named_buffers())}
         moments: dict[str, Tensor] = {}
         for worker in ready:
-            arrived = self.workers.expect(worker, self.attempt, ("state",), until)
+            arrived = self.workers.expect(worker, self.attempt, ("state",), wait)
             for name, value in arrived.tensors.items():
                 if name.startswith(PARAMETER):
                     state[name.removeprefix(PARAMETER)].copy_(value)

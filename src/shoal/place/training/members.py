@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from shoal.errors import PlaceError, ShoalError
@@ -16,7 +18,8 @@ from shoal.split.net.deadline import Deadline
 from shoal.split.net.handshake import difference
 from shoal.split.net.joining import Admission, Tell
 from shoal.split.net.links import PROBE_SECONDS, Address, Link, LinkLost, measure_speed
-from shoal.split.net.messages import END, probe_message, text_message
+from shoal.split.net.messages import END, text_message
+from shoal.utils.tables import duration
 
 QUIET_SECONDS = 5.0
 """A worker whose link carried nothing for so long is asked whether it is there."""
@@ -24,14 +27,17 @@ PING_SECONDS = 3.0
 """For a process that computes to say that it is."""
 MOST_EXTENSIONS = 4
 """How often a deadline is doubled for workers that answer."""
+SLOW_BYTES, SLOW_SECONDS, SLOW_TIMES = 1 << 16, 0.5, 10
+"""A link is too slow where these bytes there and back take more seconds than this, and so many times the usual."""
 END_SECONDS = 2.0
 
 
 class WorkerLost(ShoalError):
     """A worker is gone: the step is computed again by the others."""
 
-    def __init__(self, worker: Connected, why: str) -> None:
-        self.worker = worker
+    def __init__(self, worker: Connected, why: str, *, aside: bool = False) -> None:
+        """`aside`: it may take part again, once its link is faster."""
+        self.worker, self.aside = worker, aside
         super().__init__(why)
 
 
@@ -62,6 +68,14 @@ class Lost:
     waited: float
 
 
+@dataclass(slots=True)
+class Wait:
+    """How long a step may take; a few times it is extended while workers answer."""
+
+    until: float
+    extensions: int = 0
+
+
 def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
     return Connected(Channel(link), str(request.get("name", "?")))
 
@@ -85,8 +99,12 @@ class Workers:
         most. `patience`: how long a run without any worker waits for one. `offer`: what workers may read before they
         join."""
         self.live: list[Connected] = []
+        self.aside: list[Connected] = []
+        """Those whose links were too slow, and may be faster again."""
         self.lost: list[Lost] = []
         self.deadline = Deadline(fixed=deadline, first=300.0)
+        self.state_deadline = Deadline(fixed=deadline, first=300.0)
+        """For a worker's whole state, which may be far more than what a step sends."""
         self._gone, self._gone_group = Traffic(), 0
         self.ending = ""
         """What workers are sent at the end, where it is no error."""
@@ -108,17 +126,19 @@ class Workers:
     def tell(self, tell: Tell) -> None:
         self._admission.tell = tell
 
-    def check(self) -> None:
+    def check_links(self) -> None:
         """WorkerLost where a link has ended."""
         for worker in self.live:
             if worker.channel.lost is not None:
                 raise WorkerLost(worker, str(worker.channel.lost))
 
     def gather(self) -> None:
-        """Take in those that have joined, and wait where there is none.
+        """Take in those that have joined; where there is none those with slow links, or wait for one.
 
         PlaceError where nobody comes.
         """
+        if not self.live:
+            self._take_back(self.aside)
         self.live += self._admission.arrivals(needed=not self.live)
         if not self.live:
             raise PlaceError(self._admission.nobody())
@@ -129,14 +149,28 @@ class Workers:
         if worker not in self.live:
             return
         self.live.remove(worker)
-        self._gone += worker.channel.link.traffic
-        self._gone_group += worker.group_bytes
         self.lost.append(Lost(step, worker.name, str(error), waited))
         left = f"{len(self.live)} workers are left" if len(self.live) != 1 else "1 worker is left"
         self.tell(
             f"step {step}: lost worker {worker.name} after {waited:.1f} s ({error}); {left}, the step is repeated"
         )
+        if error.aside:
+            self.aside.append(worker)
+        else:
+            self._end(worker)
+
+    def _end(self, worker: Connected) -> None:
+        self._gone += worker.channel.link.traffic
+        self._gone_group += worker.group_bytes
         worker.channel.close()
+
+    def _take_back(self, workers: Sequence[Connected]) -> None:
+        """Have workers whose links were too slow take part again, from the server's state."""
+        for worker in list(workers):
+            self.aside.remove(worker)
+            worker.fresh, worker.owed, worker.news = True, False, {}
+            self.live.append(worker)
+            self.tell(f"worker {worker.name} takes part again")
 
     def drop_dead(self, step: int) -> None:
         """Continue without all whose links have ended."""
@@ -146,25 +180,13 @@ class Workers:
 
     # --- waiting for one ----------------------------------------------------------------------------------------------
 
-    def expect(self, worker: Connected, attempt: int, kinds: Sequence[str], until: float) -> Arrived:
-        """The next message of these kinds that belongs to an attempt; WorkerLost where it does not come.
-
-        Workers whose links are quiet are asked whether they are there; one that does not answer is lost, whoever is
-        waited for. One that answers may take longer than the deadline, though not for ever.
-        """
-        extensions = 0
+    def expect(self, worker: Connected, attempt: int, kinds: Sequence[str], wait: Wait) -> Arrived:
+        """The next message of these kinds that belongs to an attempt; WorkerLost where it does not come."""
         while True:
             try:
-                arrived = worker.channel.receive(min(QUIET_SECONDS / 5, max(until - time.monotonic(), 0.01)))
-            except LinkLost as error:
-                if worker.channel.lost is not None:
-                    raise WorkerLost(worker, str(worker.channel.lost)) from error
-                self.check_quiet()
-                if time.monotonic() > until:
-                    if extensions == MOST_EXTENSIONS:
-                        raise WorkerLost(worker, "it answers, but does not finish") from error
-                    extensions += 1
-                    until = time.monotonic() + 2.0**extensions * PING_SECONDS
+                arrived = worker.channel.receive(min(QUIET_SECONDS / 5, max(wait.until - time.monotonic(), 0.01)))
+            except LinkLost:
+                self.check(worker, wait)
                 continue
             except ShoalError as error:
                 raise WorkerLost(worker, str(error)) from error
@@ -177,32 +199,60 @@ class Workers:
             if arrived.what in kinds:
                 return arrived
 
-    def check_quiet(self) -> None:
+    def check(self, worker: Connected, wait: Wait) -> None:
+        """Nothing has come from a worker yet: WorkerLost where it, or another one, is gone or too slow.
+
+        Workers whose links are quiet are asked whether they are there; one that does not answer is lost, whoever is
+        waited for. One that answers may take longer than the deadline, though not for ever.
+        """
+        self.check_links()
+        self._check_quiet()
+        if time.monotonic() < wait.until:
+            return
+        self.check_slow()
+        if wait.extensions == MOST_EXTENSIONS:
+            self.deadline.missed("step")
+            raise WorkerLost(worker, "it answers, but does not finish")
+        wait.extensions += 1
+        wait.until = time.monotonic() + 2.0**wait.extensions * PING_SECONDS
+
+    def _check_quiet(self) -> None:
         """Ask workers that have been quiet whether they are there; WorkerLost for the first one that is not."""
         quiet = [worker for worker in self.live if worker.channel.quiet_for() > QUIET_SECONDS]
-        for worker in quiet:
-            if worker.channel.lost is not None:
-                raise WorkerLost(worker, str(worker.channel.lost))
-            worker.channel.send_message(probe_message(0))
-        until = time.monotonic() + PING_SECONDS
-        for worker in quiet:
-            if (
-                not worker.channel.answered_probe(until - time.monotonic())
-                and worker.channel.quiet_for() > PING_SECONDS
-            ):
+        for worker, seconds in _ask(quiet, 0):
+            if seconds is None and worker.channel.quiet_for() > PING_SECONDS:
                 raise WorkerLost(worker, f"it did not answer for {worker.channel.quiet_for():.0f} s")
+
+    def check_slow(self) -> None:
+        """WorkerLost where one worker's link is far slower than those of the others."""
+        took = {worker: math.inf if seconds is None else seconds for worker, seconds in _ask(self.live, SLOW_BYTES)}
+        if len(took) < 2:
+            return
+        slowest = max(took, key=lambda worker: took[worker])
+        usual = median(seconds for worker, seconds in took.items() if worker is not slowest)
+        if took[slowest] > max(SLOW_SECONDS, SLOW_TIMES * usual):
+            why = f"its link is too slow: {SLOW_BYTES:,} bytes there and back take {_seconds(took[slowest])}"
+            raise WorkerLost(slowest, f"{why}, with others {_seconds(usual)}", aside=True)
+
+    def check_aside(self) -> None:
+        """Take workers back whose links are fast enough again."""
+        for worker in [worker for worker in self.aside if worker.channel.lost is not None]:
+            self.aside.remove(worker)
+            self._end(worker)
+        took = _ask(self.aside, SLOW_BYTES)
+        self._take_back([worker for worker, seconds in took if seconds is not None and seconds <= SLOW_SECONDS])
 
     # --- what it cost, and the end ------------------------------------------------------------------------------------
 
     @property
     def traffic(self) -> Traffic:
         """Bytes at the sockets of all links with workers so far, as they are counted here."""
-        return sum((worker.channel.link.traffic for worker in self.live), self._gone)
+        return sum((worker.channel.link.traffic for worker in (*self.live, *self.aside)), self._gone)
 
     @property
     def group_bytes(self) -> int:
         """Bytes that workers have sent to each other."""
-        return sum(worker.group_bytes for worker in self.live) + self._gone_group
+        return sum(worker.group_bytes for worker in (*self.live, *self.aside)) + self._gone_group
 
     def probe(self) -> LinkRates:
         """How fast the slowest link is, measured; between two steps."""
@@ -211,7 +261,8 @@ class Workers:
 
     def close(self, why: str = "") -> None:
         """End the run for the workers; `why`: the error, if there was one."""
-        self.live += self._admission.close()
+        self.live += [*self.aside, *self._admission.close()]
+        self.aside = []
         for worker in self.live:
             worker.channel.send_message(text_message(END, why))
         until = time.monotonic() + END_SECONDS
@@ -221,9 +272,7 @@ class Workers:
                 while True:
                     worker.channel.receive(until - time.monotonic())  # it closes the link: then it knows
         for worker in self.live:
-            self._gone += worker.channel.link.traffic
-            self._gone_group += worker.group_bytes
-            worker.channel.close()
+            self._end(worker)
         self.live = []
 
 
@@ -239,8 +288,22 @@ def _probe(worker: Connected) -> LinkRates:
     """How fast a worker's link is, by messages that come back."""
 
     def send(size: int) -> None:
-        worker.channel.send_message(probe_message(size))
-        if not worker.channel.answered_probe(PROBE_SECONDS):
+        if not worker.channel.probe(size) or worker.channel.answered_probe(PROBE_SECONDS) is None:
             raise WorkerLost(worker, f"it does not answer a probe for {PROBE_SECONDS:g} s")
 
     return LinkRates.parse(measure_speed(send))
+
+
+def _ask(workers: Sequence[Connected], size: int) -> list[tuple[Connected, float | None]]:
+    """Send so many bytes to workers, which send them back; seconds that this took, None: more than PING_SECONDS.
+
+    One that still owes an earlier answer is not asked again: its link has enough to carry.
+    """
+    began = time.monotonic()
+    asked = [worker for worker in workers if worker.channel.probe(size)]
+    arrived = {id(worker): worker.channel.answered_probe(began + PING_SECONDS - time.monotonic()) for worker in asked}
+    return [(worker, None if (at := arrived.get(id(worker))) is None else at - began) for worker in workers]
+
+
+def _seconds(seconds: float) -> str:
+    return f"more than {PING_SECONDS:g} s" if seconds == math.inf else duration(seconds)

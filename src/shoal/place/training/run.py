@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from shoal.storage.run_folder import RunFolder
 
 TURN_SECONDS = 1.0
+LOOK_TIMES = 50
+"""Times what a look at the links takes: when the next one may be."""
 MOST_LOST_STATES = 20
 """Times that a run goes back to its last checkpoint."""
 
@@ -105,7 +107,7 @@ class PlacedRun(UnitListener):
         self.next: Placement | None = None
         """How to continue, once the links have changed."""
         self._snapshot: dict[str, Any] | None = None
-        self._saved = self._probed = time.monotonic()
+        self._saved, self._next_look = time.monotonic(), 0.0
         self._interrupted = False
         self._lost_states = 0
         self.report = PlacedReport(
@@ -202,13 +204,16 @@ class PlacedRun(UnitListener):
 
     def _look_at_link(self) -> None:
         """Measure the links, between two steps; where they have changed by more than a quarter, twice in a row, ask for
-        another placement."""
-        if self._replan is None or not self.workers.live:
+        another placement. It is done as often as it takes a fiftieth of the time."""
+        began = time.monotonic()
+        if began < self._next_look:
             return
-        try:
-            link = self.workers.probe()
-        except WorkerLost:
-            return  # the next step finds out which
+        self.workers.check_aside()
+        link = self._probe()
+        now = time.monotonic()
+        self._next_look = now + LOOK_TIMES * (now - began)
+        if link is None or self._replan is None:
+            return
         if self._link is None:
             self._link = link
             return
@@ -222,6 +227,14 @@ class PlacedRun(UnitListener):
         line = f"step {self.member.step}: the links are {times:.2f} times as fast as they were; {what}"
         self.report.notes.append(line)
         self.workers.tell(line)
+
+    def _probe(self) -> Link | None:
+        if self._replan is None or not self.workers.live:
+            return None
+        try:
+            return self.workers.probe()
+        except WorkerLost:
+            return None  # the next step finds out which
 
     def _interrupt(self) -> None:
         self._interrupted = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from shoal.place.training.back import Back, Computed, take_rows
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.joining import Joining, StateLost
-from shoal.place.training.members import Connected, GroupBroken, WorkerLost, Workers
+from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLost, Workers
 from shoal.place.training.roles import Built, chunks
 
 MOST_BROKEN = 5
@@ -86,7 +86,6 @@ class Server(Joining):
         """Of the gradients that workers have, for clipping."""
         self._front_draws = True
         self._buffers = Buffers(self.model)
-        self._broken = 0
         self._batches = 0
         self.marks: list[Mark] = []
         """After the first batch and the last one."""
@@ -103,24 +102,15 @@ class Server(Joining):
             for parameter in self.parameters.values():
                 parameter.grad = None
             try:
-                self.workers.check()
+                self.workers.check_links()
                 self.take_in()
                 done = self._attempt(batch, began)
             except WorkerLost as error:
                 self.lose(error, time.monotonic() - began)
             except GroupBroken as error:
-                self._broken += 1
-                if self._sharded:
-                    raise StateLost(f"sharded parameters may differ between workers ({error})") from None
-                self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
-                if self._broken >= MOST_BROKEN:
-                    raise PlaceError(
-                        f"workers cannot reach each other ({error}); check the network between them"
-                    ) from None
-                time.sleep(0.2)  # where a worker has died, its link ends too
-                self._regroup([worker for worker in self.workers.live if worker.channel.lost is None])
+                self._mend_group(error, began)
             else:
-                self._broken = 0
+                self._broken, self.setup_seconds = 0, 0.0
                 self._add(held)
                 self._batches += 1
                 moved = self.workers.traffic.both - self.pulled
@@ -128,6 +118,22 @@ class Server(Joining):
                 return done
             self._buffers.restore()
             torch.set_rng_state(drawn)
+
+    def _mend_group(self, error: GroupBroken, began: float) -> None:
+        """Have the workers make another group, without one whose link is too slow."""
+        self._broken += 1
+        try:
+            self.workers.check_slow()
+        except WorkerLost as slow:
+            self.lose(slow, time.monotonic() - began)
+            return
+        if self._sharded:
+            raise StateLost(f"sharded parameters may differ between workers ({error})")
+        self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
+        if self._broken >= MOST_BROKEN:
+            raise PlaceError(f"workers cannot reach each other ({error}); check the network between them")
+        time.sleep(0.2)  # where a worker has died, its link ends too
+        self._regroup([worker for worker in self.workers.live if worker.channel.lost is None])
 
     def _add(self, held: Mapping[str, Tensor | None]) -> None:
         """Add the gradients of the batches before, in this optimizer step."""
@@ -138,15 +144,15 @@ class Server(Joining):
 
     def _attempt(self, batch: Batch, began: float) -> Done:
         self.attempt += 1
-        until = began + self.workers.deadline.limit("step")
+        wait = Wait(began + self.workers.deadline.limit("step") + self.setup_seconds)
         shares, local = self._send_tasks(batch)
         if local:
             done = None
         else:
-            done = self._exchange(batch, [share for share in shares if share.counts], until)
+            done = self._exchange(batch, [share for share in shares if share.counts], wait)
             if done.loss - done.loss != 0.0:
                 return done
-        pushed, ends = self._collect(shares, until)
+        pushed, ends = self._collect(shares, wait)
         self.squares = sum(float(end.numbers.get("squares", 0.0)) for end in ends)
         for name in self.built.held_by_server:
             total = self.parameters[name].grad
@@ -155,7 +161,11 @@ class Server(Joining):
             self.parameters[name].grad = total
         if done is None:
             done = self._mean(ends)
-        self.workers.deadline.observe("step", time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if self.setup_seconds:
+            self.workers.state_deadline.observe("setup", seconds)
+        else:
+            self.workers.deadline.observe("step", seconds)
         return done
 
     def _send_tasks(self, batch: Batch) -> tuple[list[_Share], bool]:
@@ -174,9 +184,18 @@ class Server(Joining):
                 shares.append(_Share(worker, first, size, chunks(max(size, 1), count)))
             first += size
         leader = next(share for share in shares if share.counts)
+        scale = batch.factor
+        if local and self.scaler is not None:
+            scale *= float(self.scaler.scale(torch.ones((), device=self.member.device)))
         for share in shares:
             rows = batch.rows[share.first : share.first + share.rows] if share.counts else batch.rows[:1]
-            fields = {"chunks": count, "most_rows": max(sizes), "local": local, "leader": share is leader}
+            fields = {
+                "scale": scale,
+                "chunks": count,
+                "most_rows": max(sizes),
+                "local": local,
+                "leader": share is leader,
+            }
             self._send_task(share, rows, batch, fields)
         return shares, local
 
@@ -189,7 +208,7 @@ class Server(Joining):
             tensors["rng"] = torch.get_rng_state() if rng is None else rng
         share.worker.channel.send(
             "task", self.attempt, tensors, **news, total=len(batch.rows), first=share.first, counts=share.counts,
-            epoch=batch.epoch, scale=batch.factor, **fields,
+            epoch=batch.epoch, **fields,
         )  # fmt: skip
 
     def begin_alone(self, worker: Connected, batch: Batch) -> None:
@@ -197,28 +216,25 @@ class Server(Joining):
         self.attempt += 1
         total = len(batch.rows)
         share = _Share(worker, 0, total, chunks(total, 1))
-        fields = {"chunks": 1, "most_rows": total, "local": self.built.whole, "leader": False}
+        fields = {"scale": batch.factor, "chunks": 1, "most_rows": total, "local": self.built.whole, "leader": False}
         seed = int(torch.randint(2**62, ()))  # its masks are its own: nobody else has its rows
         self._send_task(share, batch.rows, batch, fields, torch.Generator().manual_seed(seed).get_state())
 
-    def _exchange(self, batch: Batch, shares: list[_Share], until: float) -> Done:
+    def _exchange(self, batch: Batch, shares: list[_Share], wait: Wait) -> Done:
         """Receive what is at the cut, compute the server's layers, send the gradients back: in micro-batches where the
         result is that of the whole batch."""
         total, count = len(batch.rows), len(shares[0].parts)
         draws = JoinedDraws(total)
-        arrived = [self._cut(share, 0, until) for share in shares]
+        cuts: Iterator[list[list[Tensor]]]
+        cuts = ([self._cut(share, chunk, wait) for share in shares] for chunk in range(count))
         if count > 1 and self.back.splits is None:
-            every = [arrived, *([self._cut(share, i, until) for share in shares] for i in range(1, count))]
-            whole = self._joined(shares, every)
-            self.back.can_split(whole, batch.content, total)
-            return self._whole(batch, shares, every, draws)
+            every = list(cuts)
+            self.back.can_split(self._joined(shares, every), batch.content, total)
+            cuts = iter(every)
         if count == 1 or not self.back.splits:
-            every = [arrived, *([self._cut(share, i, until) for share in shares] for i in range(1, count))]
-            return self._whole(batch, shares, every, draws)
+            return self._whole(batch, shares, list(cuts), draws)
         losses, logs = 0.0, dict[str, float]()
-        for chunk in range(count):
-            if chunk:
-                arrived = [self._cut(share, chunk, until) for share in shares]
+        for chunk, arrived in enumerate(cuts):
             rows = torch.cat([share.index(chunk) for share in shares])
             weight, some = len(rows) / total, take_rows(batch.content, rows)
             made = self.back.compute(self.back.join(arrived), some, draws, rows, batch.factor * weight, self.scaler)
@@ -244,8 +260,8 @@ class Server(Joining):
         by_worker = [[every[chunk][place] for chunk in range(len(every))] for place in range(len(shares))]
         return self.back.join([part for parts in by_worker for part in parts])
 
-    def _cut(self, share: _Share, chunk: int, until: float) -> list[Tensor]:
-        arrived = self.workers.expect(share.worker, self.attempt, ("cut",), until)
+    def _cut(self, share: _Share, chunk: int, wait: Wait) -> list[Tensor]:
+        arrived = self.workers.expect(share.worker, self.attempt, ("cut",), wait)
         tensors = arrived.tensors
         if chunk == 0 and share.first == 0:
             self._front_draws = "rng" in tensors
@@ -271,13 +287,13 @@ class Server(Joining):
                     tensors[str(place)] = gradient
             share.worker.channel.send("gradients", self.attempt, tensors, chunk=chunk)
 
-    def _collect(self, shares: Sequence[_Share], until: float) -> tuple[list[dict[str, Tensor]], list[Arrived]]:
+    def _collect(self, shares: Sequence[_Share], wait: Wait) -> tuple[list[dict[str, Tensor]], list[Arrived]]:
         """Gradients that workers push, and the end of their work."""
         pushed, ends = list[dict[str, Tensor]](), list[Arrived]()
         for share in shares:
             gradients: dict[str, Tensor] = {}
             while True:
-                arrived = self.workers.expect(share.worker, self.attempt, ("pushed", "done"), until)
+                arrived = self.workers.expect(share.worker, self.attempt, ("pushed", "done"), wait)
                 if arrived.what == "done":
                     break
                 gradients |= {name: tensor.to(self.member.device) for name, tensor in arrived.tensors.items()}

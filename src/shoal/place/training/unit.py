@@ -20,6 +20,8 @@ class PlacedUnit(SerialUnit):
     def __init__(self, member: Member, server: Server) -> None:
         super().__init__(member)
         self.server = server
+        self._factor: float | None = None
+        """By which the gradients of the last step were clipped."""
         server.optimizer, server.scaler = self.optimizer, self.scaler
 
     def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
@@ -37,36 +39,25 @@ class PlacedUnit(SerialUnit):
         if done.loss - done.loss != 0.0:
             return done.loss, done.logs
         apply = place + 1 == group_start + group
-        clip, options = None, [_plain(parameters) for parameters in self.optimizer.param_groups] if apply else []
+        options = [_plain(parameters) for parameters in self.optimizer.param_groups] if apply else []
+        self._factor = None
         if apply:
-            clip = self._clip_all()
-            self._update()
-        self.server.committed(apply=apply, clip=clip, options=options)
+            self._apply()
+        self.server.committed(apply=apply, clip=self._factor, options=options)
         if apply and self.schedule is not None and job.schedule_every == "step":
             self._rate = self._current_rate()
             self._move()
         return done.loss, done.logs
 
-    def _update(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-            return
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts as a step
-
-    def _clip_all(self) -> float | None:
-        """Scale all gradients, those of the workers too, to the job's largest norm; the factor."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+    def _clip(self) -> None:
+        """Scale all gradients, those of the workers too, to the job's largest norm."""
         if self.job.clip_norm is None:
-            return None
+            return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
-        factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
+        self._factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
         for gradient in gradients:
-            gradient.mul_(factor)
-        return factor
+            gradient.mul_(self._factor)
 
     def write_back(self, slots: list[int] | None = None) -> None:
         self.server.pull()
