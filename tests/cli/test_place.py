@@ -30,6 +30,9 @@ class Looks(nn.Module):
 
 def looks():
     return Looks(), torch.zeros(2, 4)
+
+def number():
+    return 3
 """
 
 
@@ -66,6 +69,8 @@ def test_json_of_a_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["net.py:network", "--workers", "0"], "workers is 0"),
         (["net.py:network", "--picture", "placement.txt"], "no kind of picture"),
         (["net.py:missing"], "has no 'missing'"),
+        (["net.py:number"], "return a shoal.Job, or a network and a sample"),
+        (["net.py:job", "--run", "--out", "placement.json"], "--out is for planning"),
     ],
 )
 def test_errors_are_one_line(

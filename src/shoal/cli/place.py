@@ -76,6 +76,9 @@ def place(
     first process is the server, the others are workers, and the job is trained.
     """
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
+        planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
+        if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
+            raise ValueError(f"{name} is for planning; leave it out with --run, where the job's own batch is divided")
         wanted = {
             "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
             "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
@@ -140,6 +143,8 @@ def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
     """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
     from torch import nn
 
+    from shoal import Job
+
     where, _, name = target.rpartition(":")
     if where and not target.lower().endswith(FILE_ENDS):
         from shoal.jobfile.importing import get_attribute, import_code
@@ -148,6 +153,9 @@ def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
         made = value() if callable(value) and not isinstance(value, nn.Module) else value
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             return made[0], made[1], None, "sgd"
+        if not isinstance(made, (Job, list)):
+            kind = type(made).__name__
+            raise ValueError(f"{target} gives {kind}; return a shoal.Job, or a network and a sample of its inputs")
         return network_of(check_jobs(made, target), target, workers)
     return network_of(load_target(target).jobs, target, workers)
 
