@@ -8,7 +8,8 @@ Three attacks on the same job, for each way to synchronise:
   joins. The result is held against the plain loop in float64.
 - server: the server and its workers get SIGKILL at random moments, and the same call resumes. The result is held
   against that of an undisturbed run, bit for bit.
-- link (as root, where there is tc): the link of one worker is slowed to a crawl in the middle of a run.
+- link (as root, where there is tc): the link of one worker, or those of all, get a hundredth of their rate in the
+  middle of a run, or carry nothing any more. The result is held against the plain loop.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ from shoal.split.net.links import Address
 WORKERS = 4
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
 SETTINGS = make_settings("cpu", None, 1, "auto", "5s", False, "fifo")
+EXACT = make_settings("cpu", None, 1, "auto", "5s", True, "fifo")
+"""deterministic=True: the network is not placed again, so that a resumed run has the same bits."""
 
 
 class Slowly(nn.Module):
@@ -62,22 +65,30 @@ class Slowly(nn.Module):
         return x
 
 
-def network() -> nn.Module:
+def network(width: int = 64) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.2), Slowly(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3),
-        nn.Linear(64, 5),
+        nn.Linear(20, width), nn.ReLU(), nn.Dropout(0.2), Slowly(), nn.Linear(width, width), nn.ReLU(),
+        nn.Dropout(0.3), nn.Linear(width, 5),
     ).double()  # fmt: skip
 
 
-def make_job(steps: int) -> shoal.Job:
+def make_job(steps: int, width: int = 64) -> shoal.Job:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(480, 20, generator=draw, dtype=torch.float64), torch.randint(0, 5, (480,), generator=draw)
-    return shoal.Job(model=network, data=(x, y), loss=F.cross_entropy, optimizer=torch.optim.AdamW,
+    return shoal.Job(model=partial(network, width), data=(x, y), loss=F.cross_entropy, optimizer=torch.optim.AdamW,
                      hparams={"lr": 1e-3}, batch_size=32, steps=steps, seed=1)  # fmt: skip
 
 
 def make_placement(job: shoal.Job, sync: Sync) -> Placement:
-    return place(network(), job.data[0][:8], workers=WORKERS, link="1Gbit", cut="6", sync=sync, measure=False)
+    return place(
+        job.model(),
+        job.data[0][:8],  # type: ignore[operator]
+        workers=WORKERS,
+        link="1Gbit",
+        cut="6",
+        sync=sync,
+        measure=False,
+    )
 
 
 def largest_difference(ours: shoal.Result, theirs: shoal.Result) -> float:
@@ -164,13 +175,13 @@ def attack_workers(sync: Sync, kills: int, stops: int, steps: int, seed: int) ->
 def serve(sync: Sync, steps: int, folder: str) -> None:
     """One process: the server, with its workers."""
     job = make_job(steps)
-    settings = make_settings("cpu", None, 1, "auto", "0.2s", False, "fifo")
+    settings = make_settings("cpu", None, 1, "auto", "0.2s", True, "fifo")
     train_placed(job, make_placement(job, sync), settings, out=folder)
 
 
 def attack_server(sync: Sync, kills: int, steps: int, seed: int) -> dict[str, Any]:
     job, draw = make_job(steps), random.Random(seed)
-    (undisturbed,) = train_placed(job, make_placement(job, sync), SETTINGS)
+    (undisturbed,) = train_placed(job, make_placement(job, sync), EXACT)
     began, killed, left = time.monotonic(), 0, list[float]()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--serve", sync, "--steps", str(steps), "--folder", f"{folder}/run"]
@@ -188,7 +199,7 @@ def attack_server(sync: Sync, kills: int, steps: int, seed: int) -> dict[str, An
             if alone:
                 left.append(_wait_for_end(process.pid, moment))
         returned = process.returncode
-        (result,) = train_placed(job, make_placement(job, sync), SETTINGS, out=f"{folder}/run")
+        (result,) = train_placed(job, make_placement(job, sync), EXACT, out=f"{folder}/run")
     return {
         "attack": "server", "sync": sync, "steps": steps, "kills": killed, "seconds": time.monotonic() - began,
         "returned": returned, "status": result.status, "same_bits_as_undisturbed": same_bits(result, undisturbed),
@@ -211,28 +222,45 @@ def _wait_for_end(group: int, moment: float) -> float:
 # --- a link ---------------------------------------------------------------------------------------------------------
 
 
-def attack_link(sync: Sync, rate: str, steps: int) -> dict[str, Any]:
-    """One worker's link gets this rate after some steps."""
-    job, turns = make_job(steps), [0]
+FAULTS = ("crawls", "stalls", "stalls for a while", "all crawl")
+"""What happens to the link of one worker, or to those of all: a hundredth of the rate, or nothing passes."""
+
+
+def attack_link(sync: Sync, fault: str, steps: int) -> dict[str, Any]:
+    """Links that change in the middle of a run."""
+    job, turns, notes = make_job(steps, width=256), list[float](), list[str]()
+    settings = make_settings("cpu", None, 1, "auto", "5s", False, "fifo")
     with shaped(1 + WORKERS, "100mbit") as links:
-        device = f"sh{os.getpid() % 100000}v2"
+        devices = {number: f"sh{os.getpid() % 100000}v{number}" for number in range(1, 1 + WORKERS)}
+
+        def change() -> None:
+            if fault.startswith("stalls"):
+                subprocess.run(["ip", "link", "set", devices[2], "down"], check=True)
+                return
+            for number in devices if fault == "all crawl" else (2,):
+                limit = ["root", "tbf", "rate", "1mbit", "burst", "2kb", "latency", "10s"]
+                for where, device in (([], devices[number]), (["-n", links.names[number]], "eth0")):
+                    subprocess.run(["tc", *where, "qdisc", "replace", "dev", device, *limit], check=True)
 
         def listen(event: shoal.Event) -> None:
-            turns[0] += event.kind == "turn"
-            if event.kind == "turn" and turns[0] == 3:
-                for command in (["tc"], ["tc", "-n", links.names[2]]):
-                    name = device if len(command) == 1 else "eth0"
-                    limit = ["tbf", "rate", rate, "burst", "2kb", "latency", "100s"]
-                    subprocess.run([*command, "qdisc", "replace", "dev", name, "root", *limit], check=True)
+            if event.kind == "turn":
+                turns.append(time.monotonic())
+                if len(turns) == 3:
+                    change()
+            if event.kind == "note":
+                notes.append(event.data["text"])
+                if fault == "stalls for a while" and "lost worker" in notes[-1]:
+                    subprocess.run(["ip", "link", "set", devices[2], "up"], check=True)
 
         began = time.monotonic()
         (result,) = train_placed(
-            job, make_placement(job, sync), SETTINGS, events=listen, address=Address(links.host, 0),
+            job, make_placement(job, sync), settings, events=listen, address=Address(links.host, 0),
             enter=lambda number: links.enter(1 + number),
         )  # fmt: skip
     return {
-        "attack": "link", "sync": sync, "rate": rate, "steps": steps, "seconds": time.monotonic() - began,
-        "lost": result.split.lost, "status": result.status, "error": result.error,
+        "attack": "link", "sync": sync, "fault": fault, "steps": steps, "seconds": time.monotonic() - began,
+        "lost": result.split.lost, "notes": notes, "status": result.status, "error": result.error,
+        "longest_time_without_a_turn": max((b - a for a, b in pairwise(turns)), default=0.0),
         "largest_difference": largest_difference(result, shoal.solo(job)),
     }  # fmt: skip
 
@@ -247,16 +275,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", default=",".join(SYNCS), help="with commas")
     parser.add_argument("--attacks", default="workers,server,link", help="with commas")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="of links, with commas")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.steps, options.folder)
         return
-    attacks: dict[str, Any] = {
-        "workers": lambda sync: attack_workers(sync, options.kills, options.stops, options.steps, options.seed),
-        "server": lambda sync: attack_server(sync, options.server_kills, options.steps, options.seed),
-        "link": partial(attack_link, rate="1kbit", steps=min(options.steps, 300)),
+    attacks: dict[str, list[Any]] = {
+        "workers": [lambda sync: attack_workers(sync, options.kills, options.stops, options.steps, options.seed)],
+        "server": [lambda sync: attack_server(sync, options.server_kills, options.steps, options.seed)],
+        "link": [partial(attack_link, fault=fault, steps=options.steps) for fault in options.faults.split(",")],
     }
     rows = []
     for name in options.attacks.split(","):
@@ -264,8 +293,9 @@ def main() -> None:
             print(reason)
             continue
         for sync in options.sync.split(","):
-            rows.append(attacks[name](sync))
-            print(json.dumps(rows[-1]), flush=True)
+            for attack in attacks[name]:
+                rows.append(attack(sync))
+                print(json.dumps(rows[-1]), flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps({**stamp("cpu", 1), "rows": rows}, indent=1) + "\n")
 

@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each way of a case")
     parser.add_argument("--networks", default=",".join(PIXELS), help="with commas")
+    parser.add_argument("--rates", default=",".join(reversed(RATES)), help="to measure at, with commas")
     parser.add_argument("--ddp", action="store_true", help=f"also torch's {DDP}")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
@@ -264,7 +265,7 @@ def _measure_all(
     saved: dict[str, Any], graphs: Mapping[str, LayerGraph], until: float, options: argparse.Namespace
 ) -> None:
     saved |= stamp("cpu", 1)
-    every = [(rate, network, rows) for rate in reversed(RATES) for network in graphs for rows in ROWS]
+    every = [(rate, network, rows) for rate in options.rates.split(",") for network in graphs for rows in ROWS]
     for wanted in range(1, options.rounds + 1):
         for rate, network, rows in every:
             if not wait_for_quiet(until):
