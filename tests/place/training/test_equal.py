@@ -46,6 +46,29 @@ def test_a_scaler_at_the_server(cut: int) -> None:
         assert torch.allclose(result.model.state_dict()[name], value, atol=2e-3), name
 
 
+class Noisy(nn.Module):
+    """Noise, and stochastic depth as transformers and torchvision draw it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (0.7 + torch.rand((len(x), 1), dtype=x.dtype, device=x.device)).floor_()
+        also = torch.empty(len(x), 1, dtype=x.dtype, device=x.device).bernoulli_(0.8)
+        return x + kept * also * self.fc(x) + 0.1 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_noise_with_rows(micro_batches: int) -> None:
+    job = job_of(lambda: nn.Sequential(nn.Linear(12, 16), Noisy(), Noisy(), nn.Linear(16, 3)), rows(12))
+    assert largest_difference(trained(job, placement_of(job, "1.fc", micro_batches=micro_batches)), job) < 1e-9
+    assert (
+        largest_difference(trained(job, placement_of(job, "2.fc", "allreduce", micro_batches=micro_batches)), job)
+        < 1e-9
+    )
+
+
 @pytest.mark.parametrize("sync", ["server", "factors"])
 def test_micro_batches_with_dropout_on_both_sides(sync: str) -> None:
     job = job_of(mlp, rows(12), clip_norm=0.5, accumulate=2, schedule=lambda step: 0.9**step)

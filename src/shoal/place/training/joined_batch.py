@@ -1,8 +1,8 @@
 """Layers whose result depends on the whole batch, where its rows are computed in several places.
 
-Dropout: ordinary training draws one mask for all rows. Every process that computes some of the rows draws the same mask
-for all of them, from the same random state, and takes its own rows: the result is that of ordinary training, however
-the rows are shared.
+Dropout, and noise with as many rows: ordinary training draws it for all rows at once. Every process that computes some
+of the rows draws the same for all of them, from the same random state, and takes its own rows: the result is that of
+ordinary training, however the rows are shared.
 
 Batch norm, "joined": its statistics are those of the joined batch, in both passes, as in ordinary training. Workers
 exchange two numbers for each channel and layer in each pass. "own": each worker uses the statistics of its own rows,
@@ -12,7 +12,7 @@ and the running averages of the first worker are taken, as in DistributedDataPar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 MASKS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+NOISE = (torch.rand, torch.randn)
+NOISE_LIKE = (torch.rand_like, torch.randn_like)
+NOISE_IN_PLACE = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
+"""Stochastic depth draws one number for each row by one of these."""
 
 
 class JoinedDraws(TorchFunctionMode):
-    """Inside, dropout draws for all rows of the joined batch and uses those of this process.
+    """Inside, dropout and noise are drawn for all rows of the joined batch, and those of this process are used.
 
     Other random functions draw as they do anywhere; their results then depend on how the rows are shared.
     """
@@ -36,11 +40,11 @@ class JoinedDraws(TorchFunctionMode):
         super().__init__()
         self.total = total
         self._rows = torch.arange(total)
-        self._masks: list[Tensor] = []
+        self._draws: list[Tensor] = []
         self._place = 0
 
     def rows(self, rows: Tensor) -> JoinedDraws:
-        """For the next forward pass over these rows of the joined batch; masks that were drawn are used again."""
+        """For the next forward pass over these rows of the joined batch; what was drawn is used again."""
         self._rows, self._place = rows, 0
         return self
 
@@ -50,25 +54,40 @@ class JoinedDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in MASKS:
             return self._dropout(func, *args, **kwargs)
+        if func in NOISE:
+            return self._noise(func, *args, **kwargs)
+        if func in NOISE_LIKE and self._has_rows(args[0].shape):
+            return self._drawn(lambda: func(_ones(args[0], self.total), *args[1:], **kwargs))
+        if func in NOISE_IN_PLACE and self._has_rows(args[0].shape) and not any(map(_is_tensor, args[1:])):
+            return args[0].copy_(self._drawn(lambda: func(_ones(args[0], self.total), *args[1:], **kwargs)))
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _has_rows(self, size: Sequence[int]) -> bool:
+        return bool(size) and size[0] == len(self._rows)
+
+    def _noise(self, func: Any, *size: Any, **kwargs: Any) -> Tensor:
+        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+        if not self._has_rows(shape):
+            return func(*size, **kwargs)  # type: ignore[no-any-return]
+        return self._drawn(lambda: func((self.total, *shape[1:]), **kwargs))
 
     def _dropout(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         if not training or p == 0.0 or len(input) != len(self._rows):
             return func(input, p, training, inplace)  # type: ignore[no-any-return]
-        mask = self._mask(func, input, p)
+        mask = self._drawn(lambda: func(_ones(input, self.total), p, True))  # divided by the share that stays
         return input.mul_(mask) if inplace else input * mask
 
-    def _mask(self, func: Any, like: Tensor, p: float) -> Tensor:
-        """The mask's rows, divided by the share that stays, as torch multiplies by it."""
-        if self._place == len(self._masks):
-            self._masks.append(func(_ones(like, self.total), p, True))
-        mask = self._masks[self._place]
+    def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
+        """This process's rows of what is drawn for all of them."""
+        if self._place == len(self._draws):
+            self._draws.append(draw())
+        every = self._draws[self._place]
         self._place += 1
-        return mask[self._rows.to(mask.device)]
+        return every[self._rows.to(every.device)]
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -88,6 +107,10 @@ class JoinedDraws(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         return self._dropout(F.dropout, scores.softmax(-1), dropout_p) @ value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _ones(like: Tensor, total: int) -> Tensor:
