@@ -71,6 +71,8 @@ def test_json_of_a_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["net.py:missing"], "has no 'missing'"),
         (["net.py:number"], "return a shoal.Job, or a network and a sample"),
         (["net.py:job", "--run", "--out", "placement.json"], "--out is for planning"),
+        (["net.py:job", "--run", "--workers", "0"], "workers is 0"),
+        (["net.py:job", "--run", "--patience", "-1"], "--patience is -1"),
     ],
 )
 def test_errors_are_one_line(

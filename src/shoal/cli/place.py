@@ -193,6 +193,8 @@ def run_placed(
     from shoal.settings import make_settings
     from shoal.split.net.launch import Torchrun
 
+    if not patience > 0:
+        raise ValueError(f"--patience is {patience:g}; use seconds above 0")
     read = load_target(target)
     started = Torchrun.read()
     settings = make_settings(device, None, None, "auto", "60s", False, "fifo")
@@ -202,6 +204,8 @@ def run_placed(
         if started is None:
             results = train_job(job, _plan(job, placement, wanted), settings, out=folder, progress=tell is not None)
         else:
+            if started.world < 2:
+                raise ValueError("torchrun started one process; a server and a worker are two: --nproc-per-node 2")
             if started.rank == 0:
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
             planned = _plan(job, placement, wanted) if started.rank == 0 else None
@@ -222,8 +226,6 @@ def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
         return Placement.load(path)
     workers, cut = workers_of(wanted["workers"]), wanted["cut"]
     count = workers if isinstance(workers, int) else len(workers)
-    if count < 1:
-        raise ValueError("torchrun started one process; a server and a worker are at least two: --nproc-per-node 2")
     model, sample, rows, optimizer = network_of([job], "the target", count)
     if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()):
         cut = int(cut)

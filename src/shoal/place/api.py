@@ -268,6 +268,8 @@ def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile
     if isinstance(profile, Placement):
         server = profile.profile["server"]
         return Profile.from_dict(profile.profile["worker"]), None if server is None else Profile.from_dict(server)
+    if not isinstance(profile, str | os.PathLike):
+        raise PlaceError(f"profile is a {type(profile).__name__}; pass a Profile, a Placement, or a file with them")
     if not there and not os.path.exists(profile):
         return None, None
     beside = _beside(profile)
@@ -301,7 +303,7 @@ def _profile(
     if measure is None:
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
-        if not speed > 0:
+        if not isinstance(speed, int | float) or not speed > 0:
             raise PlaceError(f"speed is {speed!r}; give operations a second, such as 1e12")
         return estimate_profile(graph, operations_per_second=speed)
     from shoal.settings import pick_device

@@ -22,7 +22,7 @@ class Device:
     """Bytes that may be used; None: enough."""
 
     def __post_init__(self) -> None:
-        if not self.speed > 0:
+        if not isinstance(self.speed, int | float) or not self.speed > 0:
             raise PlaceError(f"speed is {self.speed!r}; it is a factor above 0, 1 for a device like the profiled one")
         if self.memory is not None and self.memory <= 0:
             raise PlaceError(f"memory is {self.memory!r}; give bytes, or a size such as 8GB")
@@ -59,7 +59,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.workers:
             raise PlaceError("workers is 0; use 1 or more")
-        if self.cores is not None and self.cores < 1:
+        if self.cores is not None and (not isinstance(self.cores, int) or self.cores < 1):
             raise PlaceError(f"cores is {self.cores!r}; use 1 or more, or None for machines of their own")
 
     @property

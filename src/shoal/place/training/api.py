@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,14 @@ def roles_of(placement: Placement) -> Roles:
 def build(job: Job, placement: Placement, device: torch.device) -> Built:
     """The job's network and data, with its layers; JobError or PlaceError for what is wrong with them."""
     (member,) = prepare([job], device)
-    return Built(member, roles_of(placement))
+    built = Built(member, roles_of(placement))
+    layers = ([f"{layer.kind} {layer.name}" for layer in made.layers] for made in (placement, built.graph))
+    for planned, there in zip_longest(*layers, fillvalue="no layer"):
+        if planned != there:
+            raise PlaceError(
+                f"the placement has {planned} where the job's network has {there}; use a placement of this network"
+            )
+    return built
 
 
 def one_job(jobs: Any) -> Job:

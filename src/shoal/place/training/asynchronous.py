@@ -51,8 +51,8 @@ def check_job(built: Built) -> None:
 
 def _check_asynchronous(built: Built) -> None:
     job, roles = built.job, built.roles
-    if roles.staleness is not None and roles.staleness < 0:
-        raise PlaceError(f"staleness is {roles.staleness}; use 0 or more steps, or None for synchronous training")
+    if not isinstance(roles.staleness, int) or roles.staleness < 0:
+        raise PlaceError(f"staleness is {roles.staleness!r}; use 0 or more steps, or None for synchronous training")
     if built.held_by_workers:
         raise PlaceError("asynchronous workers do not wait for each other: place with sync='server', not among workers")
     if built.joins_batch_norms:
