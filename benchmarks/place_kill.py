@@ -2,6 +2,8 @@
 
 python benchmarks/place_kill.py --out benchmarks/results/place_kill.json
 
+Rows of other attacks that are in the file stay, so that they can be made one by one.
+
 Three attacks on the same job, for each way to synchronise:
 
 - workers: one run, in which workers get SIGKILL (some SIGSTOP) at random moments, each followed by a new worker that
@@ -265,6 +267,10 @@ def attack_link(sync: Sync, fault: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["attack"], row["sync"], row.get("fault", "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -287,17 +293,20 @@ def main() -> None:
         "server": [lambda sync: attack_server(sync, options.server_kills, options.steps, options.seed)],
         "link": [partial(attack_link, fault=fault, steps=options.steps) for fault in options.faults.split(",")],
     }
-    rows = []
+    rows: dict[Any, dict[str, Any]] = {}
+    if options.out is not None and options.out.exists():  # of other attacks
+        rows = {key_of(row): row for row in json.loads(options.out.read_text())["rows"]}
     for name in options.attacks.split(","):
         if name == "link" and (reason := missing()) is not None:
             print(reason)
             continue
         for sync in options.sync.split(","):
             for attack in attacks[name]:
-                rows.append(attack(sync))
-                print(json.dumps(rows[-1]), flush=True)
+                row = {**attack(sync), "command": f"python {' '.join(sys.argv)}"}
+                rows[key_of(row)] = row
+                print(json.dumps(row), flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps({**stamp("cpu", 1), "rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**stamp("cpu", 1), "rows": list(rows.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

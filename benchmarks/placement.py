@@ -5,8 +5,9 @@ python benchmarks/placement.py --report                     # predict again from
 
 Measurements and the layers' times are kept in the result file, so that a run can be continued, and so that a change of
 the cost model can be judged without measuring again. Each case compares the placement that `shoal.place` chooses with
-others, in rounds: each way takes its turn in each round, and the median of its rounds counts. A measurement during
-which other processes used more than `BUSY` of the machine's cores is made again by the next run.
+others, in rounds: each way takes its turn in each round, and the median of its rounds counts. The layers are timed
+just before a case is measured, as a user's would be: a virtual machine is not equally fast every day. A measurement
+during which other processes used more than `BUSY` of the machine's cores is made again by the next run.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def run_case(
 ) -> None:
     """Measure what is missing of so many rounds of a case."""
     case = Case(network, rows, rate, WORKERS)
-    placements = ways_of(network, graph, rows, rate, saved["times"][f"{network} {rows}"])
+    placements = ways_of(network, graph, rows, rate, saved["times"][f"{network} {rows} {rate}"])
     ways: dict[str, Any] = saved["measured"].setdefault(f"{network} {rows} {rate}", {})
     by_name = {json.dumps(key_of(placement)): placement for placement in placements}
     pending = [n for n, p in by_name.items() if lacks_rounds(ways.get(n, []), p.seconds, wanted)]
@@ -156,14 +157,14 @@ def run_case(
             ways.setdefault(DDP, []).append({**done, **record})
 
 
-def profile(saved: dict[str, Any], network: str, graph: LayerGraph, rows: int) -> None:
-    """Time the layers, where that was not done yet."""
-    name = f"{network} {rows}"
+def profile(saved: dict[str, Any], network: str, graph: LayerGraph, rows: int, rate: str) -> None:
+    """Time the layers for a case, where that was not done yet."""
+    name = f"{network} {rows} {rate}"
     if name in saved["times"] and saved["timed_beside"][name] <= BUSY:
         return
     record: dict[str, Any] = {}
     with watched(record):
-        made = planned(network, graph, rows, RATES[0], None)
+        made = planned(network, graph, rows, rate, None)
     saved["times"][name] = {**made.to_dict(), "alternatives": []}
     saved["timed_beside"][name] = record["others"]
     print(f"{name}: layers timed, others {record['others']:.2f}", flush=True)
@@ -176,7 +177,7 @@ def report(saved: Mapping[str, Any], graphs: Mapping[str, LayerGraph]) -> dict[s
         for rows in ROWS:
             for rate in RATES:
                 measured = saved["measured"].get(f"{network} {rows} {rate}")
-                if measured and f"{network} {rows}" in saved["times"]:
+                if measured and f"{network} {rows} {rate}" in saved["times"]:
                     cases.append(_compared(saved, measured, network, graph, rows, rate))
     complete = [case for case in cases if case["chosen"]["seconds"]]
     ways = [way for case in complete for way in case["ways"]]
@@ -199,7 +200,7 @@ def _compared(
     saved: Mapping[str, Any], measured: Mapping[str, Any], network: str, graph: LayerGraph, rows: int, rate: str
 ) -> dict[str, Any]:
     ways = []
-    for placement in ways_of(network, graph, rows, rate, saved["times"][f"{network} {rows}"]):
+    for placement in ways_of(network, graph, rows, rate, saved["times"][f"{network} {rows} {rate}"]):
         rounds = good_rounds(measured.get(json.dumps(key_of(placement)), []))
         seconds = median(one["seconds"] for one in rounds) if rounds else None
         moved = median(one["bytes"] for one in rounds) if rounds else 0
@@ -270,7 +271,7 @@ def _measure_all(
         for rate, network, rows in every:
             if not wait_for_quiet(until):
                 return
-            profile(saved, network, graphs[network], rows)
+            profile(saved, network, graphs[network], rows, rate)
             run_case(saved, network, graphs[network], rows, rate, until, wanted, options.ddp)
             options.out.write_text(json.dumps(saved) + "\n")
 
