@@ -43,7 +43,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from shoal.data import Pool, View
 from shoal.data.loader import LoaderSource
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import counted, make_optimizer, make_schedule, open_data, seeded
+from shoal.engine.members.member import counted, open_data, seeded
+from shoal.engine.members.optimizers import make_optimizer, make_schedule
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, set_mode

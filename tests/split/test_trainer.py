@@ -14,7 +14,8 @@ from torch import nn
 
 import shoal
 from shoal import Job
-from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.members.member import seeded
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.ownership import build_model
 from shoal.errors import JobError, SplitError
 from shoal.split.core.checks import prepare_job

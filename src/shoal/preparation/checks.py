@@ -15,7 +15,8 @@ from shoal.data import Pool, View
 from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
 from shoal.engine.members.building import build_member, give_own_networks, names
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns

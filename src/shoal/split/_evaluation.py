@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import View
-from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.members.member import seeded
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, evaluating
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.tiers.evaluate import Sheet

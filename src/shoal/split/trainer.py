@@ -16,7 +16,8 @@ from torch import nn
 
 from shoal.data import Pool, View
 from shoal.engine.members.history import exact_sum
-from shoal.engine.members.member import make_optimizer, open_data
+from shoal.engine.members.member import open_data
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.planning.memory import free_bytes
 from shoal.environment import environment
 from shoal.errors import SplitError

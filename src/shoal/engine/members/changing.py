@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.members.stretches import Stretch
 from shoal.engine.optim.schedules import jump_to
 from shoal.errors import JobError, describe

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, trying
 from shoal.engine.members.stretches import stored
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.state import load_optimizer

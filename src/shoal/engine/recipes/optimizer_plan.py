@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.optim.hparams import split_hparams, structure
 from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.rule import Flags

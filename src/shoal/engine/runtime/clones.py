@@ -18,7 +18,8 @@ from shoal.engine.members.changing import (
     count_batches,
 )
 from shoal.engine.members.hooks import lost_in_a_copy
-from shoal.engine.members.member import Member, trying
+from shoal.engine.members.member import Member
+from shoal.engine.members.optimizers import trying
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import share
 from shoal.errors import JobError, ShoalWarning

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.engine.members.member import make_optimizer, make_schedule, trying
+from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.optim.kinds import has_modes, learning_rate, set_mode
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer

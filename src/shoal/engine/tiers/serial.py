@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shoal.data.pool import batch_rows
 from shoal.engine.members.batch_stream import Stream, another, own_batch
 from shoal.engine.members.evaluation_weights import complete_average, update_average, with_evaluation_weights
-from shoal.engine.members.member import Member, draws, make_optimizer, make_schedule, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import clearing, step_of
 from shoal.engine.optim.gradients import clip_gradients

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
-from shoal.engine.members.member import Member, trying
+from shoal.engine.members.member import Member
+from shoal.engine.members.optimizers import trying
 from shoal.engine.members.scratch import scratch_copy
 from shoal.engine.planning import perf_cache
 from shoal.engine.planning.perf_cache import digest

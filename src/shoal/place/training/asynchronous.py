@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.members.member import Member, draws, make_optimizer, trying
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, trying
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.errors import MemberError, PlaceError
 from shoal.place.training.channel import Arrived

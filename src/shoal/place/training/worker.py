@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.members.member import make_optimizer
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError, ShoalError, describe

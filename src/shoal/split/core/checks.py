@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shoal.engine.members.building import names
-from shoal.engine.members.member import Member, draws, make_optimizer
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, SplitError

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.members.member import seeded
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, run_step
 from shoal.engine.planning.liveness import Ledger
 from shoal.graphs.recording import make_fake

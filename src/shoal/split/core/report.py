@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.engine.members.member import make_optimizer
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.moments import moments_of

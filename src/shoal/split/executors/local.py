@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from shoal.data import View
 from shoal.data.pool import batch_rows
-from shoal.engine.members.member import counted, make_optimizer, seeded
+from shoal.engine.members.member import counted, seeded
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, number
 from shoal.engine.optim.gradients import clip_gradients
 from shoal.jobs.job import Job

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.data.source import TensorSource
-from shoal.engine.members.member import make_optimizer, seeded
+from shoal.engine.members.member import seeded
+from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.planning.liveness import Ledger
 from shoal.errors import SplitError
 from shoal.split.core.memory import step_of
