@@ -13,8 +13,7 @@
   `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
   whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
 - Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
-  mean of batch losses weighted by rows. A job with a `step` of its own is validated by that step. A step or a network
-  that asks autograd for gradients itself, and so cannot run without them, is validated with gradients.
+  mean of batch losses weighted by rows. A job's own `step` validates it too. What calls autograd itself has gradients.
 - With `average`, torch's AveragedModel is updated after optimizer steps, before the schedule moves. From its first
   update on, validation, the best weights and the result have the averaged weights; training never sees them. Weights
   that are not trained, and buffers (without `use_buffers`), are the network's own.

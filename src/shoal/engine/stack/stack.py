@@ -190,6 +190,17 @@ class Stack:
                 buffer.copy_(value.detach())
 
     @torch.no_grad()
+    def adopt_state(self, slots: Sequence[int]) -> None:
+        """Take members' weights and buffers as their own networks have them now."""
+        for row, slot in enumerate(self.rows):
+            if slot in slots:
+                model = self.recipes[slot].member.model
+                tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                for place, (name, stacked) in enumerate(zip(self.names, self.state, strict=True)):
+                    if place not in self.shared:
+                        stacked[row].copy_(tensors[name])
+
+    @torch.no_grad()
     def write_back(self, slots: Sequence[int]) -> None:
         """Write members' weights, buffers and optimizer state into the members; from a GPU all in one go."""
         self.optimizer.sync_schedules()

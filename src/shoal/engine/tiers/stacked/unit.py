@@ -377,15 +377,7 @@ class StackedUnit(Unit):
         return self.stack.evaluation_weights()
 
     def adopt_state(self, slots: list[int]) -> None:
-        names = [*self.stack.param_names, *self.stack.buffer_names]
-        with torch.no_grad():
-            for row, slot in enumerate(self.stack.rows):
-                if slot in slots:
-                    model = self.members[slot].model
-                    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-                    for place, (name, stacked) in enumerate(zip(names, self.stack.state, strict=True)):
-                        if place not in self.stack.shared:
-                            stacked[row].copy_(tensors[name])
+        self.stack.adopt_state(slots)
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
         """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""
