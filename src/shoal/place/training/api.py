@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -225,11 +227,8 @@ def run_process(
         return None
     assert placement is not None, "rank 0 has a placement"
     if placement.mode == ONE_MACHINE:
-        listener = Listener(started.where, partial(_answer_placement, placement))
-        try:
+        with _offering(placement, started, patience):
             return carry_out([job], settings, out=out, progress=progress)
-        finally:
-            listener.close()
 
     @contextmanager
     def server(built: Built, placement: Placement) -> Iterator[Workers]:
@@ -242,9 +241,24 @@ def run_process(
     return serve_job(job, placement, server, settings=settings, out=out, progress=progress)
 
 
-def _answer_placement(placement: Placement, link: Link, request: dict[str, Any]) -> bool:
-    send_answer(link, offer=placement.to_dict())
-    return False
+@contextmanager
+def _offering(placement: Placement, started: Torchrun, patience: float) -> Iterator[None]:
+    """Inside, the other processes can read the placement; it ends once all have, or after `patience` seconds."""
+    answered = threading.Semaphore(0)
+
+    def answer(link: Link, request: dict[str, Any]) -> bool:
+        send_answer(link, offer=placement.to_dict())
+        answered.release()
+        return False
+
+    listener = Listener(started.where, answer)
+    try:
+        yield
+        until = time.monotonic() + patience
+        for _ in range(started.world - 1):  # a short training ends before slow processes have begun
+            answered.acquire(timeout=max(until - time.monotonic(), 0.0))
+    finally:
+        listener.close()
 
 
 def _read_placement(where: Address, patience: float) -> Placement:
