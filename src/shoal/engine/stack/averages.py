@@ -83,10 +83,11 @@ class Averages:
 
     def evaluation_state(self, state: Sequence[Tensor], first_buffer: int) -> list[Tensor]:
         """The stack's tensors with averages in place of the weights, for rows that have one."""
-        has_one = torch.tensor([row.count > 0 for row in self.rows], device=state[0].device)
+        begun = [row.count > 0 for row in self.rows]
+        has_one = torch.tensor(begun, device=state[0].device)
         chosen = list(state)
         for place, value in zip(self.places, self.values, strict=True):
-            if not has_one.all():
+            if not all(begun):  # known here: the device is not waited for
                 chosen[place] = torch.where(_column(has_one, value), value, state[place].detach())
             else:
                 chosen[place] = value if place < first_buffer else value.clone()  # validation may write to buffers
