@@ -87,7 +87,7 @@ class EarlyStop:
 class Job:
     """One training: model, data, loss, optimizer, schedule, length, seed.
 
-    What these fields mean together is `shoal.reference.solo`, a plain PyTorch loop.
+    What these fields mean together is `shoal.solo`, a plain PyTorch loop.
     """
 
     model: nn.Module | Callable[[], nn.Module]

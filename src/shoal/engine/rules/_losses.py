@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._registry import in_full_precision, once_per_member, rule
@@ -124,6 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total if count is None else total / count
 
     @staticmethod
+    @once_differentiable  # a step that differentiates twice has its first backward pass in the graph
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         table, index, share, count = ctx.saved_tensors
         each = grads[0] if count is None else grads[0] / count
