@@ -172,5 +172,5 @@ def test_a_copy_takes_the_place_of_another_member() -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    with pytest.raises(AssertionError, match="nobody decides"):
+    with pytest.raises(AssertionError, match="no supervisor decides"):
         run(Script([job("a")], {"a": 2}, lambda script, run: None))
