@@ -15,7 +15,7 @@ from tests.engine.equality import assert_close, numbers
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.members.ownership import overlapping, spans
+from shoal.engine.members.ownership import copied, overlapping, spans
 from shoal.reference import solo
 
 X, Y = numbers(1, 24, 6), numbers(2, 24, 1)
@@ -164,3 +164,12 @@ def test_a_factory_leaves_random_numbers_as_they_were() -> None:
     np.random.seed(3)
     solo(job(drawing, 0))
     assert np.random.rand() == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_shared_network_with_a_compressed_tensor_as_an_attribute_is_copied() -> None:
+    shared = nn.Linear(6, 1).double()
+    shared.graph = torch.eye(6, dtype=torch.float64).to_sparse_csr()  # type: ignore[assignment]
+    mine = copied(shared)
+    assert torch.equal(mine.graph.to_dense(), torch.eye(6, dtype=torch.float64))  # type: ignore[operator, union-attr]
+    assert not overlapping([spans(shared), spans(mine)])

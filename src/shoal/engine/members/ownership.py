@@ -65,7 +65,8 @@ def copied(model: nn.Module) -> nn.Module:
     """A copy of a network that shares memory with others."""
     _refuse_hooks(model, "its factory gives out weights that others have too, so it is copied")
     try:
-        odd = [tensor for tensor in model.buffers() if tensor.layout in _COMPRESSED]  # deepcopy does not know them
+        attributes = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
+        odd = [v for v in (*model.buffers(), *attributes) if v.layout in _COMPRESSED]  # deepcopy does not know them
         return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in odd})
     except Exception as error:
         raise JobError(
