@@ -73,6 +73,11 @@ class Trace:
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
 
+    @property
+    def log_names(self) -> list[str]:
+        """The names that a training step logs, in the order of its outputs."""
+        return list(self.out_spec.children()[0].children()[1].context)
+
     def like(self, other: Trace) -> bool:
         """Whether the same operators are called in the same order, on whatever shapes."""
         mine, theirs = ([(node.op, node.target) for node in trace.nodes] for trace in (self, other))

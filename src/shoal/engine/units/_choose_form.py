@@ -71,8 +71,6 @@ def why_not(recipe: Recipe) -> str:
         return "its data is read as training goes"
     if job.accumulate > 1:
         return "it accumulates gradients"
-    if job.clip_value is not None:
-        return "it clips gradients by value"
     if job.average is not None:
         return "it averages its weights"
     if recipe.optimizer.flags is None:
@@ -80,8 +78,8 @@ def why_not(recipe: Recipe) -> str:
     runner = recipe.optimizer.runner
     if job.schedule is not None and job.schedule_every == "step" and (runner is None or not runner.can_table()):
         return "its schedule cannot be foreseen"
-    if next(iter(recipe.steps.values())).out_spec.children()[0].children()[1].num_leaves:
-        return "its step gives logs"
+    if len({tuple(trace.log_names) for trace in recipe.steps.values()}) > 1:
+        return "its batches log different names"
     return ""
 
 

@@ -91,6 +91,19 @@ KINDS: list[dict[str, object]] = [
 ]
 """Members with different optimizers, and schedules for some of them."""
 
+
+def logging_step(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, dict[str, object]]:
+    """Logs a share, a count, a tensor of one dimension, a number of the module and one of Python."""
+    x, y = batch
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    right = out.argmax(1) == y
+    return loss, {
+        "accuracy": right.double().mean(), "right": right.sum(), "loss again": loss, "rate": model.drop.p, "two": 2,
+        "spread": out.std().reshape(1),
+    }  # fmt: skip
+
+
 CASES = {
     "dropout rates": [job(i) for i in range(4)],
     "one order": [job(i, data_seed=7) for i in range(4)],
@@ -99,6 +112,10 @@ CASES = {
         job(i, schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=30)) for i in range(3)
     ],
     "clip": [job(i, clip_norm=None if i == 1 else 0.1 * (i + 1)) for i in range(3)],
+    "clip by value": [job(i, **({} if i == 1 else {"clip_value": 0.01 * (i + 1)})) for i in range(3)],
+    "clip by value and by norm": [job(0, clip_value=0.01), job(1, clip_norm=0.1), job(2)],
+    "logs": [job(i, loss=None, step=logging_step, epochs=1 + i % 2) for i in range(4)],
+    "logs, one order": [job(i, loss=None, step=logging_step, data_seed=7) for i in range(3)],
     "lengths": [job(i, epochs=1 + i) for i in range(5)],
     "steps": [job(i, epochs=None, steps=5 + 3 * i) for i in range(5)],
     "optimizers": [job(i, optimizer=[torch.optim.SGD, torch.optim.RMSprop][i % 2]) for i in range(4)],

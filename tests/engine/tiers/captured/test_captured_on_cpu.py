@@ -293,7 +293,9 @@ class Recurrent(nn.Module):
 
 @pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("chunk", [1, 8])
-@pytest.mark.parametrize("case", ["dropout rates", "images", "kinds of optimizers", "recurrent"])
+@pytest.mark.parametrize(
+    "case", ["dropout rates", "images", "kinds of optimizers", "recurrent", "logs", "clip by value"]
+)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_fused_steps_equal_the_reference_loop(case: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels that a GPU gets, compiled for the host."""

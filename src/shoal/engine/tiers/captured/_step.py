@@ -55,21 +55,24 @@ class Inputs:
     """[M] int64."""
     losses: Tensor
     """[batches, M]: the loss of every batch since the host last looked is written here."""
+    logs: Tensor | None = None
+    """[batches, names, M] float64: what the step logs, in the same way; None: it logs nothing."""
     tables: list[Tensor | None] = field(default_factory=list)
     """For each part of the optimizer its scheduled numbers of every step until the host looks again,
     [steps + 1, G, names, M]; None: they do not change."""
 
     def tensors(self) -> list[Tensor]:
         tensors = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
-        return tensors + [t for t in (self.orders, *self.tables) if t is not None]
+        return tensors + [t for t in (self.orders, self.logs, *self.tables) if t is not None]
 
     def bind(self, tensors: list[Tensor]) -> Inputs:
         rest = list(tensors)
         data = [rest.pop(0) for _ in self.data]
         place, tick, moving, count, seeds, losses = (rest.pop(0) for _ in range(6))
         orders = rest.pop(0) if self.orders is not None else None
+        logs = rest.pop(0) if self.logs is not None else None
         tables = [None if table is None else rest.pop(0) for table in self.tables]
-        return Inputs(data, orders, place, tick, moving, count, seeds, losses, tables)
+        return Inputs(data, orders, place, tick, moving, count, seeds, losses, logs, tables)
 
 
 def stack_tensors(stack: Stack) -> list[Tensor]:
@@ -136,6 +139,7 @@ class Step:
     def __init__(self, stack: Stack, program: Program, *, rows: int, batch_size: int) -> None:
         self.stack, self.program = stack, program
         self.rows, self.batch_size = rows, batch_size
+        self.log_names = program.trace.log_names
         self.draws = StepDraws(program.draws, len(stack.rows), stack.device)
         self.fused: Fused | None = None
         """Forward and backward with their elementwise operators joined, once `fuse` has made it."""
@@ -152,7 +156,7 @@ class Step:
             if table is not None:
                 part.columns.packed.copy_(table.index_select(0, inputs.tick.view(1)).squeeze(0))
         before = stack.saved_buffers()
-        losses, after, grads = self._gradients(stack, batch, inputs)
+        losses, logs, after, grads = self._gradients(stack, batch, inputs)
         with torch.no_grad():
             finite, moving = torch.isfinite(losses), inputs.moving
             stack.active.copy_(stack.active & (finite | ~moving))
@@ -163,6 +167,10 @@ class Step:
             seen = torch.where(stack.active | ~finite, losses, float("nan")).to(inputs.losses.dtype)
             seen = torch.where(moving, seen, known)
             inputs.losses.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
+            if inputs.logs is not None:
+                known = inputs.logs.index_select(0, inputs.tick.view(1)).squeeze(0)
+                seen = torch.where(moving, torch.stack([log.to(known.dtype) for log in logs]), known)
+                inputs.logs.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
             inputs.place.add_(moving.any() if inputs.place.dim() == 0 else moving)
             inputs.count.add_(moving)
             inputs.tick.add_(1)
@@ -180,8 +188,8 @@ class Step:
         try:
             _nudge(stack.leaves)
             with Recording(given) as recording:
-                losses, after, grads = self._gradients(stack, batch, inputs)
-            expected = [losses, *after.values(), *grads]
+                losses, logs, after, grads = self._gradients(stack, batch, inputs)
+            expected = [losses, *logs, *after.values(), *grads]
             numbers = [None if tensor is None else recording.find(tensor) for tensor in expected]
             fused = Fused(recording, numbers, stack.device, cuda_kernels.load)
             with torch.no_grad():
@@ -208,22 +216,23 @@ class Step:
             for param in stack.leaves:
                 if param.is_floating_point():
                     param.mul_(1 + size / 10 * torch.empty_like(param).normal_(generator=_generator(param)))
-        losses, after, grads = self._gradients(stack, batch, inputs)
-        return [losses, *after.values(), *grads]
+        losses, logs, after, grads = self._gradients(stack, batch, inputs)
+        return [losses, *logs, *after.values(), *grads]
 
     def _gradients(
         self, stack: Stack, batch: list[Tensor], inputs: Inputs
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
-        """Every member's loss, its buffers afterwards, and the gradients."""
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor], list[Tensor | None]]:
+        """Every member's loss, what it logs, its buffers afterwards, and the gradients."""
         if self.fused is not None and not is_traced():
-            losses, *rest = self.fused(self._fused_inputs(stack, batch, inputs))
-            assert losses is not None
+            values = self.fused(self._fused_inputs(stack, batch, inputs))
+            first = 1 + len(self.log_names)
+            (losses, *logs), rest = [value for value in values[:first] if value is not None], values[first:]
             buffers = {n: v for n, v in zip(stack.buffer_names, rest, strict=False) if v is not None}
-            return losses, buffers, rest[len(stack.buffer_names) :]
-        losses, after = self._forward(stack, batch, inputs)
+            return losses, logs, buffers, rest[len(stack.buffer_names) :]
+        losses, logs, after = self._forward(stack, batch, inputs)
         total = losses if stack.scaler is None else stack.scaler.scale(losses)
         grads = torch.autograd.grad(total.sum(), stack.leaves, allow_unused=True)
-        return losses.detach(), {name: after[name].detach() for name in stack.buffer_names}, list(grads)
+        return losses.detach(), logs, {name: after[name].detach() for name in stack.buffer_names}, list(grads)
 
     def _fused_inputs(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> list[Tensor]:
         scale = [] if stack.scaler is None else [stack.scaler.scale_M]
@@ -240,7 +249,9 @@ class Step:
         flat = rows.reshape(-1)
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
-    def _forward(self, stack: Stack, batch: list[Tensor], inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(
+        self, stack: Stack, batch: list[Tensor], inputs: Inputs
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         solo, drawn = not self.program.members, self.draws.of(inputs.seeds, inputs.count)
 
         def noise(index: int) -> Tensor:
@@ -251,10 +262,17 @@ class Step:
             state = [_laid_out(t[0]) for t in state[: len(stack.params)]] + [t[0] for t in stack.buffers]
             batch = [_laid_out(b[0] if inputs.orders is not None and inputs.orders.dim() == 2 else b) for b in batch]
         with autocast(stack.members[0].job.precision, stack.device):
-            (losses, _), after = self.program(state, batch, noise)
+            (losses, logs), after = self.program(state, batch, noise)
         if solo:
             losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
-        return losses, after
+        return losses, [_column(logs[name], losses) for name in self.log_names], after
+
+
+def _column(log: Any, losses: Tensor) -> Tensor:
+    """One number of a log for each member. Unlike `as_column` it never asks the device for a value."""
+    if isinstance(log, Tensor):
+        return log.detach().reshape(len(losses))
+    return torch.full(losses.shape, float(log), dtype=torch.float64, device=losses.device)
 
 
 @torch.no_grad()
@@ -310,4 +328,4 @@ def inputs_like(inputs: Inputs) -> Inputs:
     """The same inputs with everything a step writes copied."""
     same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "tables")}
     copied = {name: getattr(inputs, name).clone() for name in ("place", "tick", "count", "losses")}
-    return Inputs(**same, **copied)
+    return Inputs(**same, **copied, logs=None if inputs.logs is None else inputs.logs.clone())

@@ -46,6 +46,8 @@ class Chunk:
         source = member.data.source
         assert isinstance(source, TensorSource)
         batches = max(1, member.num_batches)
+        self.log_names = next(iter(stack.recipes[0].steps.values())).log_names
+        logs = torch.zeros(batches, len(self.log_names), size, dtype=torch.float64, device=device)
         self.inputs = Inputs(
             data=source.leaves,
             orders=torch.zeros(n if shared else (size, n), dtype=torch.int64, device=device),
@@ -55,6 +57,7 @@ class Chunk:
             count=torch.tensor([m.batches for m in stack.members], dtype=torch.int64, device=device),
             seeds=torch.tensor([signed(m.job.seed) for m in stack.members], dtype=torch.int64, device=device),
             losses=torch.zeros(batches, size, dtype=torch.float64, device=device),
+            logs=logs if self.log_names else None,
             tables=[_table(part, batches) for part in stack.optimizer.ruled()],
         )
         self._orders: list[Tensor | None] = [None] * size
@@ -248,7 +251,8 @@ class Chunk:
         """What a step writes."""
         inputs = self.inputs
         own = [tensor for place, tensor in enumerate(stack_tensors(self.stack)) if place not in self.stack.shared]
-        return [*own, inputs.place, inputs.tick, inputs.count, inputs.losses]
+        logs = [] if inputs.logs is None else [inputs.logs]
+        return [*own, inputs.place, inputs.tick, inputs.count, inputs.losses, *logs]
 
     def prepare(self, rows: int, full: bool = True) -> float:
         """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are
@@ -284,11 +288,14 @@ class Chunk:
     def note(self, batches: int) -> None:
         """Write what so many batches gave into the members."""
         losses = self.inputs.losses[:batches].T.tolist()
+        logs = [] if self.inputs.logs is None else self.inputs.logs[:batches].permute(2, 1, 0).tolist()
         for row, member in enumerate(self.seats):
             if member is not None:
                 member.losses += losses[row]
                 member.place += batches
                 member.batches += batches
+                if logs:
+                    member.log(batches, dict(zip(self.log_names, logs[row], strict=True)))
         self._places = [0 if member is None else member.place for member in self.seats]
         self.stack.optimizer.skip_steps(batches)
 
