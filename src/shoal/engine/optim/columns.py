@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,7 +48,6 @@ class Columns:
 
     def on(self, packed: Tensor) -> Columns:
         """The same columns on other numbers, [G, names, M]."""
-        columns = object.__new__(Columns)
-        columns.names = self.names
+        columns = copy.copy(self)
         columns._view(packed)
         return columns

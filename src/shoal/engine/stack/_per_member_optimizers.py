@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
@@ -23,36 +23,39 @@ if TYPE_CHECKING:
 class PerMemberOptimizers:
     """Classes without a rule: the real object of each member, on a twin of its model with its slices as weights."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        members = span.members
-        self.twins = [copy.deepcopy(member.model) for member in members]
-        self._point()
-        for member in members:
-            member.saved_state.begin(member.job, member.model)
-        self.optimizers: list[Any] = []
-        self.schedules: list[Any] = []
-        for member, twin in zip(members, self.twins, strict=True):
-            # of one that has begun, asking the schedule for its beginning must not change what its step reads
-            with trying(member.job) if member.batches else nullcontext():
-                self.optimizers.append(make_optimizer(member.job, twin))
-                self.schedules.append(make_schedule(member.job, self.optimizers[-1]))
-        for member, optimizer, schedule in zip(members, self.optimizers, self.schedules, strict=True):
-            if member.optimizer_state:
-                load_optimizer(optimizer, member.optimizer_state)
-                optimizer._opt_called = True  # it has stepped, elsewhere
-            if schedule is not None and member.schedule_state is not None:
-                schedule.load_state_dict(copy.deepcopy(member.schedule_state))
-        for member, optimizer, schedule, twin in zip(members, self.optimizers, self.schedules, self.twins, strict=True):
-            member.saved_state.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
-        self._begin(self._current_rates())
-
-    def _begin(self, last_rates: list[float]) -> None:
+    def __init__(
+        self, span: Span, twins: list[nn.Module], optimizers: list[Any], schedules: list[Any], last_rates: list[float]
+    ) -> None:
+        self.span, self.twins, self.optimizers, self.schedules = span, twins, optimizers, schedules
         self.last_rates = last_rates
         """Every member's learning rate at its last step."""
         self.failed: dict[int, Exception] = {}
         """What members' optimizers raised in their last step, by slots."""
         self._schedule_errors: dict[int, Exception] = {}
+        self._point()
+
+    @classmethod
+    def of(cls, span: Span) -> PerMemberOptimizers:
+        """The optimizers and schedules of the members of a span, wherever they are in their training."""
+        members = span.members
+        new = cls(span, [copy.deepcopy(member.model) for member in members], [], [], [])
+        for member in members:
+            member.saved_state.begin(member.job, member.model)
+        for member, twin in zip(members, new.twins, strict=True):
+            # of one that has begun, asking the schedule for its beginning must not change what its step reads
+            with trying(member.job) if member.batches else nullcontext():
+                new.optimizers.append(make_optimizer(member.job, twin))
+                new.schedules.append(make_schedule(member.job, new.optimizers[-1]))
+        for member, optimizer, schedule in zip(members, new.optimizers, new.schedules, strict=True):
+            if member.optimizer_state:
+                load_optimizer(optimizer, member.optimizer_state)
+                optimizer._opt_called = True  # it has stepped, elsewhere
+            if schedule is not None and member.schedule_state is not None:
+                schedule.load_state_dict(copy.deepcopy(member.schedule_state))
+        for member, optimizer, schedule, twin in zip(members, new.optimizers, new.schedules, new.twins, strict=True):
+            member.saved_state.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
+        new.last_rates = new._current_rates()
+        return new
 
     def _point(self) -> None:
         """Make the twins' parameters views of the stack."""
@@ -160,14 +163,13 @@ class PerMemberOptimizers:
 
     def merged(self, span: Span, other: PerMemberOptimizers) -> PerMemberOptimizers:
         """The optimizer and scheduler objects of both's members, on the rows of `span`."""
-        new = object.__new__(PerMemberOptimizers)
-        new.span = span
-        new.twins = [*self.twins, *other.twins]
-        new.optimizers = [*self.optimizers, *other.optimizers]
-        new.schedules = [*self.schedules, *other.schedules]
-        new._point()
-        new._begin([*self.last_rates, *other.last_rates])
-        return new
+        return PerMemberOptimizers(
+            span,
+            [*self.twins, *other.twins],
+            [*self.optimizers, *other.optimizers],
+            [*self.schedules, *other.schedules],
+            [*self.last_rates, *other.last_rates],
+        )
 
     def take(self, other: PerMemberOptimizers, rows: list[int], theirs: list[int]) -> None:
         """Let members' optimizer objects, which the other shares, work on this stack again."""
@@ -178,12 +180,11 @@ class PerMemberOptimizers:
 
     def keep(self, span: Span, rows: list[int]) -> PerMemberOptimizers:
         """The same optimizer objects of these rows, which are those of `span` now."""
-        new = object.__new__(PerMemberOptimizers)
         slots = rows[: len(span.recipes)]
-        new.span = span
-        new.twins = [self.twins[slot] for slot in slots]
-        new.optimizers = [self.optimizers[slot] for slot in slots]
-        new.schedules = [self.schedules[slot] for slot in slots]
-        new._point()
-        new._begin([self.last_rates[slot] for slot in slots])
-        return new
+        return PerMemberOptimizers(
+            span,
+            [self.twins[slot] for slot in slots],
+            [self.optimizers[slot] for slot in slots],
+            [self.schedules[slot] for slot in slots],
+            [self.last_rates[slot] for slot in slots],
+        )

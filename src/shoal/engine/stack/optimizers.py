@@ -265,4 +265,4 @@ class Optimizers:
 
 
 def _part(span: Span) -> Part:
-    return PerMemberOptimizers(span) if span.recipes[0].optimizer.flags is None else StackedOptimizer(span)
+    return PerMemberOptimizers.of(span) if span.recipes[0].optimizer.flags is None else StackedOptimizer(span)

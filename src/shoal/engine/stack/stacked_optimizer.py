@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,8 @@ class StackedOptimizer:
 
     def bound(self, span: Span, moved: Mapping[int, Tensor], packed: Tensor) -> StackedOptimizer:
         """The same optimizer on other tensors, given by the ids of those that it has."""
-        other = object.__new__(StackedOptimizer)
-        other.span, other.plans, other.groups = span, self.plans, self.groups
+        other = copy.copy(self)
+        other.span = span
         other.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in self.states]
         other.columns = self.columns.on(packed)
         other._fused = [None] * len(self.groups)
@@ -293,7 +294,7 @@ class StackedOptimizer:
         self.sync_schedules()
         other.sync_schedules()
         count = len(self.plans)
-        new = object.__new__(StackedOptimizer)
+        new = copy.copy(self)
         new.span, new.plans = span, [*self.plans, *other.plans]
         sources = [(self, slot) if slot < count else (other, slot - count) for slot in span.rows]
         new.columns = Columns([source.columns.row(row) for source, row in sources], device=span.device)
@@ -336,8 +337,8 @@ class StackedOptimizer:
     def keep(self, span: Span, rows: list[int]) -> StackedOptimizer:
         """An optimizer of these rows, which are those of `span` now."""
         self.sync_schedules()
-        new = object.__new__(StackedOptimizer)
-        new.span, new.groups = span, self.groups
+        new = copy.copy(self)
+        new.span = span
         new.plans = [recipe.optimizer for recipe in span.recipes]
         new.columns = self.columns.on(self.columns.packed[:, :, rows])
         moved = {id(t): t[rows] for t in self.tensors()}

@@ -1,4 +1,4 @@
-"""Mistakes that can be seen before the first round: a JobError with a line for each, and nothing runs."""
+"""Checks that run before the first round. All mistakes are raised together, as one JobError with a line for each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from shoal.preparation.dry_run import step_problems
 
 
 def prepare_job(job: Job | Member) -> Member:
-    """The prepared job: its network built, its data opened, on the CPU. One that is prepared already stays as it is.
-    JobError unless it can be trained, and trained in parts."""
+    """Build the job's network, open its data on the CPU, and check that the job can be trained in parts.
+
+    A member that is prepared already is returned as it is. Raises a JobError if the job cannot be split.
+    """
     if isinstance(job, Member):
         return job
     refuse_batches(job, "a split")
@@ -33,7 +35,7 @@ def prepare_job(job: Job | Member) -> Member:
 
 
 def split_problems(job: Job, member: Member) -> list[str]:
-    """What a job may ask for, but not under a split."""
+    """List the settings of a job that a split does not support, one line for each."""
     lines = []
     if job.schedule is not None and not _is_factor(job):
         lines.append("its schedule is a torch scheduler, which counts its own steps; under a split use step -> factor")
@@ -55,7 +57,7 @@ def split_problems(job: Job, member: Member) -> list[str]:
 
 
 def shard_problems(member: Member, workers: int) -> None:
-    """JobError where a shard's epoch ends in a batch of one row that the network cannot train on."""
+    """Raise a JobError if an epoch of some shard ends in a batch of one row that the network cannot train on."""
     job, rows = member.job, len(member.data)
     ends = [len(range(shard, rows, workers)) % job.batch_size for shard in range(workers)]
     if 1 not in ends or job.drop_last or job.batch_size == 1:
@@ -81,12 +83,12 @@ def _is_factor(job: Job) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 1, hint: str = "") -> None:
-    """SplitError unless this is a whole number."""
+    """Raise a SplitError unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SplitError(f"{name} is {value!r}; use a whole number, {least} or more{hint}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """SplitError unless this is one of these."""
+    """Raise a SplitError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise SplitError(f"{name} is {value!r}; use {' or '.join(repr(a) for a in allowed)}")

@@ -1,7 +1,8 @@
-"""The most memory that a part's training holds: weights, gradients, optimizer state, activations, temporaries.
+"""Predict and measure the peak memory of training a part: weights, gradients, optimizer state, activations,
+temporaries.
 
-Predicted: the step is run on fake tensors, shapes with no memory behind them; a ledger notes every tensor that is made
-and when it is gone, and torch's FlopCounterMode counts operations. Measured: on a GPU by the allocator, on a CPU by the
+The prediction runs one step on fake tensors, which have shapes and no data. A ledger notes when each tensor is made and
+freed, and torch's FlopCounterMode counts operations. The measurement asks the allocator on a GPU; on a CPU it uses the
 same ledger, in one step of each shape of part.
 """
 
@@ -36,19 +37,20 @@ _CPU = torch.device("cpu")
 WHOLE = "whole"
 
 _KNOWN: WeakKeyDictionary[Method, dict[Any, int]] = WeakKeyDictionary()
-"""What parts of a shape hold, for each method that is in use."""
+"""Measured peak bytes for each method in use, by the shapes of its parts, so that each shape is measured once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one optimizer step, batch included."""
+    """What one optimizer step costs, its batch included."""
 
     peak_bytes: int
-    """The most that is held at one time: weights, gradients, optimizer state, batch, activations, temporaries."""
+    """The most bytes that are held at one time: weights, gradients, optimizer state, batch, activations,
+    temporaries."""
     operations: int
-    """Multiplications and additions of forward and backward."""
+    """Multiplications and additions of the forward and backward pass."""
     weight_bytes: int
-    """Parameters and buffers alone."""
+    """Bytes of parameters and buffers alone."""
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -57,8 +59,10 @@ class Cost:
 def measure(
     job: Job, network: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, *, update: bool = True
 ) -> Cost:
-    """The cost of one step of `network`, its second: by then the optimizer has its state. Without `update` the step
-    ends with its gradients."""
+    """Return the cost of the second step of `network`, when the optimizer has its state.
+
+    Without `update` the step ends when its gradients are computed.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = make_fake(network, fake)
     counter, ledger = FlopCounterMode(display=False), Ledger()
@@ -89,18 +93,18 @@ def measure(
 
 
 def count_bytes(value: Any) -> int:
-    """Bytes of all tensors in a pytree."""
+    """Count the bytes of all tensors in a pytree."""
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def held_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Weights, buffers and optimizer state."""
+    """List weights, buffers and optimizer state."""
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     return [*network.parameters(), *network.buffers(), *state]
 
 
 def step_of(job: Job, method: Method, part: Part) -> StepOf:
-    """The part's step: that of the method, or else the job's."""
+    """Return the step that trains a part: the method's if it has one, otherwise the job's."""
     if type(method).step is Method.step:
         return lambda network, batch: run_step(job, network, batch)
     method_step = method.step(part)
@@ -113,7 +117,7 @@ def step_of(job: Job, method: Method, part: Part) -> StepOf:
 
 
 class Meter:
-    """Finds the peak of one task."""
+    """Measures the peak memory of one task."""
 
     def __init__(self, method: Method, task: Task, device: torch.device) -> None:
         self.device = device
@@ -127,8 +131,8 @@ class Meter:
 
     @contextmanager
     def at(self, index: int, steps: int, network: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Around each step: one of them is watched, the second where there is one, since optimizers make their state
-        in the first."""
+        """Measure one step of a task; a context around each step. The second step is measured if there is one, since
+        optimizers make their state in the first."""
         if self.device.type == "cuda" or self._key in self._known or index != min(1, steps - 1):
             yield
             return
@@ -140,16 +144,16 @@ class Meter:
         self._known[self._key] = count_bytes(held) + ledger.held(start).working
 
     def peak(self, network: nn.Module) -> int:
-        """The most bytes that were held, weights included."""
+        """Return the most bytes that were held, weights included."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device) - self._start)
         return self._known.get(self._key, 0)
 
 
 def part_costs(method: Method, parts: Sequence[Part]) -> dict[str, Cost]:
-    """What a step costs, found without memory: of the whole network, and of each part by its number.
+    """Predict what a step costs, on fake tensors: for the whole network, and for each part by its number.
 
-    A step that cannot be run on shapes alone is left out.
+    A step that cannot run on fake tensors is left out.
     """
     job, data = method.member.job, method.data
     batch = tuple(data.take(0, min(job.batch_size, len(data))))

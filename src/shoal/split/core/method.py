@@ -1,4 +1,4 @@
-"""The two interfaces of a split: a method says what the parts are, an executor trains them."""
+"""The two interfaces of a split: a `Method` says what the parts are, a `TaskExecutor` trains them."""
 
 from __future__ import annotations
 
@@ -20,48 +20,51 @@ from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One that can train a part in the coming round."""
+    """A worker that can train a part in the coming round."""
 
     number: int
-    """The same for as long as it stays."""
+    """The worker's number, which it keeps for as long as it stays."""
     speed: float = 1.0
-    """Steps of one and the same part in a second, relative to the others; 1.0 until it has been measured."""
+    """How many steps of the same part it takes in a second, relative to other workers; 1.0 until it has been
+    measured."""
     shard: int | None = None
-    """The one shard of the rows that it holds, where data never moves; None: it can read all."""
+    """The only shard of the rows that the worker holds, if data never moves; None if it can read all rows."""
 
 
 class Method(ABC):
-    """One way to split a job: pure decisions, from the seed and the round's number.
+    """One way to split a job, such as IST. Its decisions depend only on the seed and the number of the round.
 
-    Every process of a run makes one from the same job and the same settings, so only numbers and tensors travel.
+    Every process of a run makes its own method from the same job and settings, so only numbers and tensors are sent.
     """
 
     name: str
     member: Member
-    """The prepared job: checked, its network built and its data opened, once for all that a split does."""
+    """The prepared job: checked once, with its network built and its data opened."""
     options: type
-    """The dataclass of its settings."""
+    """The dataclass of the method's settings."""
     num_workers: int
-    """How many workers it is made for."""
+    """How many workers the method was made for."""
     rounds: int
     """How many rounds the job takes."""
     recovery: int = 0
     """How many of the last rounds train the whole network."""
     local_steps: int = 1
-    """A part's steps in a round."""
+    """Optimizer steps of a part in one round."""
     shards: int = 1
-    """In how many shards the rows are read."""
+    """How many shards the rows are divided into."""
     merge: Literal["weights", "gradients"] = "weights"
-    """What outcomes hold: trained weights, averaged over the parts that own them (a block with one owner is copied); or
-    the gradients of one step, averaged and followed once by the job's optimizer."""
+    """What outcomes hold. "weights": trained weights, which are averaged over the parts that own them (a block with one
+    owner is copied). "gradients": the gradients of one step, which are averaged and applied once by the job's
+    optimizer."""
     moments: Literal["travel", "fresh"] = "travel"
-    """Whether optimizer state travels with the weights that it belongs to, or every part starts with none."""
+    """ "travel": optimizer state is sent with the weights that it belongs to. "fresh": every part starts without
+    any."""
     settings: Mapping[str, Any] = MappingProxyType({})
-    """What makes two splits of one job the same, as plain data: a run folder remembers it."""
+    """The settings as plain data. A run folder stores them; two splits of a job with the same settings are the same."""
 
     @property
     def model(self) -> nn.Module:
-        """The whole network as the job builds it, on the CPU. It must not be trained: copy it."""
+        """The whole network as the job builds it, on the CPU. Copy it before training."""
         return self.member.model
 
     @property
@@ -83,64 +86,70 @@ class Method(ABC):
 
     @abstractmethod
     def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
-        """The parts of a round, the i-th for the i-th worker (SIL may need fewer)."""
+        """Return the parts of a round; the i-th is for the i-th worker. SIL may return fewer parts than there are
+        workers."""
 
     @abstractmethod
     def network(self, part: Part) -> nn.Module:
-        """A network of the part's own shapes; its weights are loaded from the task."""
+        """Build a network of the part's shapes. Its weights are loaded from the task afterwards."""
 
     @abstractmethod
     def slices(self, part: Part) -> Mapping[str, Slice]:
-        """For each parameter and buffer of the part's network, by name: where it lies in the whole network's state."""
+        """Say where each parameter and buffer of the part's network lies in the whole network's state, by name."""
 
     def returns(self, part: Part) -> Mapping[str, Slice]:
-        """Of these, what comes back changed; where a part holds more than it trains, less than `slices`."""
+        """Return the slices that come back changed: fewer than `slices` if the part holds more than it trains."""
         return self.slices(part)
 
     def step(self, part: Part) -> Callable[[nn.Module, Any], Any]:
-        """The part's own step, (network, batch) -> loss; as in a job."""
+        """Return the part's step, `(network, batch) -> loss`, as in a job."""
         raise NotImplementedError
 
     def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:  # noqa: B027  # most have nothing to do
-        """Called on the merged whole network before it is evaluated, such as to estimate its normalisation again;
-        `tensors` are all that train, companions too."""
+        """Finish the merged network before it is evaluated, for example by estimating batch norm statistics again.
+
+        `tensors` are all tensors that train, companions included.
+        """
 
     # --- what only some methods need --------------------------------------------------------------------------------
 
     def companions(self) -> Tensors:
-        """Tensors that train beside the network's own and are part of the same state, such as local heads: by names
-        that no tensor of the network has. Parameters and buffers alike; the whole network is built without them."""
+        """Return tensors that train beside the network's own, such as local heads, under names that the network does
+        not use.
+
+        They may be parameters or buffers and belong to the same state; the whole network is built without them.
+        """
         return {}
 
     def job(self, job: Job, part: Part) -> Job:
-        """The job by whose optimizer and settings the part trains."""
+        """Return the job whose optimizer and settings train the part."""
         return job
 
     def extras(self, number: int, part: Part) -> Tensors:
-        """What is sent with the part's task, such as another part's activations. Called where the state is."""
+        """Return what is sent with the part's task, such as another part's activations. Called where the state is."""
         return {}
 
     def example(self, part: Part, batch: Any) -> Any:
-        """What the part's step gets in place of this batch of the job's: for the forecast of memory and operations."""
+        """Return what the part's step gets instead of this batch of the job; used to predict memory and operations."""
         return batch
 
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
-        """The extras of the part's task and of its outcome, on the meta device: for the forecast of bytes."""
+        """Return the extras of the part's task and of its outcome on the meta device; used to predict bytes."""
         return {}, {}
 
     def batches(self, task: Task, read: Iterator[Any]) -> Iterator[Any]:
-        """A task's batches, as its step takes them, from those that were read. Called where the part is trained."""
+        """Turn the batches that were read into those that the task's step takes. Called where the part is trained."""
         return read
 
     def yields(self, task: Task, network: nn.Module, read: Callable[[], Iterator[Any]]) -> Tensors:
-        """The extras of the outcome, from the trained network; `read()` gives the batches again that it had."""
+        """Return the extras of the outcome, from the trained network. `read()` gives the task's batches again."""
         return {}
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:  # noqa: B027
-        """Called where the state is with what came of a round, before it is evaluated."""
+        """Called with the outcomes of a round, where the state is, before the network is evaluated."""
 
     def stored(self) -> dict[str, Any]:
-        """What `see` has stored that later rounds need, plain data and tensors: written into every checkpoint."""
+        """Return what `see` stored and later rounds need, as plain data and tensors. Every checkpoint holds it."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -148,12 +157,12 @@ class Method(ABC):
 
 
 class TaskExecutor(Protocol):
-    """Trains tasks: in this process, as a pack, or by workers elsewhere."""
+    """Trains tasks: in this process, as a pack, or on workers elsewhere."""
 
     def roll(self, number: int) -> Sequence[Worker]:
-        """The workers of this round. May wait until there is one."""
+        """Return the workers of this round. May wait until there is one."""
         ...
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        """Train the tasks, the i-th by the i-th worker of the last roll; None for one that was lost."""
+        """Train the tasks, the i-th on the i-th worker that `roll` returned last. A task that was lost gives None."""
         ...

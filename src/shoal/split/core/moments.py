@@ -1,4 +1,4 @@
-"""Optimizer state as named tensors, so that it is cut, sent and merged like the weights that it belongs to."""
+"""Optimizer state as named tensors, so that it can be cut, sent and merged like the weights that it belongs to."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.split.core.parts import Slice, Tensors
 
 
 def moments_of(optimizer: Optimizer, network: nn.Module) -> Tensors:
-    """What the optimizer keeps for each parameter: "<parameter>/<name>" -> tensor, numbers as tensors too."""
+    """Return an optimizer's state by "<parameter>/<name>". Numbers become tensors."""
     places = {id(parameter): place for place, parameter in enumerate(_parameters(optimizer))}
     state = {places[id(parameter)]: values for parameter, values in optimizer.state.items() if id(parameter) in places}
     return moments_in(state, order_of(optimizer, network))
 
 
 def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str, Tensor]) -> None:
-    """Load these into the optimizer; they must have its parameters' shapes."""
+    """Load moments into an optimizer; they must have the shapes of its parameters."""
     if not moments:
         return
     state = state_of(moments, order_of(optimizer, network))
@@ -29,13 +29,13 @@ def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str,
 
 
 def order_of(optimizer: Optimizer, network: nn.Module) -> list[str]:
-    """The names of the optimizer's parameters, in its order; one that is not the network's: ""."""
+    """Name the optimizer's parameters, in its order; one that the network does not have is ""."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     return [names.get(id(parameter), "") for parameter in _parameters(optimizer)]
 
 
 def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, dict[str, Tensor]]:
-    """Moments as an optimizer's state_dict has them, by the places of its parameters."""
+    """Convert moments into the form of an optimizer's state_dict, by the places of its parameters."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in moments.items():
         parameter, _, name = key.rpartition("/")
@@ -44,7 +44,7 @@ def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, d
 
 
 def moments_in(state: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> Tensors:
-    """The reverse of `state_of`: "<parameter>/<name>" -> tensor."""
+    """Convert the state of a state_dict into moments, "<parameter>/<name>" -> tensor: the inverse of `state_of`."""
     moments: Tensors = {}
     for place, values in state.items():
         for name, value in values.items():
@@ -59,9 +59,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def moment_slice(piece: Slice, weight: torch.Size, moment: torch.Size) -> Slice | None:
-    """Where a part's moment lies in the whole network's: as its weight does, along the dimensions they share.
+    """Say where a part's moment lies in the whole network's moment: as its weight does, along the dimensions they
+    share.
 
-    None where it cannot be cut like its weight: then it does not travel.
+    Returns None if it cannot be cut like its weight. It is not sent then.
     """
     if piece.whole or not moment:
         return Slice(piece.name)
@@ -72,7 +73,7 @@ def moment_slice(piece: Slice, weight: torch.Size, moment: torch.Size) -> Slice 
 
 
 def whole_shape(piece: Slice, weight: torch.Size, cut: tuple[int, ...], moment: torch.Size) -> torch.Size | None:
-    """The shape of the whole network's moment, from a part's; None where it is not cut like its weight.
+    """Return the shape of the whole network's moment from a part's; None if it is not cut like its weight.
 
     >>> rows = Slice("w", (torch.tensor([0, 2]),))
     >>> whole_shape(rows, torch.Size([4, 3]), (2, 3), torch.Size([2, 1]))

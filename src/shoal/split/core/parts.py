@@ -1,12 +1,12 @@
 """A split as plain data: which worker trains which slices of which tensors, on which rows, for how many steps.
 
-Every way to train one network as many parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a list
-of rounds, and a round is a list of parts. Nothing here knows which way it is.
+Every way to train one network as several parts (IST, whole blocks, SIL, local heads, local SGD, data parallel) is a
+list of rounds, and a round is a list of parts. This file does not depend on the way.
 
     state -> parts of the round -> tasks -> outcomes -> state
 
-A task is complete: its outcome depends on the task and the job alone, not on where it is trained. So the parts may
-be trained one after another in this process (the reference), as a pack on one device, or by workers on other machines.
+A task is complete: its outcome depends on the task and the job alone, not on where it is trained. So parts can be
+trained one after another in this process (the reference), as a pack on one device, or by workers on other machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 Index = tuple[Tensor | None, ...]
-"""For each dimension the rows that are taken, ascending; None: all. Dimensions that are left out are taken whole."""
+"""For each dimension the rows that are taken, ascending, or None for all rows. Dimensions that are left out are
+whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Slice:
 
     @property
     def cut(self) -> list[tuple[int, Tensor]]:
-        """The dimensions of which some rows are taken, with these rows."""
+        """The dimensions of which only some rows are taken, with these rows."""
         return [(dim, rows) for dim, rows in enumerate(self.index) if rows is not None]
 
     def take(self, whole: Tensor) -> Tensor:
-        """The piece, as a tensor of its own."""
+        """Copy the piece out of the whole tensor."""
         if self.whole:
             return whole.clone()
         if len(self.cut) == 1:
@@ -58,7 +59,7 @@ class Slice:
         return whole[self._at(whole)]
 
     def put(self, whole: Tensor, value: Tensor) -> None:
-        """Write the piece back, in place."""
+        """Write a piece into the whole tensor, in place."""
         if self.whole:
             whole.copy_(value)
         elif len(self.cut) == 1:
@@ -68,12 +69,12 @@ class Slice:
             whole[self._at(whole)] = value.to(whole.device)
 
     def shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """The piece's shape."""
+        """Return the shape of the piece."""
         rows = (*self.index, *(None for _ in range(len(whole) - len(self.index))))
         return tuple(size if taken is None else len(taken) for size, taken in zip(whole, rows, strict=True))
 
     def _at(self, whole: Tensor) -> tuple[Tensor | slice, ...]:
-        """Index tensors that broadcast against one another, from the first dimension that is cut to the last."""
+        """Make index tensors that broadcast against one another, from the first dimension that is cut to the last."""
         first, last = self.cut[0][0], self.cut[-1][0]
         index: list[Tensor | slice] = [slice(None)] * first
         for dim in range(first, last + 1):
@@ -88,21 +89,22 @@ class Part:
     """What one worker trains in one round."""
 
     number: int
-    """Its place in the round, from 0: the order of every sum."""
+    """The part's place in the round, from 0. Sums are taken in this order."""
     keep: Mapping[str, Tensor] = field(default_factory=dict)
-    """Group of units -> those that it keeps, ascending. Groups that are not named are kept whole."""
+    """Group of units -> the units that the part keeps, ascending. Groups that are not listed are kept whole."""
     learn: Mapping[str, Tensor] | None = None
-    """Group of units -> those whose weights learn, where that is less than it keeps; None: all that it keeps."""
+    """Group of units -> the units whose weights are trained, if these are fewer than `keep`; None: all that it
+    keeps."""
     role: str = ""
-    """Which part of the network, where parts are not alike ("left", "right"); empty: they are."""
+    """Which part of the network this is, if the parts differ ("left", "right"); empty if they do not."""
     shard: tuple[int, int] = (0, 1)
-    """Which of how many shards of the rows it reads."""
+    """(i, n): the part reads shard i of n shards of the rows."""
     start: int = 0
-    """Its first batch, in the endless sequence of the shard's batches."""
+    """The part's first batch, counted in the endless sequence of the shard's batches."""
     steps: int = 1
-    """Optimizer steps."""
+    """How many optimizer steps the part takes."""
     seed: int = 0
-    """Of the randomness inside its network."""
+    """Seed of the random draws inside the part's network."""
 
 
 Tensors = dict[str, Tensor]
@@ -110,33 +112,33 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A part with what it starts from."""
+    """A part, with the tensors that it starts from."""
 
     round: int
     part: Part
     tensors: Tensors
-    """Its parameters and buffers, by their names in the part's network."""
+    """The part's parameters and buffers, by their names in the part's network."""
     moments: Tensors = field(default_factory=dict)
-    """Optimizer state: "<parameter>/<name>" -> its piece."""
+    """The part's pieces of optimizer state, by "<parameter>/<name>"."""
     extras: Tensors = field(default_factory=dict)
-    """What else it needs, such as another part's activations."""
+    """What else the part needs, such as another part's activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a task."""
+    """The result of a task."""
 
     round: int
     number: int
-    """The part's."""
+    """The number of the part."""
     tensors: Tensors
     moments: Tensors = field(default_factory=dict)
     extras: Tensors = field(default_factory=dict)
     losses: tuple[float, ...] = ()
-    """One for each step."""
+    """The loss of each step."""
     rows: int = 0
-    """Rows that were read."""
+    """How many rows were read."""
     seconds: float = 0.0
-    """Of training alone."""
+    """Seconds of training alone."""
     peak_bytes: int = 0
-    """Most memory that the part's training held, weights included."""
+    """The most memory that training held, weights included."""

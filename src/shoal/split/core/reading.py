@@ -1,7 +1,7 @@
-"""What a part reads: the rows of its shard, in an order that is a pure function of (seed, shard, epoch).
+"""The rows that a part reads: those of its shard, in an order that depends only on (seed, shard, epoch).
 
-Nothing is drawn along the way, so that (shard, start, steps) give the same batches everywhere: in this process, on
-another machine, or in a run that resumes after a kill.
+No generator is carried along, so (shard, start, steps) give the same batches everywhere: in this process, on another
+machine, or in a run that resumes after a kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.jobs.job import Job
 
 
 def mixed(*numbers: int) -> int:
-    """One seed from several numbers; another one of any of them gives an unrelated seed.
+    """Make one seed from several numbers. If any of them changes, the seed is unrelated.
 
     >>> mixed(0, 1) != mixed(1, 0), 0 <= mixed(-3) < 2**63
     (True, True)
@@ -29,13 +29,13 @@ def mixed(*numbers: int) -> int:
 
 @lru_cache(maxsize=8)
 def shuffled(count: int, *seed: int) -> Tensor:
-    """A permutation that depends on the seed alone. It is cached: it must not be written to."""
+    """Return a permutation that depends on the seed alone. It is cached, so do not write to it."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(*seed)))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The endless batches of one shard. An epoch of it has `num_batches`, the short last one included.
+    """The endless batches of one shard. An epoch has `num_batches` batches, including the short last one.
 
     >>> model, rows = torch.nn.Linear(1, 1), torch.zeros(5, 1)
     >>> job = Job(model=model, data=(rows, rows), loss=torch.nn.functional.mse_loss, batch_size=2, steps=1)
@@ -46,40 +46,41 @@ class Reading:
 
     job: Job
     total: int
-    """Rows of the data."""
+    """Number of rows of the data."""
     shard: tuple[int, int] = (0, 1)
-    """Which of how many shards."""
+    """(i, n): this is shard i of n shards."""
     private: bool = False
-    """Whether the data is this shard and nothing else, because rows never leave their worker."""
+    """Whether the data holds this shard only, because rows never leave their worker."""
 
     def __len__(self) -> int:
-        """Rows in the shard."""
+        """Return the number of rows in the shard."""
         number, shards = self.shard
         return self.total if self.private else len(range(number, self.total, shards))
 
     @property
     def num_batches(self) -> int:
-        """Batches in one epoch of the shard."""
+        """Number of batches in one epoch of the shard."""
         size, rows = self.job.batch_size, len(self)
         return rows // size if self.job.drop_last else -(-rows // size)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in one epoch of the shard: groups of `accumulate` batches, the last one of what is left."""
+        """Number of optimizer steps in one epoch of the shard. Each takes `accumulate` batches; the last one takes the
+        rest."""
         return -(-self.num_batches // self.job.accumulate)
 
     def first_batch(self, step: int) -> int:
-        """Where an optimizer step begins in the sequence of batches."""
+        """Return the number of the batch at which an optimizer step begins."""
         epoch, place = divmod(step, self.steps)
         return epoch * self.num_batches + place * self.job.accumulate
 
     def step_at(self, batch: int) -> int:
-        """Which optimizer step a batch belongs to."""
+        """Return the optimizer step that a batch belongs to."""
         epoch, place = divmod(batch, self.num_batches)
         return epoch * self.steps + place // self.job.accumulate
 
     def rows(self) -> Tensor:
-        """The shard's rows of the data."""
+        """Return the shard's rows of the data."""
         number, shards = self.shard
         if self.private:
             return torch.arange(self.total)
@@ -87,14 +88,14 @@ class Reading:
         return whole[number::shards]
 
     def order(self, epoch: int) -> Tensor:
-        """The rows of the data that an epoch reads, in its order."""
+        """Return the rows that an epoch reads, in its order."""
         rows = self.rows()
         if not self.job.shuffle:
             return rows
         return rows[shuffled(len(rows), self.job.order_seed, self.shard[0], epoch)]
 
     def groups(self, start: int, steps: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """For each optimizer step from a first batch on: its epoch, and the rows of each of its batches."""
+        """Yield each optimizer step from the batch `start` on: its epoch, and the rows of each of its batches."""
         order, known = torch.empty(0), -1
         size, k = self.job.batch_size, self.job.accumulate
         for _ in range(steps):

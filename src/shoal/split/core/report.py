@@ -1,4 +1,4 @@
-"""What a split cost: bytes, seconds and memory, predicted beside measured."""
+"""What a split cost: bytes, seconds and memory, predicted and measured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shoal.split.core.state import State
 from shoal.utils.tables import duration, size
 
 MANY = 64
-"""Rounds from which a forecast goes by some of them."""
+"""With more rounds than this, the prediction is made from some of them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SplitReport:
-    """What a split did and what it cost. Bytes go both ways, over all workers and rounds, headers not included."""
+    """What a split did and what it cost. Bytes are counted both ways, over all workers and rounds, without headers."""
 
     method: str
     workers: int
@@ -33,25 +33,27 @@ class SplitReport:
     rounds: int
     rounds_done: int = 0
     bytes_predicted: int = 0
-    """Before the first round, from the shapes of the slices."""
+    """Predicted before the first round, from the shapes of the slices."""
     bytes_measured: int = 0
-    """Of the tensors that went out and came back; where workers are elsewhere, at their sockets."""
+    """Bytes of the tensors that were sent and received; measured at the sockets if workers are elsewhere."""
     seconds_predicted: float = 0.0
-    """From the first round."""
+    """Predicted from the first round."""
     seconds_measured: float = 0.0
-    """Of all rounds, evaluation not included."""
+    """Seconds of all rounds, without evaluation."""
     peak_predicted: dict[str, int] = field(default_factory=dict)
-    """Bytes that training holds at most: "whole", and each part of the first round by its number."""
+    """Predicted peak bytes of training: "whole" for the whole network, and each part of the first round by its
+    number."""
     peak_measured: dict[str, int] = field(default_factory=dict)
-    """The same, as parts were trained; "recovery": where rounds of the whole network are among those of less."""
+    """Measured peak bytes, by the same names; "recovery" for rounds that train the whole network after rounds of
+    parts."""
     lost: int = 0
-    """Parts that came to nothing: their worker was lost, or their loss was not finite."""
+    """How many parts gave no outcome because their worker was lost or their loss was not finite."""
     notes: list[str] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
-    """The result's history: what was reached, by bytes and seconds."""
+    """The history of the result: what was reached after how many bytes and seconds."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the report as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that were sent to workers and received from them; no TCP or IP headers."""
+    """Bytes that were sent to workers and received from them, without TCP and IP headers."""
 
     sent: int = 0
     received: int = 0
@@ -86,15 +88,15 @@ class Traffic:
 
 
 def tensor_bytes(content: Task | Outcome) -> int:
-    """Bytes of the tensors of a task or an outcome."""
+    """Count the bytes of the tensors of a task or an outcome."""
     groups = (content.tensors, content.moments, content.extras)
     return sum(tensor.nbytes for group in groups for tensor in group.values())
 
 
 class Forecast:
-    """Bytes of rounds before they happen: the tasks and outcomes of a method, made of tensors without data.
+    """Predicts the bytes of rounds from a method's tasks and outcomes, made of tensors without data.
 
-    `size` says how long one of them is: its tensors alone, or its message.
+    `size` counts the bytes of a task or an outcome: its tensors alone, or its whole message.
     """
 
     def __init__(self, method: Method, size: Callable[[Task | Outcome], int] = tensor_bytes) -> None:
@@ -105,7 +107,10 @@ class Forecast:
         self.owners = self.state.tensors.keys()
 
     def part(self, number: int, part: Part, owners: Collection[str] | None = None) -> Traffic:
-        """One part of a round, there and back. `owners`: tensors whose optimizer state exists already; None: all."""
+        """Predict the bytes of one part of a round, there and back.
+
+        `owners` are the tensors whose optimizer state exists already; None means all.
+        """
         method, state = self.method, self.state
         known = self.owners if owners is None else owners
         state.moments = {key: moment for key, moment in self.moments.items() if key.rpartition("/")[0] in known}
@@ -120,7 +125,7 @@ class Forecast:
         return Traffic(sent, self.size(outcome))
 
     def all_rounds(self, workers: Sequence[Worker]) -> Traffic:
-        """The whole run, should these workers stay; where there are many rounds, some stand for those in between."""
+        """Predict the bytes of the whole run with these workers. Of many rounds, only some are computed."""
         rounds, total, usual, owners = self.method.rounds, Traffic(), Traffic(), set[str]()
         for number in range(rounds) if rounds <= MANY else [*range(MANY // 2), *range(rounds - MANY // 2, rounds)]:
             parts = self.method.parts(number, workers)
@@ -133,7 +138,7 @@ class Forecast:
 
 
 def _all_moments(method: Method) -> Tensors:
-    """What the optimizer keeps for the network's parameters, and for those that train beside them."""
+    """Return the optimizer state of the network's parameters and of its companions, on the meta device."""
     job, beside = method.member.job, method.companions()
     moments = optimizer_state(job, method.model)
     if beside:
@@ -144,8 +149,10 @@ def _all_moments(method: Method) -> Tensors:
 
 
 def optimizer_state(job: Job, network: nn.Module) -> Tensors:
-    """What the job's optimizer keeps after a step, "<parameter>/<name>" -> tensor on the meta device; empty where it
-    needs more than gradients."""
+    """Return the optimizer state after one step on the meta device, by "<parameter>/<name>".
+
+    Empty if the optimizer needs more than gradients.
+    """
     for device in ("meta", "cpu"):  # few optimizers read numbers, and need real ones
         twin = copy.deepcopy(network).to(device)
         for parameter in twin.parameters():

@@ -1,7 +1,7 @@
 """The whole network while it is trained in parts: pieces are taken from it, and outcomes are written back.
 
-A commit is the same bit for bit wherever the parts were trained: sums are taken in the order of the parts, and a block
-with one owner is copied.
+A commit has the same bits wherever the parts were trained: sums are taken in the order of the parts, and a block with
+one owner is copied.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 _CPU = torch.device("cpu")
 Slices = Mapping[str, Slice]
 Piece = tuple[Slice, Tensor, float]
-"""Where it lies, what came back, and how much it counts."""
+"""Where a piece lies in the whole tensor, its new value, and its weight in the mean."""
 
 
 class State:
-    """The whole network's parameters, buffers and optimizer moments, where the parts are trained, or on the CPU.
+    """The whole network's parameters, buffers and optimizer state, on the device that trains the parts or on the CPU.
 
     Examples:
         >>> state = State.of(nn.Linear(2, 1, bias=False))
@@ -41,10 +41,11 @@ class State:
     ) -> None:
         self.tensors = tensors
         self.moments: Tensors = dict(moments or {})
-        """ "<parameter>/<name>" -> tensor. What no part has touched yet is zero, or `fill` by name."""
+        """Optimizer state by "<parameter>/<name>". What no part has trained yet is zero, or the value in `fill` for its
+        name."""
         self._fill = dict(fill or {})
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        """Rows of slices and the same on the device, by id: of one round, since parts share them."""
+        """Copies on the device of the rows of this round's slices, by id. Parts share them."""
 
     @classmethod
     def of(
@@ -54,7 +55,7 @@ class State:
         fill: Mapping[str, float] | None = None,
         device: torch.device | str = "cpu",
     ) -> State:
-        """Copies of all that a network has, tied weights once, under their first name; and of what trains beside it."""
+        """Copy all tensors of a network and its companions. Tied weights are copied once, under their first name."""
         held = {**tensors_of(network), **(companions or {})}
         return cls({name: tensor.detach().to(device, copy=True) for name, tensor in held.items()}, fill=fill)
 
@@ -63,7 +64,7 @@ class State:
     def task(
         self, number: int, part: Part, slices: Slices, *, moments: bool = True, extras: Tensors | None = None
     ) -> Task:
-        """A part with what it starts from: copies, which nothing here changes."""
+        """Make the task of a part. Its tensors are copies."""
         tensors = {name: self._near(piece).take(self._whole(piece)) for name, piece in slices.items()}
         task_moments: Tensors = {}
         known = self._moments_by_owner() if moments else {}
@@ -75,7 +76,7 @@ class State:
         return Task(round=number, part=part, tensors=tensors, moments=task_moments, extras=extras or {})
 
     def load_into(self, network: nn.Module) -> None:
-        """Give a network of the same names the whole's weights and buffers."""
+        """Load the weights and buffers into a network with the same names."""
         load_tensors(network, {name: self.tensors[name] for name in tensors_of(network)})
 
     def _whole(self, piece: Slice) -> Tensor:
@@ -89,7 +90,7 @@ class State:
         return by_owner
 
     def _near(self, piece: Slice) -> Slice:
-        """A slice whose rows are where the state is: they are sent there once in a round."""
+        """Move a slice's rows to the device of the state, once in a round."""
         device = next((tensor.device for tensor in self.tensors.values()), _CPU)
         if device.type == "cpu" or not piece.index:
             return piece
@@ -106,10 +107,11 @@ class State:
     # --- in -------------------------------------------------------------------------------------------------------
 
     def commit(self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None]) -> None:
-        """Take in what came back: for each element the mean over the parts that own it, in their order.
+        """Merge the outcomes of a round: each element becomes the mean over the parts that own it, in their order.
 
-        One owner: an exact copy. None, or only parts that were lost or had no steps: it keeps its value. Whole numbers
-        (counters) and an optimizer's step counts: the largest.
+        An element with one owner is copied exactly. An element that no trained part owns keeps its value; parts that
+        were lost or had no steps do not count. For whole numbers (counters) and an optimizer's step counts, the largest
+        is taken.
         """
         came = _arrived(parts, slices, outcomes)
         moments: dict[str, list[Piece]] = {}
@@ -121,7 +123,7 @@ class State:
         self._rows = {}
 
     def _merge(self, into: Tensors, pieces: Mapping[str, list[Piece]]) -> None:
-        """Write pieces into the tensors that they belong to; those that no other part has are copied."""
+        """Write pieces into the tensors that they belong to. Pieces that do not overlap are copied."""
         known: dict[tuple[int, ...], bool] = {}
         for name, tensor_pieces in pieces.items():
             near = self._near_all(tensor_pieces, into[name].device)
@@ -148,9 +150,9 @@ class State:
     def gradients(
         self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None], trained: set[str]
     ) -> Tensors:
-        """The mean of the gradients that came back, each counted by its rows: the gradient of all rows at once.
+        """Return the mean of the gradients that came back, weighted by rows: the gradient of all rows at once.
 
-        What is not in `trained` (buffers) is committed as it is.
+        Tensors that are not in `trained` (buffers) are committed directly.
         """
         gradients: Tensors = {}
         for name, own_pieces in _pieces(_arrived(parts, slices, outcomes), by_rows=True).items():
@@ -166,7 +168,7 @@ class State:
     # --- for a checkpoint -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain data and tensors on the CPU."""
+        """Return all tensors as plain data, on the CPU."""
         return {
             "tensors": {name: tensor.cpu() for name, tensor in self.tensors.items()},
             "moments": {name: tensor.cpu() for name, tensor in self.moments.items()},
@@ -185,13 +187,13 @@ class State:
 def _arrived(
     parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None]
 ) -> list[tuple[Slices, Outcome]]:
-    """The outcomes of parts that were trained and did not get lost, with their slices."""
+    """Return the outcomes of parts that were trained and not lost, each with its slices."""
     every = zip(parts, slices, outcomes, strict=True)
     return [(part_slices, outcome) for part, part_slices, outcome in every if outcome is not None and part.steps]
 
 
 def _pieces(came: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) -> dict[str, list[Piece]]:
-    """For each tensor the pieces that came back, all alike or counted by their rows."""
+    """Collect the pieces of each tensor that came back, with equal weights or weighted by rows."""
     pieces: dict[str, list[Piece]] = {}
     for part_slices, outcome in came:
         for name, value in outcome.tensors.items():
@@ -201,12 +203,12 @@ def _pieces(came: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) ->
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that has several names (tied weights) by its first."""
+    """Return parameters and buffers by name. Tied weights appear once, under their first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def tensors_of(network: nn.Module) -> Tensors:
-    """The same without autograd; SplitError where one has no shape yet."""
+    """Return parameters and buffers by name, detached. Raises a SplitError if one has no shape yet."""
     tensors = named_state(network)
     lazy = next((name for name, tensor in tensors.items() if is_lazy(tensor)), None)
     if lazy is not None:
@@ -216,7 +218,7 @@ def tensors_of(network: nn.Module) -> Tensors:
 
 @torch.no_grad()
 def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put these values into a network that has these names and shapes."""
+    """Copy these values into a network with the same names and shapes."""
     network_tensors = tensors_of(network)
     assert network_tensors.keys() == tensors.keys(), "a part's network and its slices have the same names"
     for name, tensor in network_tensors.items():
@@ -225,9 +227,9 @@ def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> bool:
-    """Whether no two of these share an element, because no two share a row of some dimension.
+    """Return whether no two slices share an element, because in some dimension no two share a row.
 
-    `known` remembers what was found about rows, which many tensors have in common.
+    `known` caches the answers by rows, which many tensors have in common.
     """
     for rows in zip(*(place.index for place in places), strict=False):
         if any(taken is None for taken in rows):
@@ -243,10 +245,10 @@ def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> boo
 
 @torch.no_grad()
 def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> None:
-    """Write pieces into the whole, in place: the mean where several own an element, weighted by how much each counts.
+    """Write pieces into the whole tensor, in place. Where several own an element, take the weighted mean.
 
-    Whole numbers, or with `largest`: the largest instead. What all owners agree on keeps its bits: a sum of equal
-    numbers, divided, may be another one.
+    For whole numbers, or with `largest`, take the largest instead. Where all owners have the same value, it is copied:
+    a mean of equal numbers may be rounded.
     """
     if len(pieces) == 1:
         pieces[0][0].put(whole, pieces[0][1])

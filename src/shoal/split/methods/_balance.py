@@ -1,4 +1,4 @@
-"""Where to cut a network so that no part is much larger than the others: by measured bytes and operations."""
+"""Choose where to cut a network so that its parts are of similar size, by measured bytes and operations."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from shoal.split.methods._cuts import candidates, weights_before
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """For each place between two calls: how much of the network comes before it."""
+    """For each place between two calls, how much of the network comes before it."""
 
     memory: list[float]
     """Bytes of weights, gradients, optimizer state and activations."""
     operations: list[float]
 
     def share(self, low: int, high: int) -> float:
-        """The larger of a part's share of memory and its share of operations."""
+        """Return a part's share of memory or its share of operations, whichever is larger."""
         return max((what[high] - what[low]) / what[-1] if what[-1] else 0.0 for what in (self.memory, self.operations))
 
 
 class _Costing(fx.Interpreter):
-    """Runs the calls one by one, and notes what each one makes and does."""
+    """Runs the calls one by one, and notes the bytes and operations of each."""
 
     def __init__(self, module: fx.GraphModule, state_factor: float) -> None:
         super().__init__(module)
@@ -85,14 +85,17 @@ def profile(recorded: Recorded, job: Job, inputs: Sequence[Any]) -> Profile:
 
 
 def _state_factor(job: Job) -> float:
-    """Bytes that training holds for each byte of a weight: itself, its gradient, and what the optimizer keeps."""
+    """Return the bytes that training holds for each byte of a weight: the weight, its gradient and its optimizer
+    state."""
     probe = nn.Linear(16, 16, bias=False)
     state = optimizer_state(replace(job, params=None), probe)
     return 2.0 + count_bytes(state) // probe.weight.nbytes
 
 
 def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> tuple[list[str], list[float]]:
-    """The cuts whose largest part is smallest, and each part's share: of memory or of operations, the larger of both.
+    """Choose the cuts that make the largest part as small as possible.
+
+    Also returns each part's share of memory or of operations, whichever is larger.
 
     Raises:
         SplitError: when the network has too few places to cut.
@@ -107,7 +110,8 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
 
     @cache
     def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """The largest share of what comes before an end, in so many parts, as small as can be; and where they end."""
+        """Divide what comes before `end` into so many parts: the smallest possible share of the largest part, and the
+        ends."""
         if not parts:
             return (math.inf, ()) if end else (0.0, ())
         options: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]

@@ -1,7 +1,7 @@
-"""A network cut into parts that are ordinary modules, with the names of the user's own parameters.
+"""Cut a network into parts that are ordinary modules and keep the names of the user's parameters.
 
-A cut is named by a module: "fc3" cuts right before fc3 is called, "after:fc3" right after it. What was computed before
-is the one part's, what comes after is the next one's, and exactly one tensor may cross.
+A cut is named by a module: "fc3" cuts right before fc3 is called, "after:fc3" right after it. One part computes what
+comes before the cut, the next part what comes after it. Exactly one tensor may cross.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shoal.split.core.state import named_state
 
 AFTER = "after:"
 MOST_NAMES = 8
-"""Names shown in an error."""
+"""How many names an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where one part ends and the next begins."""
+    """A place where one part ends and the next begins."""
 
     name: str
-    """As the user wrote it: a module's name, or "after:" and a module's name."""
+    """The cut as the user wrote it: a module's name, or "after:" and a module's name."""
     shape: tuple[int, ...]
-    """Of one row of what crosses."""
+    """The shape of one row of the tensor that crosses."""
     dtype: torch.dtype
 
     @property
@@ -44,20 +44,20 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A network in parts, in the order they are computed in."""
+    """A network in parts, in the order in which they are computed."""
 
     networks: list[nn.Module]
-    """Each has the parameters and buffers of its own calls, under the names they have in the whole network. The first
-    takes the network's inputs, every other one what its predecessor gives."""
+    """The parts. Each has the parameters and buffers of its own calls, under the names of the whole network. The first
+    takes the network's inputs, every other one the output of the part before it."""
     cuts: list[Cut]
     output: tuple[int, ...]
-    """The shape of one row of the network's output; empty where it is no single tensor with rows."""
+    """The shape of one row of the network's output; empty if the output is not a single tensor with rows."""
     names: list[dict[str, str]]
-    """For each part: its tensors' names -> their names in the whole network, where tied weights have one name."""
+    """For each part, the names of its tensors -> their names in the whole network, where tied weights have one name."""
 
 
 def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
-    """Cut a network into parts at these modules; `inputs` are those of a few rows, for the shapes.
+    """Cut a network into parts at these modules. `inputs` are a few rows, from which the shapes are found.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> pieces = cut(net, (torch.zeros(2, 4),), ["2"])
@@ -91,7 +91,7 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
 
 
 def border_of(recorded: Recorded, cut: str) -> int:
-    """How many calls come before this cut."""
+    """Return how many calls come before this cut."""
     if not isinstance(cut, str):
         raise SplitError(f"cut {cut!r} is a {type(cut).__name__}; name a module, such as {recorded.names()[-1]!r}")
     name = cut.removeprefix(AFTER)
@@ -109,7 +109,7 @@ def border_of(recorded: Recorded, cut: str) -> int:
 
 
 def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
-    """The one tensor that crosses a border; SplitError where there is more than one."""
+    """Return the tensor that crosses a border. Raises a SplitError if there is more than one."""
     crossing = recorded.crossing(border)
     if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
         return crossing[0]
@@ -125,7 +125,7 @@ def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
 
 
 def candidates(recorded: Recorded) -> list[tuple[str, int]]:
-    """Modules before which the network can be cut, with their places; one for each place, the outermost."""
+    """List the modules before which the network can be cut, with their places: the outermost module for each place."""
     weights = weights_before(recorded)
     by_border: dict[int, str] = {}
     for name in recorded.names():
@@ -142,7 +142,7 @@ def candidates(recorded: Recorded) -> list[tuple[str, int]]:
 
 
 def weights_before(recorded: Recorded) -> list[int]:
-    """For each place, how many calls before it have weights to train."""
+    """Count, for each place, the calls before it that have weights to train."""
     modules = dict(recorded.model.named_modules())
     counts = [0]
     for node in recorded.nodes:
@@ -154,7 +154,7 @@ def weights_before(recorded: Recorded) -> list[int]:
 
 
 def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: fx.Node | None) -> nn.Module:
-    """The calls from `low` to `high` as a module."""
+    """Make a module of the calls from `low` to `high`."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     if into is not None:
@@ -167,7 +167,7 @@ def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: f
 
 
 def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
-    """Every part has something to train, and nothing is in two parts."""
+    """Raise a SplitError if a part has nothing to train, or a tensor is in two parts."""
     owner: dict[int, tuple[int, str]] = {}
     for number, network in enumerate(networks):
         if not any(p.requires_grad for p in network.parameters()):
@@ -185,7 +185,10 @@ def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
 def _try_out(
     model: nn.Module, networks: list[nn.Module], inputs: Sequence[Any]
 ) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], tuple[int, ...]]:
-    """Run the parts, one after another, and the whole network: shapes at the cuts, and whether both say the same."""
+    """Run the parts one after another and compare the output with the whole network's.
+
+    Returns the shapes at the cuts and of the output.
+    """
     shapes = []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -214,7 +217,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    """Names to choose from, those like the wanted one first."""
+    """List names to choose from, those similar to the wanted one first."""
     names = [n for n in names if n]
     like = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     shown = [*like, *(n for n in names if n not in like)]

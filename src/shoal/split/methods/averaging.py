@@ -1,4 +1,4 @@
-"""Two ways in which every worker has the whole network: local SGD, and data parallel."""
+"""Two methods in which every worker has the whole network: local SGD and data parallel."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class DataParallelSettings:
 
 
 class WholeNetwork(Method):
-    """Every part is the whole network, on rows of its own.
+    """A method in which every part is the whole network, trained on rows of its own.
 
-    Every worker goes `job.epochs` times through its shard, or takes `job.steps` steps, `local_steps` in each round.
+    Every worker goes `job.epochs` times through its shard, or takes `job.steps` steps, `local_steps` of them in each
+    round.
     """
 
     def __init__(self, job: Job | Member, workers: int, local_steps: int) -> None:
@@ -65,7 +66,7 @@ class WholeNetwork(Method):
         self._slices = {name: Slice(name) for name in tensors_of(self.model)}
 
     def length(self, shard: tuple[int, int]) -> int:
-        """Local steps of a shard."""
+        """Return how many local steps a shard takes in all."""
         job = self.member.job
         if job.steps is not None:
             return job.steps
@@ -73,8 +74,10 @@ class WholeNetwork(Method):
         return job.epochs * Reading(job, len(self.data), shard).steps
 
     def shards_of(self, workers: Sequence[Worker]) -> list[tuple[int, int]]:
-        """Which shard each worker reads: one that holds a shard reads that; others the one of their number, or else a
-        free one."""
+        """Say which shard each worker reads.
+
+        A worker that holds a shard reads that one. Others read the shard of their number, or a free one if it is taken.
+        """
         count = max(self.num_workers, len(workers))
         taken = {worker.shard for worker in workers if worker.shard is not None}
         shards: list[int] = []
@@ -107,7 +110,7 @@ class WholeNetwork(Method):
 
 
 class LocalSGD(WholeNetwork):
-    """Every worker trains the whole network for `local_steps`, then the weights are averaged."""
+    """Every worker trains the whole network for `local_steps`; then the weights are averaged."""
 
     name = "local_sgd"
     options = LocalSGDSettings
@@ -120,7 +123,7 @@ class LocalSGD(WholeNetwork):
 
 
 class DataParallel(WholeNetwork):
-    """Every worker finds the gradient of its own batch; their mean is followed once, by the job's optimizer."""
+    """Every worker computes the gradient of its own batch; the job's optimizer takes one step with their mean."""
 
     name = "data_parallel"
     merge = "gradients"

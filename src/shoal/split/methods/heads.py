@@ -1,5 +1,7 @@
-"""Local heads: a small network at a cut that turns what crosses into the shape of the whole network's output, so that
-the part before the cut has a loss of its own."""
+"""Local heads: a small network at a cut that maps what crosses to the shape of the network's output.
+
+With a head, the part before the cut has a loss of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from shoal.errors import SplitError
 from shoal.split.methods._cuts import Cut
 
 MOST_FEATURES = 4096
-"""Features of a row that a head reads as they are; of more, it reads means."""
+"""A head reads at most this many features of a row directly; if there are more, it reads means over places."""
 
 
 class Head(nn.Module):
-    """Reads activations of a cut, whichever side of a non-linearity it is on."""
+    """Reads the activations at a cut, before or after a non-linearity."""
 
     def __init__(self, shape: tuple[int, ...], output: tuple[int, ...], width: int | None = None) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Head(nn.Module):
 
 
 class WithHead(nn.Module):
-    """A part with its head: calling it gives the head's output."""
+    """A part with its head. Calling it returns the head's output."""
 
     def __init__(self, body: nn.Module, head: Head) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class WithHead(nn.Module):
 
 
 def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
-    """The head of a cut; SplitError where the network's output is no tensor with rows."""
+    """Make the head of a cut. Raises a SplitError if the network's output is not a tensor with rows."""
     if not output:
         raise SplitError("a head needs to know the shape of the output; the network must give one tensor with rows")
     if not cut.dtype.is_floating_point:
@@ -61,13 +63,13 @@ def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
 
 
 def _pooled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Places along each pooled dimension: at most 2 a side, or 8 of a sequence, so that all features fit."""
+    """Choose the size of each pooled dimension: at most 2 a side, or 8 for a sequence, so that all features fit."""
     places = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
     return tuple(min(size, max(1, min(places, 2 if len(shape) > 2 else 8))) for size in shape[1:])
 
 
 def _pool(shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-    """Means over places, [C, ...] becomes [C, at most 2 a side]; and how many features that makes."""
+    """Make a module that takes means over places, from [C, ...] to [C, at most 2 a side], and count its features."""
     if len(shape) < 2:
         return nn.Identity(), math.prod(shape)
     kinds: dict[int, Any] = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d, 4: nn.AdaptiveAvgPool3d}

@@ -1,7 +1,8 @@
-"""Independent subnet training: each round the hidden units are dealt to the workers, which train narrow networks.
+"""Independent subnet training (IST): each round, hidden units are distributed over workers, which train narrow
+networks.
 
-Input and output are never cut. A block with one owner is written back as it is; what all of them have is averaged. The
-gradient of a narrow network is biased; the corrections are settings, each by itself.
+Inputs and outputs are never cut. A block with one owner is written back as it is; what several workers have is
+averaged. The gradient of a narrow network is biased; each correction is a setting of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
 
 FEW = 4
-"""Rows that a network is traced with."""
+"""How many rows a network is traced with."""
 MANY_ROUNDS = 5
-"""Rounds from which one of them is spent on recovery, where weights lie between two dealt layers."""
+"""With at least this many rounds, one of them is spent on recovery if weights lie between two distributed layers."""
 
 Shares = Sequence[float] | Literal["speed"] | None
 
@@ -69,7 +70,7 @@ class ISTSettings:
 
 
 class IST(WholeNetwork):
-    """Units dealt anew every round, from (seed, round): pure, so that every process makes the same deal."""
+    """Distributes units anew in every round, from (seed, round) alone, so every process makes the same choice."""
 
     name = "ist"
     options = ISTSettings
@@ -118,7 +119,7 @@ class IST(WholeNetwork):
         return narrow(self.model, self.units, part.keep, scale=self.given.scale)
 
     def slices(self, part: Part) -> Mapping[str, Slice]:
-        """Found once for a part: the same rows are the same tensors then, there and back."""
+        """Return the part's slices. They are found once for a part, so that equal rows are the same tensors."""
         known = self._part_slices.get(part.number)
         if known is None or known[0] is not part:
             known = self._part_slices[part.number] = (part, self.units.slices(part.keep))
@@ -137,8 +138,11 @@ class IST(WholeNetwork):
 def units_of(
     job: Job, model: nn.Module, batch: Any, blocks: bool | str = "auto", streams: bool | str = "auto"
 ) -> Units:
-    """The network's units, on the inputs that the job's own step calls it with; "auto": blocks where there are no
-    others, and residual streams whole where the rest is enough."""
+    """Find the network's units, on the inputs that the job's own step calls it with.
+
+    "auto" for `blocks`: use residual blocks if there are no other units. "auto" for `streams`: keep residual streams
+    whole if enough weights are cut without them.
+    """
     inputs = inputs_of(job, model, batch)
     try:
         return without_streams(find_units(model, inputs, blocks=blocks is True, streams=streams is True), streams)
@@ -153,7 +157,7 @@ def units_of(
 
 
 def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """What the job's step calls its network with."""
+    """Return the inputs that the job's step calls its network with."""
     seen: list[tuple[Any, ...]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
-"""Synthetic intermediate labels: for each class random vectors as wide as a cut, that the part before it learns to give
-and the part after it learns to read."""
+"""Synthetic intermediate labels (SIL): for each class, random vectors as wide as a cut.
+
+The part before the cut learns to output them, the part after the cut learns to read them.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ class Labels:
     """How intermediate labels are drawn and used."""
 
     distribution: Distribution = "normal"
-    """Of the elements: normal, uniform (within the square root of 3), or -1 and 1. All have variance 1."""
+    """Distribution of the elements: normal, uniform (within the square root of 3), or -1 and 1. All have variance 1."""
     scale: float = 1.0
-    """Their standard deviation. About 1 is right: 16 hurts."""
+    """Standard deviation of the elements. About 1 works well; 16 makes training worse."""
     vectors: int = 1
-    """Vectors for each class. The part before the cut goes for the one that is nearest to what it gives already."""
+    """How many vectors each class has. The part before the cut learns the one nearest to its current output."""
     noise: float = 0.0
-    """Standard deviation, in units of `scale`, of what is added to the labels that the part after the cut reads."""
+    """Standard deviation, in units of `scale`, of the noise that is added to the labels which the part after the cut
+    reads."""
     layout: Layout = "full"
-    """ "full": a number for each element that crosses. "channel": one for each channel, the same at every place."""
+    """ "full": a number for each element that crosses. "channel": one number for each channel, the same at every
+    place."""
 
     def __post_init__(self) -> None:
         check_choice("distribution", self.distribution, get_args(Distribution))
@@ -44,7 +48,7 @@ class Labels:
         check_count("vectors", self.vectors)
 
     def draw(self, classes: int, shape: tuple[int, ...], *seed: int) -> Tensor:
-        """The labels of one cut, [class, vector, *shape]: a pure function of the seed.
+        """Draw the labels of one cut, [class, vector, *shape]. They depend on the seed alone.
 
         >>> table = Labels(distribution="sign").draw(3, (4,), 0)
         >>> table.shape, sorted(set(table.flatten().tolist()))
@@ -62,21 +66,22 @@ class Labels:
         return (drawn * self.scale).expand(classes, self.vectors, *shape).contiguous()
 
     def loss(self, given: Tensor, table: Tensor, target: Tensor) -> Tensor:
-        """How far a part's output is from the labels of its rows' classes; of several the nearest counts."""
+        """Return the distance of a part's output from the labels of its rows' classes. Of several labels, the nearest
+        counts."""
         wanted = table.to(given.dtype)[target]
         if self.vectors == 1:
             return F.mse_loss(given, wanted[:, 0])
         return (given.unsqueeze(1) - wanted).square().flatten(2).mean(2).min(1).values.mean()
 
     def read(self, table: Tensor, target: Tensor) -> Tensor:
-        """What the part after a cut reads in place of activations: its rows' labels, with noise."""
+        """Return what the part after a cut reads instead of activations: the labels of its rows, with noise."""
         which = torch.randint(0, self.vectors, target.shape, device=target.device) if self.vectors > 1 else 0
         labels = table[target, which]
         return labels + self.noise * self.scale * torch.randn_like(labels) if self.noise else labels
 
 
 def nearest(given: Tensor, table: Tensor) -> Tensor:
-    """For each row the class whose vector is nearest.
+    """Return for each row the class whose vector is nearest.
 
     >>> nearest(torch.tensor([[0.9], [-2.0]]), torch.tensor([[[1.0]], [[-1.0]]]))
     tensor([0, 1])

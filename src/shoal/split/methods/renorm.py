@@ -1,6 +1,6 @@
-"""Normalisation estimated again: the running statistics of a merged network, from training rows.
+"""Estimate the batch norm statistics of a merged network again, from training rows.
 
-Parts see the inputs of their own narrow layers, so what they note of them is not what the whole network's layers see.
+Parts note statistics of their own narrow layers, which differ from those of the whole network's layers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from shoal.jobs.job import Job
 from shoal.split.core.reading import Reading
 
 BATCHES = 50
-"""How many batches of training rows are looked at, at most."""
+"""At most this many batches of training rows are read."""
 
 
 def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) -> int:
-    """Replace the running statistics of the batch norms by the mean over some batches. The network and the data
-    are on one device.
+    """Replace the running statistics of batch norms by the mean over some batches, and return how many were replaced.
 
-    The rows are the first of the pure order, so that the same network always gets the same statistics. Layers that the
-    user has frozen (in eval mode), and those without running statistics, are left alone. Gives how many were replaced.
+    The network and the data must be on one device. The rows are always the same, so the same network gets the same
+    statistics. Layers that the user has frozen (in eval mode) and layers without running statistics are left as they
+    are.
     """
     norms = running(model)
     if not norms:
@@ -43,12 +43,12 @@ def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) 
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a network is."""
+    """Return the device of a network."""
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def running(model: nn.Module) -> list[_NormBase]:
-    """The layers whose running statistics move in training."""
+    """List the layers whose running statistics change in training."""
     return [
         module
         for module in model.modules()
@@ -57,7 +57,8 @@ def running(model: nn.Module) -> list[_NormBase]:
 
 
 def _estimate(job: Job, model: nn.Module, norms: list[_NormBase], batches: Iterable[Any]) -> None:
-    """All else is as in evaluation: dropout would change what the layers see."""
+    """Run the batches with the norms in training mode and everything else in eval mode: dropout would change their
+    inputs."""
     momenta = [norm.momentum for norm in norms]
     counts = [None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone() for norm in norms]
     with evaluating(model):

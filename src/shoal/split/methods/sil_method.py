@@ -1,8 +1,9 @@
-"""SIL as a method: the parts between a network's cuts, trained apart, by labels or by local heads.
+"""SIL as a split method: the parts between a network's cuts train apart, with labels or with local heads.
 
-A round is a window of steps. Where parts read one another's activations (labels B, heads), part k works on the window
-that part k - 1 had in the round before, on what part k - 1 gave for it once it was trained: all parts are at work at
-once, each one round behind the one before it, gradients never cross, and each activation crosses once.
+A round is a window of steps. If parts read one another's activations (labels B, heads), part k trains in each round on
+the window that part k - 1 had in the round before, and reads the activations that part k - 1 computed for it after
+training. So all parts train at the same time, each one round behind the one before it. Gradients never cross a cut, and
+each activation crosses once.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from shoal.split.methods.labels import Labels
 
 ACROSS = "activations"
 FEW = 3
-"""Rows that the cut network is tried on."""
+"""How many rows the cut network is tried on."""
 PER_PART = ("optimizer", "hparams", "clip_norm", "schedule")
-"""What one part may have of its own."""
+"""The settings that a single part may have of its own."""
 
 
 @dataclass
 class SILSettings(Labels):
-    """The settings of `shoal.split.sil`; those of labels among them."""
+    """The settings of `shoal.split.sil`, including those of labels."""
 
     cuts: Sequence[str] | int | None = None
     method: Literal["labels", "heads"] = "heads"
@@ -124,11 +125,11 @@ class SILMethod(Method):
         self.per_part = check_per_part(given.per_part, self.count)
         self._plan(given.local_steps)
         self._known: dict[int, tuple[int, Tensor]] = {}
-        """Part -> a window and the activations that it gave for it."""
+        """Part -> its last window and the activations that it computed for it."""
         self._missing: set[tuple[int, int]] = set()
-        """(part, window) whose activations were lost."""
+        """(part, window) pairs whose activations were lost."""
         self.crossed = 0
-        """Bytes of activations that crossed cuts."""
+        """Bytes of activations that have crossed cuts."""
         self.settings = MappingProxyType(
             {
                 "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
@@ -147,14 +148,14 @@ class SILMethod(Method):
     # --- what it is made of -----------------------------------------------------------------------------------------
 
     def _plan(self, local_steps: int | None) -> None:
-        """Windows of the job's steps; parts that read activations end one round after the part before them."""
+        """Divide the job's steps into windows. Parts that read activations end one round after the part before them."""
         self.reading = Reading(self.source, len(self.data))
         epoch = self.reading.steps
         self.steps = self.source.steps if self.source.steps is not None else (self.source.epochs or 0) * epoch
         self.local_steps = local_steps if local_steps is not None else epoch
         self.windows = -(-self.steps // self.local_steps)
         self.apart = self.windows + (self.count - 1 if self.lag and self.windows else 0)
-        """Rounds before recovery."""
+        """How many rounds come before recovery."""
         self.rounds = self.apart + self.recovery
 
     def _draw(self, target: Any) -> list[Tensor]:
@@ -207,7 +208,8 @@ class SILMethod(Method):
         return [dataclasses.replace(part, number=place) for place, part in enumerate(busy)]
 
     def part_of(self, number: int, place: int) -> Part:
-        """What part `place` does in a round; nothing before its first window, after its last, or without input."""
+        """Return what part `place` does in a round: nothing before its first window, after its last, or without
+        input."""
         window = number - place if self.lag else number
         step = window * self.local_steps
         steps = max(0, min(self.local_steps, self.steps - step)) if window >= 0 else 0
@@ -261,7 +263,8 @@ class SILMethod(Method):
         return step
 
     def batches(self, task: Task, read: Iterator[Any]) -> Iterator[Any]:
-        """The first part reads the job's batches; the others (activations, targets), or targets alone."""
+        """Yield a part's batches: the job's for the first part, (activations, targets) or targets alone for the
+        others."""
         if task.part.role in (WHOLE, "0"):
             yield from read
             return
@@ -339,7 +342,7 @@ class SILMethod(Method):
         self.crossed = state["crossed"]
 
     def crossing_bytes(self) -> int:
-        """What will cross all cuts: C x D numbers once (labels A), or N x D an epoch."""
+        """Count the bytes that will cross all cuts: C x D numbers once (labels A), or N x D in each epoch."""
         if not self.lag:
             return sum(table.nbytes for table in self.tables)
         rows = sum(len(batch) for _, group in self.reading.groups(0, self.steps) for batch in group)
@@ -351,7 +354,7 @@ def _head(place: int) -> str:
 
 
 def check_per_part(per_part: Any, count: int) -> dict[int, dict[str, Any]]:
-    """The settings of single parts, by the part's number."""
+    """Check the settings of single parts, and return them by the part's number."""
     settings = {key: dict(value) for key, value in (per_part or {}).items()}
     for key, value in settings.items():
         if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < count:

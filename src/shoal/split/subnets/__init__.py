@@ -1,1 +1,1 @@
-"""Subnets: which units of a network belong together, how they are dealt, and the narrow networks they make."""
+"""Which units of a network belong together, which worker gets them, and the narrow networks that they make."""

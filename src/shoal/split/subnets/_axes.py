@@ -1,8 +1,8 @@
-"""Axes: what the dimensions of a network's tensors have in common.
+"""Axes: which dimensions of a network's tensors belong together.
 
-Every dimension of every tensor is an axis. Operators say which axes are one and the same (`unify`), which are made of
-others (a view that takes (heads, width) out of one dimension makes it a product; a concatenation makes a sum), and
-which must stay whole (`fix`, with the reason). What is left at the end, leaves that were not fixed, can be cut.
+Every dimension of every tensor is an axis. Operators say which axes are the same (`unify`), which are made of others (a
+view that takes (heads, width) out of one dimension makes it a product, a concatenation makes a sum), and which must
+stay whole (`fix`, with the reason). Leaves that were not fixed can be cut.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ Rows = npt.NDArray[np.int64]
 
 
 class Axis:
-    """One axis: a leaf, a product of others (the first moves slowest), or a sum of others, one after another."""
+    """An axis: a leaf, a product of other axes (the first varies slowest), or a sum of other axes, one after
+    another."""
 
     __slots__ = ("factors", "fixed", "into", "notes", "size", "terms")
 
     def __init__(self, size: int, fixed: str = "") -> None:
         self.size = size
         self.fixed = fixed
-        """Why it stays whole; only a leaf's counts."""
+        """Why the axis stays whole; used for leaves only."""
         self.notes: set[str] = set()
-        """What was seen on the way: "head", "channel", "normalised", "residual", "input"."""
+        """What operators said about the axis: "head", "channel", "normalised", "residual", "input"."""
         self.into: Axis | None = None
         self.factors: list[Axis] = []
         self.terms: list[Axis] = []
 
 
 def find(axis: Axis) -> Axis:
-    """The axis that represents all that are the same as this one."""
+    """Return the axis that represents all axes that were unified with this one."""
     while axis.into is not None:
         axis = axis.into
     return axis
@@ -49,7 +50,7 @@ def leaves(axis: Axis) -> Iterator[Axis]:
 
 
 def fix(axis: Axis, reason: str) -> None:
-    """Keep it whole; the first reason stays."""
+    """Keep an axis whole. The first reason is kept."""
     for leaf in leaves(axis):
         leaf.fixed = leaf.fixed or reason
 
@@ -78,7 +79,7 @@ def total(terms: Sequence[Axis]) -> Axis:
 
 
 def unify(a: Axis, b: Axis) -> None:
-    """The two are one and the same from here on."""
+    """Declare that two axes are the same."""
     a, b = find(a), find(b)
     if a is b:
         return
@@ -106,7 +107,7 @@ def unify(a: Axis, b: Axis) -> None:
 
 
 def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
-    """The axes of a view of the same elements in another shape."""
+    """Return the axes of a view of the same elements in another shape."""
     waiting = [f for dim in reversed(dims) for f in reversed(_flat(dim)) if f.size != 1]
     axes: list[Axis] = []
     for size in sizes:
@@ -130,7 +131,7 @@ def reshape(dims: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
 
 
 def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-    """The axes of consecutive pieces of one axis."""
+    """Return the axes of consecutive pieces of an axis."""
     axis = find(axis)
     sizes = list(sizes)
     if len([n for n in sizes if n]) <= 1:
@@ -152,14 +153,15 @@ def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
 
 
 def rows_of_units(axis: Axis, leaf: Axis) -> Rows:
-    """[units, rows of each]: the places of the axis that each unit of the leaf has; no rows where it has none."""
+    """Return the places of the axis that belong to each unit of the leaf, [units, rows of each]; empty if there are
+    none."""
     owners = _owners(axis, leaf)
     places = np.argsort(owners, kind="stable")
     return places[np.count_nonzero(owners < 0) :].reshape(leaf.size, -1).astype(np.int64)
 
 
 def twice(axis: Axis) -> list[Axis]:
-    """The leaves that are in more than one factor of a product, as in an outer product of an axis with itself."""
+    """List the leaves that are in more than one factor of a product, as in an outer product of an axis with itself."""
     axis = find(axis)
     inside = [set(leaves(f)) for f in axis.factors]
     met = [leaf for i, some in enumerate(inside) for leaf in some if any(leaf in other for other in inside[:i])]
@@ -167,7 +169,7 @@ def twice(axis: Axis) -> list[Axis]:
 
 
 def _owners(axis: Axis, leaf: Axis) -> Rows:
-    """For each place of the axis the unit of the leaf that has it; -1: none."""
+    """Return, for each place of the axis, the unit of the leaf that it belongs to, or -1."""
     axis = find(axis)
     if axis is leaf:
         return np.arange(axis.size, dtype=np.int64)
@@ -191,7 +193,7 @@ def _child(axis: Axis, size: int) -> Axis:
 
 
 def _cut(axis: Axis, sizes: list[int]) -> list[Axis]:
-    """A leaf becomes a product; nothing where it is a sum."""
+    """Turn a leaf into a product of these sizes; returns nothing if it is a sum."""
     if axis.terms:
         return []
     axis.factors = [_child(axis, n) for n in sizes]

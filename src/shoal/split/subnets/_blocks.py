@@ -1,7 +1,7 @@
-"""Residual blocks as units: a worker has some of the blocks, whole, and the rest of the network.
+"""Residual blocks as units: a worker has some whole blocks, and the rest of the network.
 
-A block that a worker does not have is the identity there. Those that it has count for the others too: what they add is
-multiplied by blocks / kept, so that the whole network needs no correction when it is evaluated.
+A block that a worker does not have is the identity there. What the other blocks add is multiplied by blocks / kept, so
+that the whole network needs no correction when it is evaluated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ GROUP = "blocks"
 
 
 def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
-    """The network's residual blocks as units: modules that add their input to what they make of it.
+    """Find the network's residual blocks: modules that add their input to what they compute from it.
 
-    The innermost ones count, and only those that run once in a forward pass and share no tensor with anything outside.
+    Only innermost blocks count that run once in a forward pass and share no tensor with anything outside.
     """
     from shoal.split.subnets._check import Probe, quiet
 
@@ -63,7 +63,7 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
 def without_blocks(
     model: nn.Module, blocks: Blocks, keep: Keep, piece: Callable[[str, Tensor], Tensor | None], *, scale: bool
 ) -> nn.Module:
-    """The network with the identity in place of the blocks that are not kept, which have no tensors then."""
+    """Build the network with the identity in place of blocks that are not kept. Those have no tensors then."""
     network = shell(model, piece)
     modules = dict(network.named_modules())
     gone = blocks.gone(keep)
@@ -93,7 +93,7 @@ def _counting(cls: Any) -> Any:
 
 
 def _adding(traced: Record) -> list[Run]:
-    """Runs of modules that add their input, of the output's shape, to something."""
+    """Find runs of modules that add their input, which has the output's shape, to something."""
     times: dict[str, int] = {}
     for run in traced.runs:
         times[run.module] = times.get(run.module, 0) + 1
@@ -121,7 +121,7 @@ def _innermost(runs: Sequence[Run]) -> list[str]:
 
 
 def _own_tensors(model: nn.Module, name: str) -> tuple[frozenset[str], str]:
-    """The block's parameters and buffers; or why it cannot be dealt."""
+    """Return the block's parameters and buffers, or the reason why it cannot be a unit."""
     names: dict[int, list[str]] = {}
     for known, tensor in (
         *model.named_parameters(remove_duplicate=False),
@@ -138,7 +138,10 @@ def _own_tensors(model: nn.Module, name: str) -> tuple[frozenset[str], str]:
 
 
 def _fault(probe: Any, name: str) -> str:
-    """What is wrong with leaving the block out: against the whole network in which it passes its input through."""
+    """Compare the network without the block with the whole network in which the block passes its input through.
+
+    Returns what differs; empty if nothing does.
+    """
     tensors, _ = _own_tensors(probe.whole, name)
     blocks = Blocks(GROUP, (name, ""), (tensors, frozenset()))
     keep = {GROUP: torch.tensor([1])}

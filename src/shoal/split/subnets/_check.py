@@ -1,8 +1,8 @@
-"""Groups verified by numbers before they are offered: tracing proposes, arithmetic decides.
+"""Check groups of units numerically before they are used, because tracing alone is not trusted.
 
 A narrow network must compute what the whole one does when the weights that read the missing units are zero. Where a
-layer norm is taken over the units that is so but for the norm: there both are compared with norms that only apply their
-weights. And the narrow network has to run, forward and backward. A group that fails is left whole, with the reason.
+layer norm is taken over the units, both are compared with norms that only apply their weights. The narrow network must
+also run forward and backward. A group that fails stays whole, and the reason is noted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units
 
 MANY = 20_000_000
-"""Parameters from which the check is made in float32, to spare memory."""
+"""With more parameters than this, the check runs in float32 to save memory."""
 
 
 def verified(model: nn.Module, units: Units, inputs: Sequence[Any]) -> Units:
-    """The groups that pass; the others are named in `whole`."""
+    """Return the units with the groups that pass; the others are listed in `whole` with the reason."""
     if not units.groups:
         return units
     with quiet():
@@ -49,7 +49,8 @@ def verified(model: nn.Module, units: Units, inputs: Sequence[Any]) -> Units:
 
 
 def _failing(probe: Probe, units: Units) -> dict[str, str]:
-    """Group -> why it fails; all at once first, each alone only where that fails."""
+    """Return each failing group with the reason. Groups are tried all at once first, and one by one only if that
+    fails."""
     if not probe.fault(units):
         return {}
     failing = {}
@@ -60,7 +61,7 @@ def _failing(probe: Probe, units: Units) -> dict[str, str]:
 
 
 class Probe:
-    """A network of the same shapes with weights that are nowhere zero, and what comes of cutting it."""
+    """A network of the same shapes with weights that are nowhere zero, to compare it with narrow versions of itself."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
         total = sum(t.numel() for t in named_state(model).values())
@@ -70,7 +71,7 @@ class Probe:
         self.whole = shell(model, lambda _, tensor: self._stirred(tensor))
 
     def _stirred(self, tensor: Tensor) -> Tensor:
-        """A copy moved by noise. Biases move up, so that few units are silent: of those a check would see nothing."""
+        """Copy a tensor and add noise. Biases grow, so that few units are silent: a check sees nothing of those."""
         made = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True)
         if made.is_floating_point():
             drawn = torch.rand(made.shape, generator=self._noise, dtype=made.dtype)
@@ -78,13 +79,13 @@ class Probe:
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     def run(self, model: nn.Module) -> Any:
-        """The network's outputs; what it draws at random is the same every time."""
+        """Return the network's outputs. Random draws are the same every time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return model(*self.inputs)
 
     def fault(self, units: Units) -> str:
-        """What is wrong with these groups, all cut at once; nothing: ""."""
+        """Return what is wrong when these groups are cut at once; empty if nothing is."""
         for deal, share in ((0, 2), (1, 3), (2, 1_000_000)):  # a half of the units, a third, and one
             keep = {
                 name: torch.from_numpy(shuffled(name, group.size, 0, deal)[: 1 + (group.size - 1) // share]).sort()[0]
@@ -119,7 +120,7 @@ class Probe:
         return ""
 
     def _without(self, units: Units, keep: dict[str, Tensor]) -> nn.Module:
-        """The whole network with the weights that read units that are not kept set to zero."""
+        """Return the whole network, with the weights that read units which are not kept set to zero."""
         readers = {(r.tensor, r.dim): r.span for r in units.readers}
 
         def silent(name: str, tensor: Tensor) -> Tensor:
@@ -150,7 +151,8 @@ class Probe:
 
 
 class _PlainNorms(TorchFunctionMode):
-    """Norms over units only apply their weights, so that what they read does not depend on which units are there."""
+    """Inside, norms over units only apply their weights, so that their output does not depend on which units are
+    there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""Classes of a narrow network's modules: the user's own with one thing more, made once for each class.
+"""Classes for the modules of a narrow network: subclasses of the user's own, made once for each class.
 
-Narrow networks of one shape share them, so that they are one computation and can run as one pack.
+Narrow networks of one shape share these classes, so that they are one computation and can run as one pack.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shoal.split.subnets._sizes import Entry, Factor, Sizes, own_code, times
 
 
 def rescale(module: nn.Module, factor: Factor) -> None:
-    """Have a layer multiply what it reads; once, also where this is called for each of its runs."""
+    """Make a layer multiply its input by a factor. Calling this again for the same layer changes nothing."""
     if not hasattr(module, "shoal_scale"):
         module.__class__ = subclass(type(module), _scaled)
     module.shoal_scale = factor  # type: ignore[assignment]
 
 
 def resize(module: nn.Module, name: str, runs: Sequence[Sequence[Entry]]) -> None:
-    """Have a module's calls made with other sizes."""
+    """Make a module's calls use other sizes."""
     if any(list(run) != list(runs[0]) for run in runs):
         raise SplitError(f"{name or 'the network'} runs more than once in a forward pass, with other sizes each time")
     module.shoal_sizes = tuple(runs[0])  # type: ignore[assignment]
@@ -34,7 +34,7 @@ def resize(module: nn.Module, name: str, runs: Sequence[Sequence[Entry]]) -> Non
 
 
 def attend(module: nn.MultiheadAttention, heads: int) -> None:
-    """Have torch's attention work with fewer heads of the same width."""
+    """Make torch's attention work with fewer heads of the same width."""
     if module.bias_k is not None or module.add_zero_attn:
         raise SplitError("attention with add_bias_kv or add_zero_attn keeps all its heads")
     module.num_heads = heads
@@ -46,7 +46,7 @@ _MADE: dict[tuple[type[nn.Module], Any], Any] = {}
 
 
 def subclass(cls: type[nn.Module], make: Callable[[Any], Any]) -> Any:
-    """The class with the forward pass that `make` gives it; always the same one for the same class."""
+    """Return a subclass with the forward pass that `make` returns; always the same subclass for the same class."""
     if (cls, make) not in _MADE:
         _MADE[cls, make] = _made(cls, make(cls))
     return _MADE[cls, make]
@@ -113,7 +113,7 @@ def _rows_first(x: Tensor, batched: bool, batch_first: bool) -> Tensor:
 
 
 def _heads(self: Any, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Query, key and value as [batch, heads, tokens, width of a head]."""
+    """Return query, key and value as [batch, heads, tokens, width of a head]."""
     packed = self.in_proj_weight is not None
     names = ["in_proj_weight"] * 3 if packed else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
     weights = self.in_proj_weight.chunk(3) if packed else [getattr(self, name) for name in names]
@@ -127,7 +127,7 @@ def _heads(self: Any, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mask(query: Tensor, padding: Tensor | None, mask: Tensor | None, heads: int) -> Tensor | None:
-    """Both masks as one that is added to the scores."""
+    """Combine both masks into one that is added to the scores."""
     total = None
     for given, shaped in ((padding, lambda m: m[:, None, None, :]), (mask, _by_head(heads))):
         if given is not None:
@@ -142,7 +142,7 @@ def _by_head(heads: int) -> Any:
 
 
 def _mix(self: Any, heads: Sequence[Tensor], mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-    """Values mixed by attention, [batch, tokens, all heads], and the weights where they are asked for."""
+    """Return the values mixed by attention, [batch, tokens, all heads], and the weights if they are asked for."""
     q, k, v = heads
     dropout = self.dropout if self.training else 0.0
     weights = None

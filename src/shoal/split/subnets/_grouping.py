@@ -1,4 +1,4 @@
-"""From axes to units: the leaves that were not fixed become groups, as plain data."""
+"""From axes to units: leaves that were not fixed become groups, as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAM = "a residual stream that layer norms read stays whole (streams=True cuts
 
 
 def units_of(record: Record, *, streams: bool = False) -> Units:
-    """The groups that follow from a recorded forward pass, not verified yet."""
+    """Return the groups of units of a recorded forward pass, not checked yet."""
     return _Builder(couple(record), streams).units()
 
 
@@ -64,7 +64,7 @@ class _Builder:
         return self.coupling.of(self.coupling.record.state[name])
 
     def reason(self, leaf: Axis) -> str:
-        """Why a leaf is not cut."""
+        """Return why a leaf is not cut."""
         if leaf.size < 2:
             return "it has one unit only"
         if leaf.fixed:
@@ -110,7 +110,7 @@ class _Builder:
 
 
 def couple(record: Record) -> Coupling:
-    """Go through the operators once and say what their axes have in common."""
+    """Apply the rules of all operators, in order."""
     coupling = Coupling(record)
     for name, tensor in record.state.items():
         coupling.axes[id(tensor)] = [Axis(n) for n in tensor.shape]
@@ -137,7 +137,7 @@ def couple(record: Record) -> Coupling:
 
 
 def _mark_normalised(c: Coupling, live: Sequence[Op]) -> None:
-    """Sums of which nothing but a normalisation reads the outcome."""
+    """Mark sums whose result is read by a normalisation only."""
     readers: dict[int, list[Op]] = {}
     for op in live:
         for tensor in op.tensors:

@@ -1,8 +1,8 @@
-"""A network's forward pass written down: every operator it calls, on tensors that have shapes and no data.
+"""Record a network's forward pass: every operator that it calls, on tensors with shapes and no data.
 
-The network runs once, in training mode, on fake copies of its parameters: nothing is computed and no memory is taken.
-Two levels are noted: the operators (`aten.addmm`), from which couplings follow, and the calls in the user's own code
-that name sizes (`x.view(batch, tokens, self.heads, 32)`), which a narrow network has to make with other numbers.
+The network runs once, in training mode, on fake copies of its parameters: nothing is computed and no memory is used.
+Two levels are recorded: operators (`aten.addmm`), from which the couplings follow, and calls in the user's own code
+that name sizes (`x.view(batch, tokens, self.heads, 32)`), which a narrow network must make with other numbers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Call:
 
     name: str
     modules: tuple[str, ...]
-    """The modules that were at work, the innermost last."""
+    """Names of the modules whose forward passes were running, the innermost last."""
     runs: tuple[int, ...] = ()
-    """Which run of each of them."""
+    """For each of these modules, the number of its run."""
     dim: int = 0
-    """Of a split."""
+    """The dimension of a split."""
     outs: list[Tensor] = field(default_factory=list)
 
     @property
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One operator as it was called."""
+    """One call of an operator."""
 
     name: str
     pointwise: bool
@@ -74,7 +74,7 @@ class Run:
 
     module: str
     given: Any
-    """Its first argument."""
+    """The first argument."""
     made: Any = None
 
 
@@ -83,17 +83,17 @@ class Record:
     """A whole forward pass."""
 
     state: dict[str, Tensor]
-    """Parameters and buffers by name, as fakes."""
+    """Fake parameters and buffers by name."""
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     recurrent: frozenset[str] = frozenset()
-    """Names of the modules that are recurrent layers of torch."""
+    """Names of torch's recurrent layers."""
 
     def live(self) -> list[Op]:
-        """The operators that something of the output depends on."""
+        """List the operators that the output depends on."""
         wanted = {_storage(t) for t in self.outputs}
         live_ops = []
         for op in reversed(self.ops):
@@ -104,7 +104,7 @@ class Record:
 
 
 def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor | None]) -> nn.Module:
-    """A copy of the network around other tensors; its own are never copied."""
+    """Copy the network around other tensors. Its own tensors are not copied."""
     memo: dict[int, Any] = {}
     for name, tensor in named_state(model).items():
         memo[id(tensor)] = made(name, tensor)
@@ -112,7 +112,7 @@ def shell(model: nn.Module, made: Callable[[str, Tensor], Tensor | None]) -> nn.
 
 
 def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
-    """Run the network once on fakes."""
+    """Run the network once on fake tensors."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
 
 
 def _watch(module: nn.Module, name: str, recorded: Record, stack: list[tuple[str, int]]) -> None:
-    """Keep the stack of the modules at work, and note what each is given and makes."""
+    """Keep the stack of running modules, and note the inputs and outputs of each."""
     count = itertools.count()
     open_runs: list[Run] = []
 
@@ -174,7 +174,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the calls that name sizes or sum over features."""
+    """Records calls that name sizes or sum over features."""
 
     def __init__(self, recorded: Record, stack: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator."""
+    """Records every operator."""
 
     def __init__(self, recorded: Record, stack: list[tuple[str, int]], calls: _Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments by their names in the operator's schema."""
+    """Return the arguments by their names in the operator's schema."""
     for place, argument in enumerate(func._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
         yield argument.name, args[place] if place < len(args) else kwargs.get(argument.name, default)

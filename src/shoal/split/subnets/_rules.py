@@ -1,4 +1,4 @@
-"""What each operator that computes says about the axes it takes and gives. One without a rule fixes them all."""
+"""Rules for operators that compute: what each says about its axes. An operator without a rule fixes all of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _product(c: Coupling, op: Op) -> None:
 
 
 def _reads(c: Coupling, op: Op, operands: list[tuple[Tensor, int]]) -> None:
-    """Note a sum over an axis, weighted by a parameter; one between two activations stays whole."""
+    """Note that an axis is summed over with the weights of a parameter. A sum between two activations stays whole."""
     weights = [(t, dim) for t, dim in operands if id(t) in c.origin]
     axis = c.of(operands[0][0])[operands[0][1]]
     if len(weights) != 1:

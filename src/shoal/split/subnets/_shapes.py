@@ -1,4 +1,4 @@
-"""What operators that move, cut, join, pool and reduce say about axes."""
+"""Rules for operators that move, cut, join, pool and reduce: what each says about its axes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ PICKED, SIDE, INSIDE_HEAD = "some of it is picked out", "it is an image's side",
 
 
 def _given(c: Coupling, op: Op) -> tuple[list[Axis], int]:
-    """The argument's axes, and the dimension that the operator is about."""
+    """Return the argument's axes and the dimension that the operator works on."""
     given = c.of(op.args["self"])
     return given, op.args.get("dim", 0) % max(1, len(given))
 
 
 def _give_view(c: Coupling, op: Op, out: Tensor, axes: Sequence[Axis], source: Sequence[int]) -> None:
-    """A result with these axes; `source`: which of the argument's dimensions each is, whole, or -1. What is a view of a
-    parameter stays one."""
+    """Set the axes of a result. `source` names the argument's dimension that each axis is, or -1.
+
+    A view of a parameter is tracked as one.
+    """
     c.give(out, axes)
     if id(op.args["self"]) in c.origin:
         name, dims = c.origin[id(op.args["self"])]
@@ -32,14 +34,15 @@ def _give_view(c: Coupling, op: Op, out: Tensor, axes: Sequence[Axis], source: S
 
 
 def _move(c: Coupling, op: Op, source: Sequence[int]) -> None:
-    """A result whose dimensions are the argument's in this order; -1: one that is new."""
+    """Set a result whose dimensions are the argument's in this order; -1 for a new one."""
     given, out = c.of(op.args["self"]), op.outs[0]
     axes = [Axis(n) if d < 0 else given[d] for d, n in zip(source, out.shape, strict=True)]
     _give_view(c, op, out, axes, source)
 
 
 def _give_piece(c: Coupling, op: Op, out: Tensor, dim: int, part: Axis | None) -> None:
-    """A result that has a part of one of the argument's dimensions, or nothing of it; the others are as they were."""
+    """Set a result that has a part of one of the argument's dimensions, or nothing of it. Other dimensions are
+    unchanged."""
     given, inside = c.of(op.args["self"]), [] if part is None else [part]
     source = [*range(dim), *(-1 for _ in inside), *range(dim + 1, len(given))]
     _give_view(c, op, out, [*given[:dim], *inside, *given[dim + 1 :]], source)
@@ -198,7 +201,7 @@ def _reduce(c: Coupling, op: Op) -> None:
 
 
 def _dims(asked: Any, count: int) -> set[int]:
-    """Dimensions as an operator takes them: one, several, or all (None, or none named)."""
+    """Return dimensions as operators take them: one, several, or all (None, or none named)."""
     if asked is None or asked == []:
         return set(range(count))
     return {d % count for d in (asked if isinstance(asked, list | tuple) else [asked])} if count else set()
@@ -210,7 +213,7 @@ def _dims(asked: Any, count: int) -> set[int]:
       "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "reflection_pad1d", "reflection_pad2d",
       "replication_pad1d", "replication_pad2d")  # fmt: skip
 def _pool(c: Coupling, op: Op) -> None:
-    """Works on an image's sides alone; what comes before them (rows, channels) is untouched."""
+    """Pooling changes the sides of an image; rows and channels before them are unchanged."""
     given = c.of(op.tensors[0])
     sides = 3 if "3d" in op.name else 1 if "1d" in op.name else 2
     for out in op.outs:
@@ -225,8 +228,10 @@ def _pad(c: Coupling, op: Op) -> None:
 
 
 def _resize(c: Coupling, given: Sequence[Axis], out: Tensor, dims: Iterable[int], reason: str) -> None:
-    """A result of which some dimensions have other sizes than the argument's, which stay whole; sizes that follow from
-    the inputs' still do."""
+    """Set a result of which some dimensions have other sizes than the argument's; those stay whole.
+
+    Sizes that follow from the inputs' sizes still do.
+    """
     axes = list(given)
     for d in dims:
         fix(given[d], reason)

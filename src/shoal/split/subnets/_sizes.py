@@ -1,7 +1,7 @@
-"""Sizes that the user's own code names, made those of the narrow network while its forward pass runs.
+"""Replace sizes in the user's own code by those of the narrow network while its forward pass runs.
 
 `x.view(batch, tokens, self.heads, width // self.heads)` is right for the whole network. In a narrow one the same call
-is made with the sizes that its tensors have; which call is which is known from its place in the module's forward pass.
+is made with the sizes that its tensors have. A call is identified by its place in the module's forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.split.subnets._record import SIZED, SUMS
 Factor = float | tuple[float, ...]
 Size = int | Fraction | None
 FIRST = {"einsum": 1, "addmm": 1, "baddbmm": 1}
-"""The place of the first operand, if not the first."""
+"""The place of the first operand, for calls where it is not the first argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Entry:
     name: str
     dim: int
     sizes: tuple[tuple[Size, ...], ...] = ()
-    """For each result: None where the caller's own size is right, a fraction of it where rows and units share it.
-    Empty: all are right."""
+    """For each result its sizes: None where the caller's own size is right, a fraction of it where rows and units share
+    it. Empty if all are right."""
     factor: Factor | None = None
-    """Of the first operand."""
+    """What the first operand is multiplied by."""
 
 
 class _Active(local):
@@ -49,7 +49,7 @@ _ACTIVE = _Active()
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Calls in here are not the user's."""
+    """Inside, calls are Shoal's own and are not replaced."""
     _ACTIVE.modes.append(None)
     try:
         yield
@@ -58,7 +58,7 @@ def own_code() -> Iterator[None]:
 
 
 def times(x: Tensor, factor: Factor, dim: int = -1) -> Tensor:
-    """A tensor times a factor, or times one for each place of a dimension."""
+    """Multiply a tensor by a factor, or by one for each place of a dimension."""
     if isinstance(factor, float):
         return x * factor
     with own_code():
@@ -104,7 +104,7 @@ class Sizes(TorchFunctionMode):
 
 
 def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with the narrow network's sizes."""
+    """Return the call's arguments with the narrow network's sizes."""
     name, wanted = entry.name, entry.sizes[0]
     x, rest = args[0], args[1:]
     if name in ("view", "reshape", "expand"):
@@ -129,7 +129,7 @@ def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _merged(asked: Sequence[int], wanted: Sequence[Size], *, infer: bool) -> list[int]:
-    """The caller's sizes with the narrow network's; one that rows and units share follows from the rest if it can."""
+    """Replace the caller's sizes by the narrow network's. A size that rows and units share is inferred if possible."""
     infer = infer and -1 not in asked and sum(isinstance(new, Fraction) for new in wanted) == 1
     merged = []
     for size, new in zip(asked, wanted, strict=True):
@@ -140,7 +140,7 @@ def _merged(asked: Sequence[int], wanted: Sequence[Size], *, infer: bool) -> lis
 
 
 def _scaled(entry: Entry, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The call's arguments, the first operand times its factor."""
+    """Return the call's arguments with the first operand multiplied by its factor."""
     assert entry.factor is not None
     at = FIRST.get(entry.name, 0)
     dim = 1 if entry.name.startswith("conv") else -1

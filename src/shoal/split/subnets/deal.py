@@ -1,8 +1,8 @@
-"""Which layers are dealt, and the deal of a round: which units each worker gets, from the seed and the round alone.
+"""Choose which layers are distributed, and which units each worker gets in a round, from the seed and the round alone.
 
-A weight between two dealt layers is trained only where one worker has both of its ends: in one round of n. In layers of
-many neurons that is enough, and n times fewer bytes travel for it. Convolutions have few channels, few bytes and much
-to compute. There every other layer stays whole, the first one among them, so that every weight is trained in every
+A weight between two distributed layers is trained only if one worker has both of its ends: in one round of n. For
+layers with many neurons that is enough, and n times fewer bytes are sent. Convolutions have few channels, few bytes and
+much to compute. There every other layer stays whole, including the first, so that every weight is trained in every
 round, as in a residual network whose stream stays whole.
 """
 
@@ -31,10 +31,10 @@ WHOLE_LAYER = "every other layer stays whole (layers='all' cuts it)"
 def deal(
     units: Units, shares: Sequence[float], *, seed: int, round: int, overlap: float = 0.0
 ) -> list[dict[str, Tensor]]:
-    """For each worker, the units of every group that it keeps, ascending.
+    """Return, for each worker, the units of every group that it keeps, ascending.
 
-    Units are dealt at random without replacement, afresh every round, so that over the rounds any two of them meet. The
-    same on every machine: a pure function of its arguments.
+    Units are drawn at random without replacement, anew in every round, so that over the rounds any two of them meet.
+    The result depends on the arguments alone and is the same on every machine.
 
     Args:
         units: Of the network.
@@ -54,7 +54,7 @@ def deal(
 
 
 def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
-    """How many of `size` units each share is: the largest remainders are rounded up, and everybody gets the least.
+    """Divide `size` units by shares. The largest remainders are rounded up, and every share gets at least `least`.
 
     >>> counts(10, [1, 1, 1]), counts(10, [8, 1, 0.1])
     ([4, 3, 3], [8, 1, 1])
@@ -73,7 +73,7 @@ def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
 
 
 def _dealt(group: Group, order: Rows, shares: Sequence[float], common: int) -> list[Rows]:
-    """The units that are not everybody's, cut by shares; without any in common each worker needs one of its own."""
+    """Divide the units that not all workers have by shares. Without common units, each worker needs one of its own."""
     if group.size < len(shares) and not common:
         raise SplitError(
             f"{len(shares)} workers, but {group.name} has {group.size} units ({group.kind}s): each worker needs one; "
@@ -88,7 +88,8 @@ def round_half_up(value: float) -> int:
 
 
 def shuffled(name: str, size: int, seed: int, number: int) -> Rows:
-    """A group's units in a round's order; the group's name takes part, so that no two layers are dealt alike."""
+    """Return a group's units in the order of a round. The group's name takes part, so that layers are drawn
+    independently."""
     key = hashlib.sha256(f"shoal deal {seed} {number} {name}".encode()).digest()
     bits = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
     # argsort of raw draws: numpy promises the bit stream of Philox, not the algorithm of `permutation`.
@@ -96,7 +97,7 @@ def shuffled(name: str, size: int, seed: int, number: int) -> Rows:
 
 
 def neighbours(units: Units) -> dict[str, set[str]]:
-    """For each group those that a weight lies between: units of both in two dimensions of one tensor."""
+    """Return, for each group, the groups that a weight connects it with."""
     pairs: dict[str, set[str]] = {name: set() for name in units.groups}
     for spans in units.spans.values():
         dims = [{use.group for use in span.uses} for span in spans]
@@ -110,8 +111,10 @@ def neighbours(units: Units) -> dict[str, set[str]]:
 
 
 def dealt_layers(units: Units, layers: str) -> Units:
-    """The units that a split deals: of all layers, or of every other one; "auto": every other one where there are
-    convolutions, and no residual stream is dealt."""
+    """Return the units that a split distributes: those of all layers, or of every other one.
+
+    "auto": every other layer if there are convolutions and no residual stream is distributed.
+    """
     if layers not in ("all", "alternate", "auto"):
         raise SplitError(f"layers is {layers!r}; use 'all', 'alternate' or 'auto'")
     if layers == "all" or units.blocks is not None:
@@ -128,8 +131,8 @@ def dealt_layers(units: Units, layers: str) -> Units:
 
 
 def every_other(chain: dict[str, int], near: dict[str, set[str]]) -> set[str]:
-    """Of groups with their distance from the first those at an odd one, no two of them neighbours; a group that has
-    none is dealt itself."""
+    """Return the groups at an odd distance from the first, no two of them neighbours. A group without neighbours is
+    included."""
     if len(chain) == 1:
         return set(chain)
     chosen: set[str] = set()
@@ -140,7 +143,7 @@ def every_other(chain: dict[str, int], near: dict[str, set[str]]) -> set[str]:
 
 
 def _chains(near: dict[str, set[str]]) -> list[dict[str, int]]:
-    """Groups that hang together, each with its distance from the first of them, the nearest first."""
+    """Return connected groups, each with its distance from the first of them, the nearest first."""
     chains: list[dict[str, int]] = []
     known: set[str] = set()
     for first in near:

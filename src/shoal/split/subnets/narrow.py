@@ -1,4 +1,4 @@
-"""Narrow networks: the user's own network with fewer units, and nothing of the rest in memory."""
+"""Narrow networks: the user's own network with fewer units. The rest is not in memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.Gr
 
 
 def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) -> nn.Module:
-    """A network of the user's own class with the units that are kept: same names, smaller tensors.
+    """Build a network of the user's own class with the units that are kept: same names, smaller tensors.
 
-    The weights are the kept pieces of the model's; only they are copied. What the layers say of themselves
-    (`out_features`, `num_heads`, `normalized_shape`) says the new sizes.
+    Only the kept pieces of the model's weights are copied. Attributes of layers (`out_features`, `num_heads`,
+    `normalized_shape`) have the new sizes.
 
     Args:
         model: The whole network. It is not changed.
@@ -60,7 +60,7 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
 
 
 def _attributes(module: nn.Module) -> None:
-    """What a layer of torch says of itself, after its tensors."""
+    """Set the attributes of a torch layer from the shapes of its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, _ConvNd):
@@ -93,7 +93,7 @@ def _convolution(module: _ConvNd) -> None:
 
 
 def _heads(module: nn.MultiheadAttention, prefix: str, units: Units, keep: Keep, slices: Mapping[str, Slice]) -> None:
-    """Attention of torch: its own forward pass takes the head's width from the model's, so it is given another."""
+    """Give torch's attention another forward pass: its own takes the width of a head from the model's width."""
     readers = [r for r in units.readers if r.tensor == f"{prefix}out_proj.weight"]
     if any(r.span.left(keep) != r.span.size for r in readers):
         span = readers[0].span
@@ -103,7 +103,7 @@ def _heads(module: nn.MultiheadAttention, prefix: str, units: Units, keep: Keep,
 
 
 def _norm(module: nn.Module, call: Sized, keep: Keep) -> None:
-    """A normalisation without weights knows its size from its settings alone."""
+    """Set the size of a normalisation without weights, which only its settings hold."""
     dims = call.outs[0]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         shape = module.normalized_shape
@@ -116,7 +116,7 @@ def _norm(module: nn.Module, call: Sized, keep: Keep) -> None:
 
 
 def _scale(modules: Mapping[str, nn.Module], units: Units, keep: Keep) -> dict[int, float | tuple[float, ...]]:
-    """Give every layer that sums over kept units its factor; by call for sums that no layer of torch makes."""
+    """Set the factor of every layer that sums over kept units. Returns the factors of other sums, by call."""
     leftover: dict[int, float | tuple[float, ...]] = {}
     for reader in units.readers:
         factor = None if reader.normalised else _factor(reader, keep)
@@ -140,7 +140,7 @@ def _scale(modules: Mapping[str, nn.Module], units: Units, keep: Keep) -> dict[i
 
 
 def _factor(reader: Reader, keep: Keep) -> float | tuple[float, ...] | None:
-    """One factor where all are alike, else one for each place; None where there is nothing to scale."""
+    """Return one factor if all are equal, otherwise one for each place; None if there is nothing to scale."""
     if reader.span.left(keep) == reader.span.size:
         return None
     factors = tuple(reader.span.factors(keep).tolist())
@@ -150,7 +150,7 @@ def _factor(reader: Reader, keep: Keep) -> float | tuple[float, ...] | None:
 def _resize(
     modules: Mapping[str, nn.Module], units: Units, keep: Keep, factors: Mapping[int, float | tuple[float, ...]]
 ) -> None:
-    """Give the modules whose own code names sizes, or sums by a function, the narrow network's numbers."""
+    """Replace the numbers in modules whose own code names sizes, or sums by a function."""
     wanted = set(factors)
     if units.resize:
         wanted |= {
@@ -170,7 +170,7 @@ def _resize(
 
 
 def _sizes(call: Sized, keep: Keep) -> tuple[tuple[Size, ...], ...]:
-    """For each result its sizes, as an entry has them."""
+    """Return the sizes of each result, in the form of an entry."""
     if not call.cut(keep):
         return ()
     return tuple(

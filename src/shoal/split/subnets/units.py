@@ -1,8 +1,8 @@
-"""Units: what can be dealt to different workers, so that each trains a narrow network of its own.
+"""Units: what can be distributed over workers, so that each trains a narrow network of its own.
 
-A unit is whatever must stay together: a neuron with its row in one layer and its column in the next, a channel with
-its batch norm, an attention head with its rows of query, key and value. Units of one group are interchangeable. All of
-it is plain data; `_coupling.py` finds it.
+A unit is what must stay together: a neuron with its row in one layer and its column in the next, a channel with its
+batch norm, an attention head with its rows of query, key and value. Units of one group are interchangeable. All of it
+is plain data; `_coupling.py` finds it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shoal.split.core.parts import Slice
 WHOLE_STREAM = "a residual stream stays whole (streams=True cuts it)"
 
 Keep = Mapping[str, Tensor]
-"""Group -> the units that are kept, ascending. Groups that are not named are kept whole."""
+"""Group -> the units that are kept, ascending. Groups that are not listed are kept whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Where a group's units lie in one dimension of a tensor."""
+    """Where the units of a group lie in one dimension of a tensor."""
 
     group: str
     tensor: str
@@ -37,32 +37,32 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Units that are alike."""
+    """Units of one kind, in one layer."""
 
     name: str
     size: int
-    """How many units."""
+    """The number of units."""
     kind: str
     """"neuron", "channel", "head" or "block"."""
     uses: tuple[Use, ...]
     exact: bool = True
-    """Whether the narrow network computes what the whole one does without the units that are not kept; it does not
-    where a layer norm is taken over them."""
+    """Whether the narrow network computes what the whole one does without the missing units. It does not if a layer
+    norm is taken over them."""
     stream: bool = False
-    """Whether it is the width of a residual stream: what blocks add to, which everything behind them reads."""
+    """Whether this is the width of a residual stream: blocks add to it, and everything after them reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One dimension of some tensor: its size, and which of its places belong to units."""
+    """One dimension of a tensor: its size, and which of its places belong to units."""
 
     size: int
     uses: tuple[Use, ...] = ()
     rows: bool = False
-    """Whether the inputs' rows have a part in its size too."""
+    """Whether the size also depends on the rows of the inputs."""
 
     def rows_of(self, keep: Keep) -> Tensor | None:
-        """The places that are left, ascending; None: all."""
+        """Return the places that are left, ascending; None for all."""
         mask = None
         for use in self.uses:
             if use.group in keep and len(keep[use.group]) < len(use.rows):
@@ -73,12 +73,13 @@ class Span:
         return None if mask is None else mask.nonzero().reshape(-1)
 
     def left(self, keep: Keep) -> int:
-        """How many places are left."""
+        """Return how many places are left."""
         rows = self.rows_of(keep)
         return self.size if rows is None else len(rows)
 
     def factors(self, keep: Keep) -> Tensor:
-        """For each place that is left, by how much its share of a sum has to grow to make up for those that are not."""
+        """Return, for each place that is left, the factor by which its share of a sum must grow to make up for missing
+        ones."""
         factors = torch.ones(self.size, dtype=torch.float64)
         for use in self.uses:
             if use.group in keep:
@@ -95,11 +96,11 @@ class Reader:
     dim: int
     span: Span
     module: str
-    """The module at work."""
+    """The module that makes the sum."""
     call: int | None
-    """Its place among the calls, where the user's code makes the sum by a function."""
+    """The place of the call, if the user's code makes the sum by a function."""
     normalised: bool
-    """Whether nothing but a normalisation reads the sum."""
+    """Whether only a normalisation reads the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,10 @@ class Sized:
     name: str
     modules: tuple[str, ...]
     runs: tuple[int, ...]
-    """Which run of each of these modules."""
+    """For each of these modules, the number of its run."""
     dim: int
     outs: tuple[tuple[Span | None, ...], ...]
-    """For each result, its dimensions; None where the size comes from the inputs alone."""
+    """The dimensions of each result; None where the size comes from the inputs alone."""
 
     def cut(self, keep: Keep) -> bool:
         return any(d is not None and d.left(keep) != d.size for out in self.outs for d in out)
@@ -120,43 +121,43 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Residual blocks, the units of one group."""
+    """Residual blocks, as the units of one group."""
 
     group: str
     modules: tuple[str, ...]
-    """Their names in the network."""
+    """Names of the blocks in the network."""
     tensors: tuple[frozenset[str], ...]
-    """What each has: parameters and buffers."""
+    """The parameters and buffers of each block."""
 
     def gone(self, keep: Keep) -> list[str]:
-        """The blocks that are not kept."""
+        """Return the blocks that are not kept."""
         blocks = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
         return [name for place, name in enumerate(self.modules) if place not in blocks]
 
     def absent(self, keep: Keep) -> frozenset[str]:
-        """The tensors that are not in such a part."""
+        """Return the tensors that a part without these blocks does not have."""
         gone = set(self.gone(keep))
         return frozenset().union(*(t for name, t in zip(self.modules, self.tensors, strict=True) if name in gone))
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """All groups of a network, and what stays whole."""
+    """All groups of a network, and the tensors that stay whole."""
 
     groups: Mapping[str, Group]
     whole: Mapping[str, str]
-    """Tensor -> why no worker gets only a piece of it."""
+    """Tensor -> why it stays whole for every worker."""
     spans: Mapping[str, tuple[Span, ...]]
-    """For every parameter and buffer, its dimensions."""
+    """The dimensions of every parameter and buffer."""
     readers: tuple[Reader, ...] = ()
     calls: tuple[Sized, ...] = ()
     resize: bool = False
-    """Whether the user's own code names sizes that are other in a narrow network."""
+    """Whether the user's own code names sizes that differ in a narrow network."""
     blocks: Blocks | None = field(default=None, repr=False)
-    """Where units are whole residual blocks."""
+    """The residual blocks, if they are the units."""
 
     def slices(self, keep: Keep) -> dict[str, Slice]:
-        """For every parameter and buffer of a part that keeps these units, where its piece lies."""
+        """Return where the pieces of all parameters and buffers lie, for a part that keeps these units."""
         self.check(keep)
         slices = {}
         absent = self.blocks.absent(keep) if self.blocks is not None else ()
@@ -177,12 +178,12 @@ class Units:
         return slices
 
     def mostly_cut(self) -> bool:
-        """Whether of most weights a worker gets only a piece."""
+        """Return whether a worker gets only a piece of most weights."""
         sizes = [(math.prod(s.size for s in spans), any(s.uses for s in spans)) for spans in self.spans.values()]
         return 2 * sum(size for size, cut in sizes if cut) >= sum(size for size, _ in sizes)
 
     def check(self, keep: Keep) -> None:
-        """Refuse what is not a choice of units."""
+        """Raise a SplitError if `keep` is not a choice of these units."""
         for name, rows in keep.items():
             if name not in self.groups:
                 raise SplitError(f"there is no group of units called {name!r}; there are {', '.join(self.groups)}")
@@ -195,7 +196,7 @@ class Units:
                 raise SplitError(f"{name} has units 0 to {size - 1}; got {rows.tolist()}")
 
     def only(self, names: Sequence[str], reasons: Mapping[str, str]) -> Units:
-        """With these groups alone; the others stay whole for these reasons."""
+        """Return the units with these groups alone. The others stay whole for the given reasons."""
         chosen = set(names)
 
         def spared(span: Any) -> Any:
@@ -216,11 +217,11 @@ class Units:
 
 
 def without_streams(units: Units, streams: bool | str) -> Units:
-    """The units that a split deals: of residual streams none, or with True all; "auto": none, where most of the weights
-    of the network are cut without them.
+    """Return the units that a split distributes. `streams`: whether units of residual streams are among them.
 
-    Every layer of a residual network reads the stream and adds to it. Where it is dealt, no two blocks see the same
-    stream twice; where it is whole, every weight is trained in every round, by the worker that has its unit.
+    "auto": no streams if most of the network's weights are cut without them. Every layer of a residual network reads
+    the stream and adds to it. If the stream is distributed, no two blocks see the same stream twice; if it is whole,
+    every weight is trained in every round by the worker that has its unit.
     """
     inner = [name for name, group in units.groups.items() if not group.stream]
     if streams is True or not inner or len(inner) == len(units.groups):
@@ -230,7 +231,7 @@ def without_streams(units: Units, streams: bool | str) -> Units:
 
 
 def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = False, streams: bool = False) -> Units:
-    """The units of a network, found by tracing it, and each group verified by numbers before it is offered.
+    """Find the units of a network by tracing it. Each group is checked numerically before it is returned.
 
     Args:
         model: Any network whose forward pass depends on shapes, not on the values of tensors.
@@ -261,7 +262,7 @@ def find_units(model: nn.Module, inputs: tuple[Any, ...], *, blocks: bool = Fals
 
 
 def nothing_to_cut(model: nn.Module, units: Units) -> str:
-    """One line: the main reason and the fix."""
+    """Return one line: the main reason why nothing can be cut, and what to do."""
     reasons = [why for why in units.whole.values() if not why.startswith(("the inputs", "the outputs"))]
     reasons = reasons or list(units.whole.values()) or ["it has no parameters"]
     main = max(set(reasons), key=reasons.count)
