@@ -19,7 +19,8 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, int | float | complex | str | bytes | np.generic):
         return a.dtype == b.dtype and a.tobytes() == b.tobytes() if isinstance(a, np.generic) else repr(a) == repr(b)
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same_value, a, b))
+        pairs = zip(tuple.__iter__(a), tuple.__iter__(b), strict=False)  # past a `__len__` that raises
+        return tuple.__len__(a) == tuple.__len__(b) and all(same_value(x, y) for x, y in pairs)
     if isinstance(a, types.MethodType):
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
     return isinstance(a, torch.device | frozenset | range | slice) and bool(a == b)

@@ -66,7 +66,7 @@ def take_apart(value: Any) -> Parts:
     if kind in (tuple, frozenset, torch.Size):
         return Parts(kind.__name__, tuple(value))
     if isinstance(value, tuple):
-        return Parts("tuple subclass", (kind, *value), attributes=_attributes(value))
+        return Parts("tuple subclass", (kind, *tuple.__iter__(value)), attributes=_attributes(value))
     if isinstance(value, enum.Enum):
         return Parts("enum", (kind, value.name))
     if kind is range or kind is slice:

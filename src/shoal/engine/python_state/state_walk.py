@@ -262,7 +262,8 @@ class Walk:
         self._subclass(path, value)
 
     def _tuple(self, path: Path, value: Iterable[Any]) -> None:
-        for index, item in enumerate(list(value)):
+        items = tuple.__iter__(value) if isinstance(value, tuple) else list(value)  # past a `__len__` that raises
+        for index, item in enumerate(items):
             self._push(path, f"[{index}]", item)
 
     def _dict(self, path: Path, value: Any) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+import shoal
 from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.errors import describe
@@ -351,7 +354,17 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 
 def _explain(error: Exception) -> str:
-    name = type(error).__name__
+    name, line = type(error).__name__, _line_of(error)
     if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
-        return "control flow or a shape depends on the data"
-    return f"it cannot be traced ({describe(error)[:180]})"
+        return f"control flow or a shape depends on the data{line}"
+    return f"it cannot be traced ({describe(error)[:180]}){line}"
+
+
+def _line_of(error: Exception) -> str:
+    """The line of code outside torch and Shoal that an exception came through last, for a reason: ` (file:7: code)`."""
+    ours = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, shoal))
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    if not lines:
+        return ""
+    code = f": {lines[-1].line[:80]}" if lines[-1].line else ""
+    return f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno}{code})"
