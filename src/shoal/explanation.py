@@ -19,7 +19,7 @@ from shoal.preparation.checks import prepare
 from shoal.results import finite
 from shoal.settings import parse_bytes, pick_device
 from shoal.utils.tables import duration, render, size
-from shoal.utils.torch_flags import training_mode
+from shoal.utils.torch_flags import torch_flags, training_mode
 
 MOST_NAMED = 5
 """Waiting jobs that are named one by one."""
@@ -140,7 +140,17 @@ def explain(
         compile: As for `shoal.train`: whether compiled steps are tried too, on a GPU; that may take minutes.
     """
     given = None if memory is None else parse_bytes(memory)
-    members = prepare(jobs, pick_device(device))
+    chosen = pick_device(device)
+    with torch_flags(
+        chosen, 1 if chosen.type == "cpu" else None
+    ):  # as `train` plans: several threads disturb each other
+        return _explain(jobs, chosen, measure, given, compile)
+
+
+def _explain(
+    jobs: Sequence[Job], device: torch.device, measure: bool, given: int | None, compile: bool | Literal["auto"]
+) -> Explanation:
+    members = prepare(jobs, device)
     budget = memory_budget(members[0].device, given)
     planning = PlanningContext(
         members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True, may_share_weights=True

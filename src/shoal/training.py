@@ -28,7 +28,7 @@ from shoal.engine.runtime.guard import NotGuarded, can_guard, lost_context, run_
 from shoal.engine.runtime.lending import run_lending
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.sharing import processes_for
+from shoal.engine.runtime.sharing import processes_for, threads_for
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
 from shoal.environment import environment
@@ -130,13 +130,14 @@ def carry_out(
         raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and not (controls or search) and can_guard()
     chosen = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
-    most_threads = torch.get_num_threads() if chosen and out is None and controls is None else 0
+    most_threads = torch.get_num_threads() if chosen else 0
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
         with timed("jobs"), garbage_collection.frozen():
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)
         tiers, changed = dict[int, str](), set[str]() if search is None else search.changed
+        threads: int | None = None
         searching = search is not None
         if folder is not None and folder.claim(members, grows=searching, extends=not searching, changed=changed):
             for member in members:
@@ -147,11 +148,12 @@ def carry_out(
             tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
             trained = as_trained(tiers, members)  # some may have left their stack on the way
             tiers = trained if settings.device.type == "cuda" else tiers | trained
+            threads = saved.get("threads") if saved is not None else None
         with progress_for(members, progress) as watch:
             running = MembersRunning()
             also = [*([controls.listen] if controls is not None else []), *([events] if events is not None else [])]
             tell = Listeners([running, watch, *calls.listeners(), *also])
-            work = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads)
+            work = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads, threads)
             interrupted: KeyboardInterrupt | None = None
             try:
                 work.go(guarded)
@@ -199,8 +201,12 @@ class _Work:
         search: Search | None,
         tiers: dict[int, str],
         most_threads: int,
+        threads: int | None,
     ) -> None:
-        self.members, self.settings, self.folder, self.most_threads = members, settings, folder, most_threads
+        """`most_threads`: how many of torch's threads may be used; 0: as many as are in use. `threads`: the number that
+        the resumed run used; None where that is not known."""
+        self.members, self.settings, self.folder = members, settings, folder
+        self.most_threads, self.threads = most_threads, threads
         self.calls, self.tell, self.controls, self.search, self.tiers = calls, tell, controls, search, tiers
         self.plan: Plan | None = None
         self.seconds, self.stamp, self._started = 0.0, dict[str, Any](), False
@@ -232,17 +238,32 @@ class _Work:
         self._tell_start(planning.propose(alive, settings.policy) if alive else None)
         search = self.search
         busy_too = search is not None  # it looks for free cores itself, again and again
-        count = processes_for(alive, planning, settings.threads, busy_too=busy_too) if self._may_share else 1
+        may_share = self._may_share and (self.threads or 1) == 1
+        count = processes_for(alive, planning, settings.threads, busy_too=busy_too) if may_share else 1
         make = lambda members, tell, **more: self._run(members, planning, tell, **more)  # noqa: E731
         shared: Any = partial(run_shared, requeue=self._requeue)
         if search is not None and count > 1:
             shared = partial(run_lending, supervisor=search)
         try:
-            shared(alive, planning, count, make, self.tell, all_members=self.members)
+            with torch_flags(settings.device, self._fixed_threads(alive, planning, count)):
+                shared(alive, planning, count, make, self.tell, all_members=self.members)
         except RuntimeError as error:
             if not context_lost(error):
                 raise
             raise lost_context(error, searching=search is not None) from error
+
+    def _fixed_threads(self, alive: list[Member], planning: PlanningContext, count: int) -> int | None:
+        """How many of torch's threads the whole run uses; None: as many as are in use, or what each unit's steps show.
+
+        The number of threads may change the last bits. So a run that may be resumed decides once, and the folder keeps
+        the number.
+        """
+        if not self.most_threads or (self.folder is None and self.controls is None):
+            return None
+        if self.threads is None:
+            self.threads = 1 if count > 1 else threads_for(alive, planning, self.most_threads)
+            self._save_tiers({})
+        return self.threads
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
@@ -272,7 +293,7 @@ class _Work:
                 may_loop=self.controls is None,
                 may_share=self._may_share and settings.threads is None,
                 may_share_weights=not self.calls and self.controls is None,
-                most_threads=self.most_threads,
+                most_threads=self.most_threads if self.folder is None and self.controls is None else 0,
                 forms_changed=self._save_tiers,
             )
         planning.note_tiers(members)
@@ -293,11 +314,12 @@ class _Work:
             beginning(member)
 
     def _save_tiers(self, tiers: Mapping[int, str]) -> None:
-        """Write the tiers down, so that a resumed run has them again."""
+        """Save the tiers and the number of threads in the folder, so that a resumed run uses the same."""
         if self.folder is None:
             return
         self.tiers |= tiers
-        self.folder.save_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}})
+        threads = {} if self.threads is None else {"threads": self.threads}
+        self.folder.save_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}} | threads)
 
     def _tell_start(self, plan: Plan | None) -> None:
         if self._started:

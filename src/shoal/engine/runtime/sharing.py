@@ -17,6 +17,7 @@ from time import perf_counter, process_time
 import torch
 from torch.nn.parameter import is_lazy
 
+from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import predict
 from shoal.engine.runtime.commands import TOO_FEW
@@ -66,6 +67,30 @@ def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int
     apart = _at_once(largest, count)
     with torch_flags(planning.device, threads):
         return apart < count * lone_seconds(largest)
+
+
+def threads_for(members: Sequence[Member], planning: PlanningContext, most: int) -> int:
+    """How many of torch's threads these members' steps should use, decided before they train: one, or `most`.
+
+    Small networks gain nothing from several threads, and on a busy machine they lose a lot: threads wait for each other
+    at every operator. Of large networks a few steps of one are timed both ways, unless there is too little to train.
+    """
+    if most == 1 or not members:
+        return 1
+    if not all(isinstance(member.data.source, TensorSource) for member in members):
+        return most  # reading data for a trial could change what training reads
+    largest = max(members, key=lambda m: (planning.request(m).alone or 0.0, _least_seconds(m)))
+    try:
+        seconds = planning.request(largest).alone or lone_seconds(largest, rounds=1)
+        if seconds < HEAVY_SECONDS:
+            return 1
+        if sum(member.batches_to_stop for member in members) < MANY_STEPS:
+            return most
+        one = lone_seconds(largest)
+        with torch_flags(planning.device, most):
+            return most if lone_seconds(largest) < one else 1
+    except Exception:  # whatever it is will show in training, where it ends its own member
+        return 1
 
 
 def _at_once(member: Member, count: int) -> float:
