@@ -35,6 +35,18 @@ def test_help_lists_every_command_without_importing_torch() -> None:
         assert command in done.stdout
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_of_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "-h"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown and "..." not in shown.partition("Commands:")[2]  # nothing is cut off
+    assert "<bool>" not in shown  # a flag takes no value
+
+
 @pytest.mark.slow
 def test_help_takes_less_than_half_a_second() -> None:
     run("--help")

@@ -15,17 +15,17 @@ from typer.main import get_command
 COMMANDS = {
     "init": "Write a job file to start from.",
     "demo": "Train 64 small networks alone and packed, and compare.",
-    "explain": "Show which jobs would be stacked, why others would not, and what they cost, without training.",
+    "explain": "Show how jobs would run, why, and what it costs.",
     "train": "Train a list of jobs together.",
     "results": "Show the results of a run folder, finished or not.",
     "export": "Write the trained weights of a run folder's job to a file.",
-    "tune": "Search for the best settings of a training, many trials in one run.",
-    "split": "Train one network as several parts, on this machine or over slow links.",
-    "place": "Choose which layers of a network run on workers and which on a server, and predict the cost of a step.",
+    "tune": "Search for the best settings, all trials in one run.",
+    "split": "Train one network as several parts, here or over links.",
+    "place": "Choose which layers run on workers and which on a server.",
     "bench": "Measure Shoal against other ways to train many networks.",
-    "reproduce": "Run experiments of published papers with Shoal, beside their numbers.",
+    "reproduce": "Repeat experiments of published papers with Shoal.",
 }
-"""Command -> its line in `shoal --help`. The command itself is the name of the same name in `shoal.cli.<command>`."""
+"""Command -> its line in `shoal --help`: at most 61 characters. The code is `shoal.cli.<command>.<command>`."""
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it; of usage errors it is 2, and of every other error 1."""
@@ -47,7 +47,7 @@ def load(name: str) -> Any:
     if isinstance(target, typer.Typer):
         target.info.context_settings = HELP
         return get_command(target)
-    single = typer.Typer(add_completion=False)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
     single.command(name=name, help=target.__doc__, context_settings=HELP)(target)
     return get_command(single)
 
@@ -55,6 +55,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="shoal",
     cls=LazyGroup,
+    rich_markup_mode=None,  # panels cut the names of options off in a terminal of 80 columns
     invoke_without_command=True,
     context_settings=HELP,
     help="Train many neural networks at once on one device, each exactly as if it were trained alone.",

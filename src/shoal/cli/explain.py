@@ -22,8 +22,9 @@ def explain(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show which jobs would be stacked, why others would not, and what they cost, without training.
+    """Show how jobs would run, why, and what it costs.
 
+    It lists which jobs would be stacked, which would not and the reason, time and memory. Nothing is trained.
     Options override the run table of a job file.
     """
     read = load_target(target)

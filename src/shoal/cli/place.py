@@ -70,10 +70,11 @@ def place(
     patience: Annotated[float, typer.Option(help="With --run: seconds to wait for processes.")] = 60.0,
     progress: Annotated[bool, typer.Option(help="With --run: show progress on stderr.")] = True,
 ) -> None:
-    """Choose which layers of a network run on workers and which on a server, and predict the cost of a step.
+    """Choose which layers run on workers and which on a server.
 
-    With --run the job is trained that way. Without it nothing is trained, and no cluster is needed. Under torchrun the
-    first process is the server, the others are workers, and the job is always trained.
+    It predicts the seconds and bytes of a step for every choice. With --run the job is trained that way.
+    Without it nothing is trained, and no cluster is needed. Under torchrun the first process is the server, the others
+    are workers, and the job is always trained.
     """
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
         planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}

@@ -11,9 +11,10 @@ from shoal.cli.output import pick_precision, quick_settings, report
 
 reproduce = typer.Typer(
     name="reproduce",
-    help="Run experiments of published papers with Shoal, beside their numbers.",
+    help="Repeat experiments of published papers with Shoal.",
     invoke_without_command=True,
     add_completion=False,
+    rich_markup_mode=None,
 )
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
@@ -38,7 +39,7 @@ def _root(ctx: typer.Context) -> None:
         typer.echo(ctx.get_help())
 
 
-@reproduce.command()
+@reproduce.command(short_help="UnifiedNN: memory and time against one process each.")
 def unifiednn(
     members: Annotated[int, typer.Option(min=1, help="Networks.")] = 8,
     epochs: Annotated[int, typer.Option(min=0, help="Epochs; 0: 20 on a GPU, 5 on a CPU.")] = 0,
@@ -63,7 +64,7 @@ def unifiednn(
     report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
 
 
-@reproduce.command()
+@reproduce.command(short_help="Pack: the gain of 2, 3 and 4 networks in one step.")
 def pack(
     networks: Annotated[
         list[str] | None, typer.Argument(help="mlp3, mobilenetv2, resnet50, densenet121. None given: all.")
@@ -110,7 +111,7 @@ def pack(
     report(measure, paper.table, _drawer(paper, "gain over sequential"), out, plot, as_json)
 
 
-@reproduce.command()
+@reproduce.command(short_help="Pack: Hyperband, packed and one trial at a time.")
 def hyperband(
     network: Annotated[str, typer.Option(help="mlp, or cnn: small ones with batch norm and dropout.")] = "mlp",
     space: Annotated[str, typer.Option(help="plain: settings of the optimizer; shapes: widths, depths too.")] = "plain",
@@ -152,7 +153,7 @@ def hyperband(
     report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)
 
 
-@reproduce.command()
+@reproduce.command(short_help="SIL: a network whose two parts train apart.")
 def sil(
     data: Data = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
@@ -173,7 +174,7 @@ def sil(
     report(measure, paper.table, _drawer(paper, "accuracy"), out, plot, as_json)
 
 
-@reproduce.command()
+@reproduce.command(short_help="Layer placement: bytes and seconds over slow links.")
 def placement(
     networks: Annotated[
         list[str] | None, typer.Argument(help="AlexNet, VGG-16, ResNet-50, Inception-v3. None given: all.")
@@ -218,7 +219,7 @@ def placement(
     report(measure, paper.table, paper.draw, out, plot, as_json)
 
 
-@reproduce.command()
+@reproduce.command(short_help="IST: independent subnets over slow links.")
 def ist(
     data: Data = None,
     width: Annotated[int, typer.Option(min=0, help="Of both hidden layers; 0: 2048, of digits 256.")] = 0,

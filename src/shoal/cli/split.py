@@ -83,7 +83,7 @@ def split(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train one network as several parts, on this machine or over slow links.
+    """Train one network as several parts, here or over links.
 
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """

@@ -51,7 +51,7 @@ def tune(
         bool, typer.Option("--json", help="Print events as JSON, one object per line; the last one is the study.")
     ] = False,
 ) -> None:
-    """Search for the best settings of a training, many trials in one run.
+    """Search for the best settings, all trials in one run.
 
     Options override the file's settings.
     The exit status is 1 when no trial has a value, 130 after Ctrl-C.
