@@ -123,6 +123,11 @@ class Stack:
         return sum(t.nbytes for t in (*self.own_state, *self.optimizer.tensors(), *averages)) // len(self.rows)
 
     @property
+    def clips_by_value(self) -> bool:
+        """Whether a member clips its gradients element by element."""
+        return any(member.job.clip_value is not None for member in self.members)
+
+    @property
     def leaves(self) -> list[Tensor]:
         """The parameters that are trained."""
         return [self.params[index] for index in self.trained]
@@ -143,7 +148,7 @@ class Stack:
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
         if self.clip_limits is not None:
-            clip_(present, self.clip_limits, by_value=any(m.job.clip_value is not None for m in self.members))
+            clip_(present, self.clip_limits, by_value=self.clips_by_value)
         if found_inf is not None:
             active = ~found_inf if active is None else active & ~found_inf
         self.optimizer.update(grads, active)

@@ -28,6 +28,8 @@ from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.tiers.captured import _kernel_source, _step
+from shoal.engine.tiers.captured import chunk as chunk_module
+from shoal.engine.tiers.captured._compile import Executable
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
 from shoal.engine.tiers.captured.unit import CapturedUnit
@@ -278,6 +280,24 @@ def test_captured_steps_equal_the_reference_loop(case: str, chunk: int) -> None:
         theirs = reference.solo(own)
         assert (ours.status, ours.steps) == (theirs.status, theirs.steps)
         assert worst(ours, theirs) < 1e-9
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_compiled_steps_are_shared_only_by_jobs_that_clip_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_it_is(step: _step.Step, inputs: _step.Inputs, *, compiled: bool) -> Executable:
+        return Executable(lambda tensors: step(tensors, inputs), compiled, 0.0)
+
+    monkeypatch.setattr(chunk_module, "executable", as_it_is)
+    jobs = [job(0), job(3, clip_norm=0.1), job(6, clip_value=0.01), job(9, clip_value=0.02)]
+    trace_cache, cache = TraceCache(), chunk_module.Cache()
+    ready = []
+    for recipe in group(prepare(jobs, CPU), trace_cache)[0].recipes:
+        how = {"solo": True, "shared": False, "compiled": True}
+        alone = chunk_module.Chunk.build([recipe], trace_cache, cache, **how)
+        alone.prepare(32)
+        ready.append(alone._ready[32])
+    assert len({id(step) for step in ready[:3]}) == 3
+    assert ready[3] is ready[2]
 
 
 class Recurrent(nn.Module):

@@ -265,7 +265,8 @@ class Chunk:
             (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
             for part in self.stack.optimizer.ruled()
         )
-        extras = (self.stack.clip_limits is None, self.stack.shared, *(table is None for table in self.inputs.tables))
+        clipping = (self.stack.clip_limits is None, self.stack.clips_by_value)
+        extras = (*clipping, self.stack.shared, *(table is None for table in self.inputs.tables))
         key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
         new, known = key not in self.cache, self.cache.get(key)
         if isinstance(known, Fused):
