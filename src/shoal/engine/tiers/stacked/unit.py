@@ -343,7 +343,7 @@ class StackedUnit(Unit):
     def join(self, recipes: Sequence[Recipe]) -> Self:
         """The same training with these members too, wherever each of them is; `members` gives their slots."""
         count = len(self.members) + len(recipes)
-        new_members = Stack(recipes, size=len(recipes), passing=True)
+        new_members = Stack(recipes, size=len(recipes), temporary=True)
         return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
