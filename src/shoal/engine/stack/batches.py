@@ -44,7 +44,7 @@ class Feed:
         else:
             self._feeds = [streams.setdefault(m.index, Stream()).at(m) for m in self._readers]
 
-    def another(self) -> bool:
+    def has_next(self) -> bool:
         """Return whether there is another batch. An epoch of a DataLoader may end within a turn."""
         return not self.batched or another(self._feeds[0], self.members)
 
@@ -54,7 +54,7 @@ class Feed:
         assert isinstance(source, LoaderSource)
         return source.kind(batch)
 
-    def whole(self) -> Any:
+    def next_batch(self) -> Any:
         """Return the next batch as the DataLoader gives it."""
         return next(self._feeds[0])
 
@@ -87,7 +87,7 @@ class Feed:
             return parts[0]
         return [torch.stack([column[slot] for slot in self.rows]) for column in zip(*parts, strict=True)]
 
-    def used(self) -> None:
+    def finish(self) -> None:
         """Note that all batches were used and the members' positions moved on, so that open streams stay in place."""
         if not self.in_memory:
             for member in self._readers:

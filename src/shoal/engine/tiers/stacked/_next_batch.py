@@ -64,7 +64,7 @@ def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
     """A DataLoader's batch; the number of its kind is its size."""
     loaded = unit.loaded
     loaded.kind = 0
-    batch = feed.whole()
+    batch = feed.next_batch()
     kind = feed.kind(batch)
     if not kind:
         raise Untraceable(f"its batches have more than {MOST_KINDS} different shapes")

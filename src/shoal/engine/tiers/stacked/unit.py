@@ -92,7 +92,7 @@ class StackedUnit(Unit):
         before = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
-                if not feed.another():
+                if not feed.has_next():
                     break
                 self._batch(feed, index)
                 if self._undone or self._aside or self._failed or self.stack.optimizer.schedule_failed:
@@ -111,7 +111,7 @@ class StackedUnit(Unit):
             raise
         undraw(self, before, list(self._aside))
         self._stop()
-        feed.used()
+        feed.finish()
         if self._aside:
             raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
 
