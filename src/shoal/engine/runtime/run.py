@@ -20,7 +20,7 @@ from shoal.engine.planning.queue import MemberLimit, Queue
 from shoal.engine.runtime._checkpointing import Checkpointing
 from shoal.engine.runtime.commands import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
-from shoal.engine.tiers.unit import Outcome, out_of_memory, words
+from shoal.engine.tiers.unit import Outcome, memory_message, out_of_memory
 from shoal.reporting.events import Event, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
@@ -186,7 +186,7 @@ class Run(UnitListener):
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            reason = words(error)
+            reason = memory_message(error)
         self._memory_full(members, reason)
         return []
 

@@ -46,11 +46,8 @@ class Span:
     """Neighbouring rows of a stack, with the interface of a stack."""
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
-        self._stack, self.start, self.stop = (
-            weakref.ref(stack),
-            start,
-            stop,
-        )  # weak, so that GPU memory is freed at once, without the garbage collector
+        # weak, so that GPU memory is freed at once, without the garbage collector
+        self._stack, self.start, self.stop = weakref.ref(stack), start, stop
         self.whole = stop - start == len(stack.rows)
         self.leaves = [self.of(leaf.detach()) for leaf in stack.leaves]
         self.device, self.trained = stack.device, stack.trained
