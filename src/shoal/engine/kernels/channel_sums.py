@@ -1,4 +1,4 @@
-"""Sums over all rows for each channel of each member, in one pass and without rounding in between: for batch norm."""
+"""Sums over all rows for each channel of each member, in one pass and in full precision: for batch norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constant
 
 THREADS, MOST_CHUNKS = 256, 128
 ROWS_OF_A_THREAD = 8
-"""Rows that a thread adds up, at the least."""
+"""The least number of rows that a thread adds up."""
 _SHARED = """
 template <bool has_y, bool has_center>
 __device__ inline void add_up(const word* x, const word* y, const WIDE* center, WIDE* out, int rows, int words,
@@ -55,7 +55,7 @@ extern "C" __global__ void NAME(const word* x, const word* y, const WIDE* center
 }
 """
 _KERNELS = {(False, False): "sums", (False, True): "centered_sums", (True, True): "sums_with_products"}
-"""Names, by whether there is a `y`, and a `center`."""
+"""Names of the kernels, by whether they have a `y` and a `center`."""
 _ALL_KERNELS = "".join(
     _KERNEL.replace("NAME", name).replace("HAS_Y", str(int(has_y))).replace("HAS_CENTER", str(int(has_center)))
     for (has_y, has_center), name in _KERNELS.items()
@@ -63,13 +63,13 @@ _ALL_KERNELS = "".join(
 
 
 def suits(x: Tensor) -> bool:
-    """Whether there is a kernel for this tensor [M, B, C, ...]: channels last in memory."""
+    """Return whether there is a kernel for this tensor [M, B, C, ...]; channels must be last in memory."""
     last = x.is_cuda and x.movedim(2, -1).is_contiguous()
     return last and x.dtype in DTYPES and x.numel() > 0 and prod(x.shape[1:]) < LARGEST and available()
 
 
 def prepare(dtype: torch.dtype, channels: int) -> None:
-    """Begin to compile the kernels for so many channels."""
+    """Start to compile the kernels for so many channels."""
     if dtype in DTYPES:
         compile_ahead(_source(dtype, width_of(dtype, channels)))
 
@@ -79,22 +79,25 @@ def _source(dtype: torch.dtype, width: int) -> str:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[M, B, C, ...] with channels last as [M, rows, C], without a copy."""
+    """View [M, B, C, ...] with channels last in memory as [M, rows, C]."""
     return x.movedim(2, -1).view(x.shape[0], -1, x.shape[2])
 
 
 @torch.library.custom_op("shoal::channel_sums", mutates_args=())
 def channel_sums(x: Tensor, y: Tensor | None, center: Tensor | None) -> Tensor:
-    """[2, M, C] from rows [M, rows, C]: the sums of `y` and of `y * (x - center)`; without `y`, those of `x - center`
-    and of its square. `center` is [M, C], in the dtype of the sums: float32, or float64 for float64."""
+    """Return sums [2, M, C] over rows [M, rows, C]: of `y` and of `y * (x - center)`.
+
+    Without `y`, they are the sums of `x - center` and of its square. `center` is [M, C] in the dtype of the sums:
+    float32, or float64 for float64.
+    """
     members, rows, channels = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = width_of(x.dtype, channels)
     words = channels // width
     lanes = min(32, 1 << (words - 1).bit_length())
     lines = THREADS // lanes
-    wanted = max(1, 2048 // (members * -(-words // lanes)))  # blocks enough for every processor
-    chunks = max(1, min(MOST_CHUNKS, wanted, rows // (lines * ROWS_OF_A_THREAD)))
+    enough_chunks = max(1, 2048 // (members * -(-words // lanes)))  # blocks enough for every processor
+    chunks = max(1, min(MOST_CHUNKS, enough_chunks, rows // (lines * ROWS_OF_A_THREAD)))
     rows_in_chunk = -(-rows // chunks)
     chunks = -(-rows // rows_in_chunk)
     out = torch.empty(chunks, 2, members, channels, dtype=dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""How a kernel reads, computes with and writes the elements of a tensor."""
+"""How a kernel reads, converts and writes the elements of a tensor."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ __device__ inline half_bits to_f16(float x) { half_bits y; asm("cvt.rn.f16.f32 %
 """
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LARGEST = 2**31
-"""Kernels count in 32 bits."""
+"""Kernels index with 32 bits."""
 _BYTES = 16
-"""A thread reads and writes so many at once, at the most."""
+"""The most bytes that a thread reads or writes at once."""
 
 
 def width_of(dtype: torch.dtype, channels: int) -> int:
-    """Channels that are read at once."""
+    """Return the number of channels that are read at once."""
     return next(width for width in (8, 4, 2, 1) if width * dtype.itemsize <= _BYTES and channels % width == 0)
 
 
 def constants_of(dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """What a source calls the element as it is stored, as it is computed with, and what turns one into the other."""
+    """Return the macros of a kernel's source: the types in which elements are stored and computed, and the conversions
+    between them."""
     half = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype)
     if half is not None:
         return {"ELEMENT": "half_bits", "WIDE": "float", "FROM": f"from_{half}", "TO": f"to_{half}", "WIDTH": width}
@@ -38,4 +39,4 @@ def constants_of(dtype: torch.dtype, width: int) -> dict[str, Any]:
 
 
 WORD = HALF_PRECISION + "struct alignas(sizeof(ELEMENT) * WIDTH) word { ELEMENT v[WIDTH]; };\n"
-"""The beginning of a source whose threads read and write words of WIDTH elements."""
+"""The start of a source whose threads read and write words of WIDTH elements."""

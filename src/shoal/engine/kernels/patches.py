@@ -1,8 +1,7 @@
-"""Patches of images as rows of a matrix: a convolution of many members is then one batched product.
+"""Patches of images as rows of a matrix, so that a convolution of many members is one batched product.
 
-A row holds what one position of the filter reads, channels fastest, and a one behind it, which the bias is multiplied
-with; zeros fill it up to a multiple of 8 columns, which tensor cores want. `patches` and `add_patches` are each the
-other's gradient.
+A row holds what one position of the filter reads, channels fastest, followed by a one that is multiplied with the bias.
+Zeros pad it to a multiple of 8 columns, which tensor cores need. `patches` and `add_patches` are each other's gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constant
 
 THREADS, MOST_BLOCKS, MOST_IMAGES = 256, 1024, 65535
 _ALIGNMENT = 8
-"""Columns are a multiple of this."""
+"""The number of columns is a multiple of this."""
 _SOURCE = """
 struct alignas(sizeof(ELEMENT) * NARROW) narrow_word { ELEMENT v[NARROW]; };
 template <bool whole_words>
@@ -88,7 +87,7 @@ extern "C" __global__ void add_patches(const narrow_word* rows, narrow_word* out
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How a filter moves over an image; each pair is of height and width."""
+    """How a filter moves over an image; each pair is (height, width)."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
@@ -101,11 +100,11 @@ class Window:
 
     @property
     def numbers(self) -> list[int]:
-        """All of it, as an operator takes it."""
+        """All numbers as a list, which custom operators can take."""
         return [*self.size, *self.stride, *self.padding, *self.dilation]
 
     def places(self, image: tuple[int, int]) -> tuple[int, int]:
-        """How many positions the filter has, down and across."""
+        """Return the number of filter positions, down and across."""
         down, across = (
             (side + 2 * pad - gap * (size - 1) - 1) // step + 1
             for side, size, step, pad, gap in zip(
@@ -115,27 +114,31 @@ class Window:
         return down, across
 
     def columns(self, channels: int) -> int:
-        """Of a row: the filter's weights, a one for the bias, and what fills it up."""
+        """Return the number of columns: the filter's weights, a one for the bias, and padding."""
         used = channels * prod(self.size) + 1
         return used + -used % _ALIGNMENT
 
 
 def suits(x: Tensor, window: Window) -> bool:
-    """Whether kernels exist for these images [M, B, C, H, W], and can count their elements in 32 bits."""
+    """Return whether there are kernels for these images [M, B, C, H, W], and 32 bits suffice to index them."""
     places = window.places((x.shape[3], x.shape[4]))
     largest = max(*x.stride(), prod(x.shape[2:]), prod(places) * window.columns(x.shape[2]), prod(x.shape[:2]))
     return x.dtype in DTYPES and min(places) > 0 and largest < LARGEST and (not x.is_cuda or available())
 
 
 def prepare(dtype: torch.dtype, shape: Sequence[int], window: Window) -> None:
-    """Begin to compile the kernels for images [C, H, W]."""
+    """Start to compile the kernels for images [C, H, W]."""
     if dtype in DTYPES:
         compile_ahead(_source(dtype, shape, window))
 
 
 @torch.library.custom_op("shoal::patches", mutates_args=())
 def patches(x: Tensor, window: list[int], with_one: bool) -> Tensor:
-    """[M, B, C, H, W] -> [M, B * places, columns]; see `Window`. Without the one, there is a zero in its place."""
+    """Return the patches of [M, B, C, H, W] as [M, B * places, columns], see `Window`.
+
+    Args:
+        with_one: Whether the column of the bias holds ones, or zeros.
+    """
     form = Window.of(window)
     if not x.is_cuda:
         return _patches_of_operators(x, form, with_one)
@@ -151,8 +154,8 @@ def patches(x: Tensor, window: list[int], with_one: bool) -> Tensor:
 
 @torch.library.custom_op("shoal::add_patches", mutates_args=())
 def add_patches(rows: Tensor, window: list[int], shape: list[int]) -> Tensor:
-    """The sum of the patches, each where it was taken from: [M, B * places, columns] -> [M, B, C, H, W], channels last
-    in memory."""
+    """Add the patches at the positions that they were taken from: [M, B * places, columns] -> [M, B, C, H, W], channels
+    last in memory."""
     form = Window.of(window)
     if not rows.is_cuda:
         return _sum_of_operators(rows, form, shape)
@@ -170,7 +173,7 @@ def _rows_like(x: Tensor, window: Window) -> Tensor:
 
 
 def _launch(name: str, window: Window, shape: list[int], tensors: list[Tensor], numbers: list[int], words: int) -> None:
-    """A kernel over all images, of so many words each."""
+    """Launch a kernel over all images, with `words` words each."""
     images = shape[0] * shape[1]
     with torch.cuda.device(tensors[0].device):
         (kernel,) = load(_source(tensors[0].dtype, shape[2:], window), [name])
@@ -179,7 +182,7 @@ def _launch(name: str, window: Window, shape: list[int], tensors: list[Tensor], 
 
 
 def _source(dtype: torch.dtype, shape: Sequence[int], window: Window) -> str:
-    """For images [C, H, W]. Sizes are constants: dividing by them is cheap."""
+    """Return the source for images [C, H, W]. Sizes are constants, since dividing by a constant is cheap."""
     channels, height, width = shape
     names = ("C", "H", "W", "OH", "OW", "KH", "KW", "STEP_H", "STEP_W", "PAD_H", "PAD_W", "GAP_H", "GAP_W", "COLUMNS")
     sizes = [channels, height, width, *window.places((height, width)), *window.numbers, window.columns(channels)]
@@ -192,14 +195,14 @@ def _widest(dtype: torch.dtype) -> int:
 
 
 def _in_whole_words(x: Tensor, width: int) -> bool:
-    """Whether this many channels lie side by side wherever they are read."""
-    others = [stride for axis, stride in enumerate(x.stride()) if axis != 2 and x.shape[axis] > 1]
-    steps = (x.shape[2], *others)
-    return x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(number % width for number in steps)
+    """Return whether so many channels are contiguous and aligned wherever they are read."""
+    other_strides = [stride for axis, stride in enumerate(x.stride()) if axis != 2 and x.shape[axis] > 1]
+    multiples = (x.shape[2], *other_strides)
+    return x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(number % width for number in multiples)
 
 
 def _patches_of_operators(x: Tensor, window: Window, with_one: bool) -> Tensor:
-    """The same by operators, for a device without kernels."""
+    """Compute `patches` with torch operators, for a device without kernels."""
     members, batch, channels = x.shape[:3]
     rows = F.unfold(x.flatten(0, 1), window.size, window.dilation, window.padding, window.stride)
     rows = rows.view(len(rows), channels, prod(window.size), -1).permute(0, 3, 2, 1).flatten(2)
@@ -208,6 +211,7 @@ def _patches_of_operators(x: Tensor, window: Window, with_one: bool) -> Tensor:
 
 
 def _sum_of_operators(rows: Tensor, window: Window, shape: list[int]) -> Tensor:
+    """Compute `add_patches` with torch operators, for a device without kernels."""
     members, batch, channels, *image = shape
     used = rows.reshape(members * batch, -1, rows.shape[2])[..., : channels * prod(window.size)].contiguous()
     taps = used.view(*used.shape[:2], prod(window.size), channels).permute(0, 3, 2, 1).flatten(1, 2)

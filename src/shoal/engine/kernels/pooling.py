@@ -1,5 +1,5 @@
-"""Max pooling with channels last, where windows do not overlap: the gradient finds the largest element again, and no
-index of 8 bytes is stored for it."""
+"""Max pooling with channels last and windows that do not overlap. The gradient finds the largest element again, so no
+8-byte indices are stored."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ extern "C" __global__ void max_pool_gradient(const word* x, const word* grad, wo
 
 
 def suits(x: Tensor, size: tuple[int, int]) -> bool:
-    """Whether there is a kernel for these images [N, C, H, W]: channels last, and no windows of so many elements that
-    a thread could not hold them."""
+    """Return whether there is a kernel for these images [N, C, H, W]: channels last, and windows small enough for a
+    thread."""
     return (
         x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and prod(size) <= 16 and prod(x.shape[1:]) < LARGEST
         and x.shape[2] >= size[0] and x.shape[3] >= size[1] and x.is_contiguous(memory_format=torch.channels_last)
@@ -69,7 +69,7 @@ def suits(x: Tensor, size: tuple[int, int]) -> bool:
 
 
 def prepare(dtype: torch.dtype, shape: Sequence[int], size: tuple[int, int]) -> None:
-    """Begin to compile the kernels for images [C, H, W]."""
+    """Start to compile the kernels for images [C, H, W]."""
     if dtype in DTYPES:
         compile_ahead(_source(dtype, shape, size))
 
@@ -82,7 +82,7 @@ def _source(dtype: torch.dtype, shape: Sequence[int], size: Sequence[int]) -> st
 
 
 class MaxPool(torch.autograd.Function):
-    """`F.max_pool2d` of images [N, C, H, W] with windows side by side."""
+    """`F.max_pool2d` of images [N, C, H, W] with windows that do not overlap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -94,7 +94,7 @@ class MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is differentiated again
+        if torch.is_grad_enabled():  # double backward
             (grad,) = torch.autograd.grad(F.max_pool2d(x, ctx.size), x, grads[0], create_graph=True)
             return grad, None
         return max_pool_gradient(x, grads[0], list(ctx.size)), None
@@ -102,7 +102,7 @@ class MaxPool(torch.autograd.Function):
 
 @torch.library.custom_op("shoal::max_pool", mutates_args=())
 def max_pool(x: Tensor, size: list[int]) -> Tensor:
-    """The largest element of each window; a NaN is larger than any."""
+    """Return the largest element of each window; a NaN is larger than any number."""
     shape = x.shape[0], x.shape[1], x.shape[2] // size[0], x.shape[3] // size[1]
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     _launch("max_pool", x, out, out, size)
@@ -111,9 +111,9 @@ def max_pool(x: Tensor, size: list[int]) -> Tensor:
 
 @torch.library.custom_op("shoal::max_pool_gradient", mutates_args=())
 def max_pool_gradient(x: Tensor, grad: Tensor, size: list[int]) -> Tensor:
-    """Each window's gradient at its largest element: the first of equal ones, the last NaN, as torch has it."""
-    whole = x.shape[2] % size[0] == 0 and x.shape[3] % size[1] == 0
-    out = torch.empty_like(x) if whole else torch.zeros_like(x)
+    """Put each window's gradient at its largest element: the first of equal ones, or the last NaN, as in torch."""
+    covers_all = x.shape[2] % size[0] == 0 and x.shape[3] % size[1] == 0
+    out = torch.empty_like(x) if covers_all else torch.zeros_like(x)
     _launch("max_pool_gradient", x, grad.contiguous(memory_format=torch.channels_last), out, size)
     return out
 

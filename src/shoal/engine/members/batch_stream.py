@@ -12,7 +12,7 @@ from shoal.engine.members.member import Member
 
 
 class Stream:
-    """The rest of one member's epoch, read ahead where the source does that; opened anew where the member is not."""
+    """The rest of one member's epoch as an iterator. It is reopened if the member is at another position."""
 
     def __init__(self) -> None:
         self._order: Tensor | None = None
@@ -20,13 +20,15 @@ class Stream:
         self._feed: Iterator[Any] = iter(())
 
     def at(self, member: Member) -> Iterator[Any]:
-        """The member's batches from its place on. Until `went` is called, the iterator counts as lost."""
+        """Return the member's batches from its position on. Until `went` is called, the iterator's position counts as
+        unknown."""
         self.open(member)
         self._order, self._place = None, -1
         return self._feed
 
     def open(self, member: Member) -> None:
-        """Be ready to read: those that open an epoch of a DataLoader before any of them reads have it read once."""
+        """Prepare to read. An epoch of a DataLoader is read once for all members that open it before one of them
+        reads."""
         if self._order is not member.order or self._place != member.place:
             job, order, source = member.job, member.order, member.data.source
             assert order is not None, "the member has no rows; deal them first"
@@ -38,18 +40,18 @@ class Stream:
             self._order, self._place = member.order, member.place
 
     def went(self, member: Member) -> None:
-        """All that was taken has been used: the iterator is where the member is."""
+        """Note that all batches taken were used, so that the iterator is at the member's position."""
         if member.place == member.num_batches:
-            self._feed = iter(())  # the epoch's order need not stay on the device while others have their turn
+            self._feed = iter(())  # frees the epoch's order on the device while other members run
         else:
             self._order, self._place = member.order, member.place
 
 
 def another(feed: Iterator[Any], members: Sequence[Member]) -> bool:
-    """Whether there is another batch for members that read one feed together and are at its place.
+    """Return whether there is another batch for members that read one feed together.
 
-    An epoch of a DataLoader ends when it ends, so it is read up to one batch beyond the group of this one: a group that
-    the end cuts short has a smaller number to divide by.
+    The length of a DataLoader's epoch is not known in advance, so it is read up to one batch beyond the current
+    accumulation group: a group that the end cuts short is divided by a smaller number.
     """
     if not isinstance(feed, Reader):
         return True
@@ -63,13 +65,17 @@ def another(feed: Iterator[Any], members: Sequence[Member]) -> bool:
 
 
 def pace(member: Member) -> tuple[int, int] | None:
-    """Equal for members that may be in one unit, as far as their places in their data go: None where any may. Those
-    that accumulate, or read a stream, are at the same batch of an epoch; those that read a DataLoader, of one epoch."""
+    """Return a key that is equal for members whose positions in their data allow them to be in one unit; None if any
+    position does.
+
+    Members that accumulate gradients or read a stream must be at the same batch of an epoch; with a DataLoader also in
+    the same epoch.
+    """
     if member.batched:
         return member.place, member.epoch
     return (member.place, -1) if member.job.accumulate > 1 or member.data.source.streamed else None
 
 
 def own_batch(feed: Iterator[Any]) -> Any:
-    """The next batch, for one member that may write to it."""
+    """Return the next batch, as a copy that one member may write to."""
     return cloned(next(feed)) if isinstance(feed, Reader) else next(feed)

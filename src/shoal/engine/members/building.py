@@ -1,4 +1,4 @@
-"""Members built from jobs: each network under its job's own seed, in memory of its own."""
+"""Build members from jobs: each network under its job's own seed, in its own memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
 
 
 def build_network(job: Job, device: torch.device, private: bool = False) -> tuple[nn.Module, torch.Generator]:
-    """A network under the job's seed, and a generator in the state that building it left; `private`: a copy.
+    """Build a network under the job's seed, and return it with a generator in the resulting state.
 
-    It seeds the modules `random` and `numpy.random`, which the caller puts back.
+    It seeds the modules `random` and `numpy.random`, which the caller must restore.
+
+    Args:
+        private: Copy the network.
     """
     rng = torch.Generator()
     with seeded(job.seed, device, put_back=False):
@@ -47,8 +50,11 @@ def build_network(job: Job, device: torch.device, private: bool = False) -> tupl
 
 
 def give_own_networks(members: Sequence[Member]) -> list[str]:
-    """Where networks share memory, with each other or with what their factories keep, each member gets a copy, taken
-    right after its own call; all are ready for training then. What is in the way, a line for each job."""
+    """Give each member its own copy if networks share memory, with each other or with what their factories keep.
+
+    The copies are taken right after a new call of the factory, and all networks are put in train mode. Returns a line
+    for each job for which this failed.
+    """
     sharing = overlapping([spans(member.model) for member in members])
     lines: list[str] = []
     for place, member in enumerate(members):
@@ -62,5 +68,5 @@ def give_own_networks(members: Sequence[Member]) -> list[str]:
 
 
 def names(jobs: Sequence[Job]) -> list[str]:
-    """What the jobs are called: by their names, or by their place where they have none."""
+    """Return the names of the jobs; a job without a name is named by its index."""
     return [job.name or f"job-{index}" for index, job in enumerate(jobs)]

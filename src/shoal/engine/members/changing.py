@@ -1,4 +1,4 @@
-"""A member's state under a job that reads other rows, or trains in another way, than the one it was taken from."""
+"""Adapt a member's saved state to a job with changed settings, for clones."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 
 READING = frozenset({"data", "collate", "data_seed", "shuffle"})
-"""With another one of these, an epoch that was begun has no rest: it begins again."""
+"""If one of these changes, an epoch that was begun starts again, since its remaining rows are not defined."""
 BATCHES = frozenset({"batch_size", "drop_last", "accumulate"})
-"""With another one of these, the rest of an epoch's rows comes in other batches."""
+"""If one of these changes, the remaining rows of an epoch come in other batches."""
 FRESH = frozenset({"optimizer", "params"})
-"""With another one of these, the optimizer's state says nothing."""
+"""If one of these changes, the optimizer's state is dropped."""
 SCHEDULE = frozenset({"schedule", "schedule_every"})
 
 
 def change_rows(state: dict[str, Any], source: Member, job: Job, changed: Collection[str]) -> None:
-    """Put a member's state where it continues under another job, as far as rows and random numbers are concerned."""
+    """Adapt rows and random numbers of a member's state to a changed job."""
     if job.seed != source.job.seed:
         state["rng"] = torch.Generator().manual_seed(job.seed).get_state()
     reordered = job.order_seed != source.job.order_seed
@@ -47,7 +47,7 @@ def change_rows(state: dict[str, Any], source: Member, job: Job, changed: Collec
 
 
 def count_batches(member: Member) -> None:
-    """Note how a changed member's batches compare with its length."""
+    """Set `batch_shift` of a member whose batch size has changed."""
     if member.job.steps is not None:
         had = member.step * member.job.accumulate
     else:
@@ -56,7 +56,7 @@ def count_batches(member: Member) -> None:
 
 
 def change_optimizer(member: Member, before: Job, changed: Collection[str]) -> None:
-    """Put new hyper-parameters, another optimizer or another schedule into the state of a member that has trained."""
+    """Adapt the optimizer and schedule state of a member that has trained to its changed job."""
     fresh, scheduled = bool(FRESH & set(changed)), bool((FRESH | SCHEDULE) & set(changed))
     if "hparams" in changed and not fresh:
         _change_hparams(member, before, without={"lr"} if scheduled else set())
@@ -67,8 +67,11 @@ def change_optimizer(member: Member, before: Job, changed: Collection[str]) -> N
 
 
 def _change_hparams(member: Member, before: Job, without: Collection[str]) -> None:
-    """What the optimizer would have been built with before and now is compared group by group, so that what a group has
-    from `params`, and what a schedule has made of a number, stays where nothing was changed."""
+    """Change the hyper-parameters in the optimizer's state that differ between the old and the new job.
+
+    The groups with which the optimizer would be built before and now are compared, so that what a group has from
+    `params`, and what a schedule has changed, stays unless it was changed.
+    """
     with draws(member, keep=False):
         old, new = (make_optimizer(job, member.model).param_groups for job in (before, member.job))
     for place, group in enumerate(member.optimizer_state["param_groups"]):
@@ -83,7 +86,8 @@ def _change_hparams(member: Member, before: Job, without: Collection[str]) -> No
 
 
 def _schedule_anew(member: Member, before: Job, *, fresh: bool) -> None:
-    """The job's schedule, where it would be if it had been there from the beginning; `fresh`: its optimizer too."""
+    """Set the job's schedule to the state that it would have if it had been used from the beginning; `fresh`: the
+    optimizer too."""
     with draws(member, keep=False), trying(member.job), trying(before):
         plain, now, schedule = _groups(member, member.job, moved=True)
         if fresh:
@@ -102,8 +106,12 @@ def _schedule_anew(member: Member, before: Job, *, fresh: bool) -> None:
 
 
 def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
-    """The groups of a job's optimizer when it is made, its state with the schedule, and the schedule's; `moved`: where
-    that is by now."""
+    """Return the param groups of a job's new optimizer, the optimizer's state with its schedule, and the schedule's
+    state.
+
+    Args:
+        moved: Advance the schedule to the member's current step or epoch.
+    """
     optimizer = make_optimizer(job, member.model)
     plain = copy.deepcopy(optimizer.state_dict()["param_groups"])
     schedule = make_schedule(job, optimizer)
@@ -121,7 +129,7 @@ def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[st
 
 
 def _move(schedule: Any, member: Member) -> None:
-    """As often as if it had been there from the member's beginning."""
+    """Advance a new schedule as if it had been used from the member's beginning."""
     if isinstance(schedule, ReduceLROnPlateau):
         for value in (member.monitor.value(row) for row in member.history):
             if value is not None:
@@ -146,7 +154,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any) -> None:
-    """A new learning rate under a schedule: all that it is made from, by the same factor."""
+    """Scale a learning rate under a schedule, with everything that the schedule derives it from."""
     if not float(was):
         raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
     if "max_lr" in group:
@@ -167,7 +175,7 @@ def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any
 
 
 def _states(state: Any) -> Iterator[dict[str, Any]]:
-    """The states of a schedule and of those that it is made of."""
+    """Yield the states of a schedule and of the schedules that it contains."""
     if isinstance(state, dict):
         yield state
         for inner in state.get("_schedulers", ()):

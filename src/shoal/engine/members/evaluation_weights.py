@@ -1,5 +1,5 @@
-"""The weights that validation and results use, where they are not those in training: an average of the weights, or
-those of an optimizer in eval mode, as the schedule-free ones have it."""
+"""The weights that validation and results use if they differ from those in training: averages, or those of an
+optimizer's eval mode, as in schedule-free optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.utils.weights import load_weights
 
 
 def averaged_tensors(model: nn.Module, average: EMA | SWA) -> dict[str, Tensor]:
-    """What is averaged, by name: parameters that are trained, and floating-point buffers where that is asked for."""
+    """Return the tensors to average by name: trained parameters, and floating-point buffers if `use_buffers`."""
     tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if average.use_buffers:
         tensors |= dict(model.named_buffers())
@@ -30,7 +30,7 @@ def averaged_tensors(model: nn.Module, average: EMA | SWA) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def update_average(member: Member, step: int) -> None:
-    """Take a member's weights into its average, if that is due after this step."""
+    """Update a member's average with its weights, if that is due after this step."""
     rule = member.job.average
     if rule is None or not is_due(rule, step, member.steps_per_epoch):
         return
@@ -48,7 +48,7 @@ def update_average(member: Member, step: int) -> None:
 
 
 def complete_average(member: Member) -> None:
-    """Take in what a stack leaves out of an average: weights that no step has changed, which are their own average."""
+    """Add to an average what a stack leaves out: weights that no step has changed, which are their own average."""
     rule, held = member.job.average, member.average
     if rule is not None and held is not None and held["count"]:
         for name, value in averaged_tensors(member.model, rule).items():
@@ -57,9 +57,9 @@ def complete_average(member: Member) -> None:
 
 
 def evaluation_weights(member: Member) -> dict[str, Tensor]:
-    """By name, the weights that differ from those in training, of a member that was written back."""
+    """Return the weights that differ from those in training by name, for a member that was written back."""
     if member.trained is not None or not member.optimizer_state:
-        return {}  # it has them already, or has not begun
+        return {}  # its model has them already, or it has not begun
     if member.average is not None:
         return dict(member.average["values"]) if member.average["count"] else {}
     other = _in_eval_mode(member)
@@ -67,9 +67,9 @@ def evaluation_weights(member: Member) -> dict[str, Tensor]:
 
 
 def _in_eval_mode(member: Member) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """A member's weights and optimizer state as they are in the optimizer's eval mode; None where it has no modes.
+    """Return a member's weights and optimizer state in the optimizer's eval mode; None if it has no modes.
 
-    It is another optimizer object that is put into eval mode, on the same parameters, which get their values back.
+    Another optimizer object on the same parameters is put into eval mode, and the parameters are restored.
     """
     kind = member.job.optimizer
     if isinstance(kind, type) and not has_modes(kind):
@@ -90,7 +90,8 @@ def _in_eval_mode(member: Member) -> tuple[dict[str, Tensor], dict[str, Any]] | 
 
 @contextmanager
 def with_evaluation_weights(member: Member) -> Iterator[None]:
-    """Inside, a member's own network has the weights that validation uses; after, those in training, bit for bit."""
+    """Put the weights of validation into the member's network inside this context; restore it afterwards, bit for
+    bit."""
     values = evaluation_weights(member)
     if not values:
         yield
@@ -111,8 +112,10 @@ def _put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def finish_weights(member: Member) -> None:
-    """Give a member that ends the weights that it returns: its best, or those of evaluation. What it would need to
-    train on stays in `member.trained`."""
+    """Give a member that ends the weights that it returns: its best ones, or those of evaluation.
+
+    What it would need to continue training is stored in `member.trained`.
+    """
     values = evaluation_weights(member)
     if values:
         trained: dict[str, Any] = {"model": _training_state(member.model)}
@@ -126,7 +129,7 @@ def finish_weights(member: Member) -> None:
 
 
 def _training_state(model: nn.Module) -> dict[str, Any]:
-    """A copy of a model's state_dict() without frozen weights."""
+    """Copy a model's `state_dict()` without frozen weights."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

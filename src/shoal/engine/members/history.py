@@ -1,4 +1,4 @@
-"""An epoch in numbers, and a network's weights at its end."""
+"""The history row of an epoch, and copies of a network's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.engine.members.stretches import Stretch, joined
 
 
 def exact_sum(values: list[float]) -> float:
-    """The same in any order; of logs that are not finite it is what adding them gives."""
+    """Return a sum that does not depend on the order. If values are not finite, it is their ordinary sum."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):
@@ -23,7 +23,7 @@ def exact_sum(values: list[float]) -> float:
 
 
 def history_row(member: Member, rate: float, val: dict[str, float]) -> dict[str, float]:
-    """An epoch in numbers: losses and logs are means over its batches, weighted by their rows.
+    """Return an epoch's row of the history: losses and logs are means over its batches, weighted by their rows.
 
     Sums are exact, so that they do not depend on how many members are summed at once.
     """
@@ -57,7 +57,7 @@ def _mean_over_rows(member: Member) -> Callable[[list[float]], float]:
 
 
 def weights(model: torch.nn.Module) -> dict[str, object]:
-    """A copy of a model's state on the CPU."""
+    """Return a copy of a model's `state_dict()` on the CPU."""
     return {
         k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
         for k, v in model.state_dict().items()

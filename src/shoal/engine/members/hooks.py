@@ -1,4 +1,5 @@
-"""Hooks on a network's parameters and modules: what a copy would lose, and what `params` and `optimizer` set."""
+"""Hooks on a network's parameters and modules: those that a copy would lose, and those that `params` and `optimizer`
+set."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _set_by_optimizers: WeakKeyDictionary[nn.Module, list[tuple[Hooks, int]]] = WeakKeyDictionary()
-"""By network: the hooks that making its optimizer has set."""
+"""For each network, the hooks that were set while its optimizer was made."""
 
 
 def _all_hooks(model: nn.Module) -> list[tuple[Hooks, int]]:
@@ -28,11 +29,13 @@ def _all_hooks(model: nn.Module) -> list[tuple[Hooks, int]]:
 
 @contextmanager
 def hooks_set_once(model: nn.Module) -> Iterator[None]:
-    """Inside, an optimizer is made, which happens more than once for a network: to look at it, and to train by it.
-    Hooks that `params` or the optimizer set on the network take the place of those they set before."""
+    """Make an optimizer inside this context, which happens more than once for a network: to inspect it, and to train.
+
+    Hooks that `params` or the optimizer set on the network replace those that they set before.
+    """
     for hooks, number in _set_by_optimizers.pop(model, ()):
         hooks.pop(number, None)
-    before = {number for _, number in _all_hooks(model)}  # torch numbers all hooks of a process
+    before = {number for _, number in _all_hooks(model)}  # torch numbers all hooks in a process
     yield
     added = [(hooks, number) for hooks, number in _all_hooks(model) if number not in before]
     if added:
@@ -40,7 +43,7 @@ def hooks_set_once(model: nn.Module) -> Iterator[None]:
 
 
 def hooked_parameter(model: nn.Module) -> str | None:
-    """The name of a parameter with a gradient hook, which `copy.deepcopy` leaves out; None where there is none."""
+    """Return the name of a parameter with a gradient hook, which `copy.deepcopy` omits; None if there is none."""
     for name, param in model.named_parameters():
         if not is_lazy(param) and any(getattr(param, hooks, None) for hooks in _OF_PARAMETERS):
             return name
@@ -48,7 +51,7 @@ def hooked_parameter(model: nn.Module) -> str | None:
 
 
 def lost_in_a_copy(model: nn.Module) -> str | None:
-    """Which hooks a copy of a network in training would lose, or have twice, in words; None: none."""
+    """Describe the hooks that a copy of a network in training would lose or have twice; None if there are none."""
     name = hooked_parameter(model)
     if name is not None:
         return f"a gradient hook on parameter {name!r}"

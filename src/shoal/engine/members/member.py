@@ -1,4 +1,5 @@
-"""Members: jobs that have been built. Here a job's parts become objects, each under the job's own seed."""
+"""Members: jobs that have been built. A job's model, data and optimizer become objects here, each under the job's own
+seed."""
 
 from __future__ import annotations
 
@@ -28,87 +29,89 @@ from shoal.utils.weights import load_other_buffers, load_weights, other_buffers
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A job in a pack, with its network, its optimizer state, and how far its training is."""
+    """A job in a pack, with its network, its optimizer state, and its progress in training."""
 
     job: Job
     index: int
-    """Place in the user's list."""
+    """The job's index in the user's list."""
     name: str
     device: torch.device
     model: nn.Module
-    """Built under the job's seed on the CPU; it moves to the device when the member gets a place there."""
+    """The network, built under the job's seed on the CPU. It moves to the device when the member starts there."""
     rng: torch.Generator
-    """CPU generator in the state of the default one right after the model was built."""
+    """A CPU generator in the state that the default generator had right after the model was built."""
     orders: torch.Generator
-    """Gives one permutation of the rows an epoch."""
+    """Draws one permutation of the rows for each epoch."""
     data: View
     val: View | None = None
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps taken."""
     epoch: int = 0
-    """Epochs done."""
+    """Epochs completed."""
     status: str = "running"
     error: str | None = None
     tier: str = ""
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
-    """Those within epochs."""
+    """The results of validations within epochs."""
     optimizer_state: dict[str, Any] = field(default_factory=dict)
     schedule_state: dict[str, Any] | None = None
-    """The scheduler's own state_dict(), where there is a schedule and it has moved."""
+    """The scheduler's `state_dict()`, if there is a schedule and it has advanced."""
     scaler_state: dict[str, Any] | None = None
-    """torch.amp.GradScaler's state_dict(), where the precision is fp16."""
+    """The `state_dict()` of torch.amp.GradScaler, if the precision is fp16."""
     monitor: Monitor = field(init=False)
     best: dict[str, Any] | None = None
-    """The best weights so far, on the CPU, where keep="best"."""
+    """The best weights so far, on the CPU, if keep="best"."""
     average: dict[str, Any] | None = None
-    """The average of its weights, where the job has one: how many updates it had ("count"), and "values" by name."""
+    """The average of the weights, if the job has one: the number of updates ("count"), and "values" by name."""
     trained: dict[str, Any] | None = None
-    """Of one that ended with other weights than those in training: these ("model"), and what its optimizer had."""
+    """If the member ended with other weights than those in training: the latter ("model") and their optimizer state."""
     batches: int = 0
-    """Batches it has had: with the seed, what its draws on a GPU are a function of."""
+    """Batches trained so far. On a GPU, random draws are a function of this and the seed."""
     order: Tensor | None = None
     """This epoch's rows of the source, on the CPU; None between epochs."""
     order_state: Tensor | None = None
-    """`orders` as it was before this epoch's rows were drawn."""
+    """The state of `orders` before this epoch's rows were drawn."""
     ahead: tuple[Tensor, Tensor] | None = None
-    """The next epoch's `order` and `order_state`, where they are known already."""
+    """The next epoch's `order` and `order_state`, if they were drawn already."""
     place: int = 0
     """Batches of this epoch that are done."""
     first_step: int = 0
     """Optimizer steps before this epoch."""
     losses: list[float] = field(default_factory=list)
-    """Of this epoch's batches, not divided by accumulate. One that is not finite: diverged at that batch."""
+    """The losses of this epoch's batches, not divided by `accumulate`. One that is not finite: diverged at that
+    batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
-    """What the step logged, for each of this epoch's batches."""
+    """The values that the step logged, by name, one for each of this epoch's batches."""
     rows: list[int] = field(default_factory=list)
-    """Of data that comes in batches: the rows of each of this epoch's batches."""
+    """For data that comes in batches: the number of rows of each of this epoch's batches."""
     epoch_length: int | None = None
-    """Of data that comes in batches: how many this epoch has, once that is seen."""
+    """For data that comes in batches: the number of batches in this epoch, once it is known."""
     earlier: list[Stretch] = field(default_factory=list)
-    """Of a clone whose batches became others within this epoch: what it had of it before. `place`, `order`, `losses`,
-    `num_rows` and `num_batches` are then of the rest."""
+    """For a clone whose batch size changed within this epoch: the parts of the epoch before that. `place`, `order`,
+    `losses`, `num_rows` and `num_batches` then refer to the remaining part."""
     reshaped: bool = False
-    """Whether such an epoch has ended, so that its recipe is not that of the coming ones."""
+    """Whether such an epoch has ended, so that the coming epochs need another recipe."""
     batch_shift: int = 0
-    """What to add to `batches` of a clone whose batches became others, to compare it with the job's length."""
+    """For a clone whose batch size changed: what to add to `batches` to compare it with the job's length."""
     closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
-    """Losses and logs of the epoch before this one."""
+    """Losses and logs of the previous epoch."""
     saved_state: SavedState = field(init=False)
-    """Python state that no state_dict() has."""
+    """Python state that no `state_dict()` contains."""
     pause_at: int | None = None
-    """The epoch after which it gives its place back until the run's supervisor lets it continue."""
+    """The epoch after which the member pauses until the run's supervisor lets it continue."""
     paused_at: frozenset[int] = frozenset()
-    """Epochs after which it has paused before; one that is trained again, after a kill, is validated there again."""
+    """Epochs after which it has paused before. If such an epoch is trained again after a kill, it is validated there
+    again."""
     before_end: dict[str, Any] | None = None
-    """Its state before its last epoch was closed as the last one, where that is not undone easily: see `resuming`."""
+    """Its state before its last epoch was closed as the last one, if that is not easily undone; see `resuming`."""
     rate: float | None = None
-    """The learning rate at its last step, of one that resumes between that step and the end of its epoch."""
+    """The learning rate at its last step, for a member that resumes between that step and the end of its epoch."""
     modules: ModuleStreams = field(default_factory=ModuleStreams)
-    """Its own random numbers of the modules `random` and `numpy.random`."""
+    """The member's own random state of the modules `random` and `numpy.random`."""
     constants: dict[str, str] = field(init=False)
-    """Hashes of large buffers that no state_dict() has, as they are at the beginning; most never change."""
+    """Hashes of the initial values of large buffers that no `state_dict()` contains; most of them never change."""
 
     def __post_init__(self) -> None:
         self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
@@ -117,7 +120,7 @@ class Member:
 
     @property
     def batched(self) -> bool:
-        """Whether its data comes in batches: a row of it is then a whole batch."""
+        """Whether its data comes in batches. A row of such data is a whole batch."""
         return self.data.source.batched
 
     @property
@@ -127,7 +130,7 @@ class Member:
 
     @property
     def num_rows(self) -> int:
-        """Rows in this epoch. Data that comes in batches shows it near the end of an epoch; before, as it says."""
+        """Rows in this epoch. For data that comes in batches this is an estimate until the end of the epoch is near."""
         if self.batched:
             return self.epoch_length if self.epoch_length is not None else max(len(self.data), self.place + UNSEEN)
         return self._whole(len(self.data) - self.skipped)
@@ -137,54 +140,54 @@ class Member:
 
     @property
     def skipped(self) -> int:
-        """Rows of this epoch that it had before its batches became others."""
+        """Rows of this epoch that it trained on before its batch size changed."""
         return sum(stretch.rows for stretch in self.earlier)
 
     @property
     def num_batches(self) -> int:
-        """Batches in this epoch, the short last one included."""
+        """Batches in this epoch, including a short last one."""
         return -(-self.num_rows // self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch; 0 where its data does not say how many batches it has."""
+        """Optimizer steps in one epoch; 0 if its data does not say how many batches it has."""
         return -(-(len(self.data) if self.batched else self.usual_batches) // self.job.accumulate)
 
     @property
     def usual_batches(self) -> int:
-        """Batches in an epoch that is had as a whole."""
+        """Batches in a complete epoch."""
         return self.num_batches if self.batched else -(-self._whole(len(self.data)) // self.job.batch_size)
 
     @property
     def shape_rows(self) -> int:
-        """Rows in an epoch, for the shapes of its batches; also where none is left of this one."""
+        """Rows in an epoch, for the shapes of its batches, even if none of this epoch is left."""
         return self.num_rows or self._whole(len(self.data))
 
     @property
     def drawn_from(self) -> Tensor:
-        """`orders` as it is before the rows of the epoch are drawn that it is in, or about to begin."""
+        """The state of `orders` before the rows of the current epoch, or of the next one between epochs, are drawn."""
         drawn = self.order_state if self.order is not None else self.ahead[1] if self.ahead is not None else None
         return self.orders.get_state() if drawn is None else drawn
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether it is between optimizer steps, so that it can leave, and be saved."""
+        """Whether it is between optimizer steps, so that it can leave its unit and be saved."""
         return self.place % self.job.accumulate == 0 or self.place == self.num_batches
 
     def rows_in(self, batches: int) -> int:
-        """Rows in the coming batches of this epoch."""
+        """Return the rows in the next `batches` batches of this epoch."""
         if self.batched:
             return batches
         return min((self.place + batches) * self.job.batch_size, self.num_rows) - self.place * self.job.batch_size
 
     def steps_in(self, batches: int) -> int:
-        """Optimizer steps in the coming batches of this epoch."""
+        """Return the optimizer steps in the next `batches` batches of this epoch."""
         k, end = self.job.accumulate, self.place + batches
         return end // k - self.place // k + (end == self.num_batches and end % k > 0)
 
     @property
     def batches_left(self) -> int:
-        """Batches until the job has had its full length."""
+        """Batches until the job reaches its full length."""
         job = self.job
         if self.batched and job.epochs is not None:  # an epoch may have more batches than another
             return max(0, (job.epochs - self.epoch) * self.num_batches - self.place)
@@ -193,12 +196,12 @@ class Member:
 
     @property
     def batches_to_stop(self) -> int:
-        """Batches until it ends, or until it pauses before that."""
+        """Batches until it ends or pauses, whichever is first."""
         pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.usual_batches - self.place
         return int(min(self.batches_left, max(0, pause)))
 
     def finished(self) -> bool:
-        """Whether the job has had its full length."""
+        """Return whether the job has reached its full length."""
         if self.job.epochs is not None:
             return self.epoch >= self.job.epochs
         assert self.job.steps is not None
@@ -206,29 +209,30 @@ class Member:
 
     @property
     def at_stop(self) -> bool:
-        """Whether it ends or pauses after this epoch, so that it is validated whatever `val_every` says."""
+        """Whether it ends or pauses after this epoch, so that it is validated regardless of `val_every`."""
         return self.finished() or self.epoch == self.pause_at or self.epoch in self.paused_at
 
     @property
     def pausing(self) -> bool:
-        """Whether it has come to the epoch at which it pauses."""
+        """Whether it has reached the epoch at which it pauses."""
         return self.pause_at is not None and self.epoch >= self.pause_at and not self.place and not self.finished()
 
     def close_epoch(self) -> None:
-        """Between epochs again."""
+        """End the current epoch, and reset what belongs to it."""
         self.order, self.place, self.first_step, self.epoch_length, self.rows = None, 0, self.step, None, []
         self.closed, self.losses, self.logs = joined([*self.earlier, Stretch(0, 0, self.losses, self.logs)]), [], {}
         self.reshaped, self.earlier = self.reshaped or bool(self.earlier), []
 
     def log(self, done: int, logs: Mapping[str, Sequence[float]]) -> None:
-        """Note what the last `done` of `place` batches logged; a batch that did not log a name has NaN there."""
+        """Append the logs of the last `done` batches, which `place` counts already. A batch that did not log a name has
+        NaN there."""
         for name in self.logs.keys() | logs.keys():
             known = self.logs.setdefault(name, [])
             known += [math.nan] * (self.place - done - len(known))
             known += logs.get(name, [math.nan] * done)
 
     def rest(self) -> None:
-        """Wait with the host: nothing of a member that was written back stays on the device."""
+        """Move a member that was written back to the host, so that nothing of it stays on the device."""
         if self.device.type != "cpu":
             self.model.to("cpu")
             self.optimizer_state, self.average = stored(self.optimizer_state), stored(self.average)
@@ -266,16 +270,16 @@ class Member:
         return {n: b for n, b in buffers.items() if n not in self.constants or self.constants[n] != content_hash(b)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put the member where `state()` was taken: the same training resumes, here or in another process.
+        """Restore a state that `state()` returned, so that the same training resumes, here or in another process.
 
-        What it is given is its own from then on.
+        The member owns the given tensors from then on.
         """
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.history = [dict(row) for row in state["history"]]
         self.validations = [dict(row) for row in state.get("validations", ())]
         model, optimizer, trained = state["model"], state["optimizer"], state.get("trained")
-        if trained is not None and self.status == "running":  # it had ended, and trains on
+        if trained is not None and self.status == "running":  # it had ended, and continues to train
             model, optimizer, trained = {**model, **trained["model"]}, trained.get("optimizer", optimizer), None
         self.average, self.trained = state.get("average"), trained
         load_weights(self.model, model, give=True)
@@ -297,9 +301,9 @@ class Member:
 
 
 UNSEEN = 8
-"""Batches that an epoch is taken to have left, where its data does not say."""
+"""The number of batches that are assumed to be left in an epoch if its data does not say."""
 LARGE_BUFFER = 1 << 16
-"""Bytes of a buffer from which it is saved only once it has changed."""
+"""Buffers of more bytes are saved only if they have changed."""
 _PLAIN = (
     "step", "epoch", "status", "error", "tier", "seconds", "batches", "place", "first_step",
     "schedule_state", "scaler_state",
@@ -307,7 +311,7 @@ _PLAIN = (
 
 
 def open_data(pool: Pool, job: Job, which: str) -> View:
-    """Open `data` or `val`, with errors that say which."""
+    """Open the job's `data` or `val`, with errors that name it."""
     try:
         return pool.open(getattr(job, which), job.collate, job.batch_size, job.drop_last and which == "data")
     except JobError as error:
@@ -318,7 +322,8 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
 
 @contextmanager
 def seeded(seed: int, device: torch.device, *, put_back: bool = True) -> Iterator[None]:
-    """Inside: torch, `random` and numpy are seeded. After: as they were; the last two only if `put_back`."""
+    """Seed torch, `random` and numpy inside this context. Afterwards torch is restored, and the others too if
+    `put_back`."""
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with one_at_a_time, torch.random.fork_rng(devices=list(devices)), restored() if put_back else nullcontext():
         seed_torch(seed)
@@ -328,9 +333,12 @@ def seeded(seed: int, device: torch.device, *, put_back: bool = True) -> Iterato
 
 @contextmanager
 def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
-    """Inside: random calls draw from this member's own streams, as in its solo loop. What it yields begins a batch.
+    """Draw random numbers from this member's own streams inside this context, as in its solo loop.
 
-    keep=False: the streams stay where they were, as in evaluation. On a GPU torch's is counted from (seed, batches).
+    It yields a function to call at the start of each batch. On a GPU, draws are counted from (seed, batches).
+
+    Args:
+        keep: If False, the streams are restored afterwards, as in evaluation.
     """
     with one_at_a_time, member.modules.swapped_in(member.job.seed, keep):
         cpu = torch.get_rng_state()
@@ -349,6 +357,7 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counted(seed: int, device: torch.device) -> Iterator[CounterMode]:
-    """Counter-based draws on a GPU; attention is computed in the open: its fused kernels draw inside themselves."""
+    """Use counter-based random draws on a GPU. Attention is computed without its fused kernels, which draw
+    internally."""
     with sdpa_kernel(SDPBackend.MATH), CounterMode(seed, device) as mode:
         yield mode

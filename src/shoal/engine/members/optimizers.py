@@ -1,4 +1,4 @@
-"""A job's optimizer and schedule, made for one network."""
+"""Create a job's optimizer and schedule for a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.jobs.job import Job
 
 
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
-    """The job's own optimizer on this model."""
+    """Create the job's optimizer for this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
     with hooks_set_once(model):
         optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
@@ -31,9 +31,9 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
 
 
 def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
-    """Inside, optimizers and schedules may be made and moved to see what they are like, with `step` also the step.
+    """Create and advance optimizers and schedules for inspection inside this context; with `step`, also run the step.
 
-    After: whatever Python state that has changed (a counter in a closure) is as it was.
+    Afterwards, Python state that this has changed (a counter in a closure) is restored.
     """
     roots: dict[str, Any] = {"schedule": job.schedule, "optimizer": job.optimizer, "params": job.params}
     if step:
@@ -44,12 +44,12 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
 
 
 def _own_copy(value: Tensor) -> Tensor:
-    """Schedulers write into a learning rate that is a tensor; the user's, which jobs may share, stays as it is."""
+    """Copy a learning rate that is a tensor, since schedulers write to it and jobs may share the user's."""
     return value if value.requires_grad or isinstance(value, nn.Parameter) else value.clone()
 
 
 def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
-    """The job's schedule on this optimizer; JobError, in words, where there can be none."""
+    """Create the job's schedule for this optimizer. Raises a JobError if it cannot be created."""
     try:
         scheduler: LRScheduler | None = None if job.schedule is None else make_scheduler(optimizer, job.schedule)
         return scheduler

@@ -1,9 +1,9 @@
-"""Networks that share no memory, whatever their factories return.
+"""Make sure that networks share no memory, whatever their factories return.
 
-A factory may give out weights that it does not build anew: a pretrained backbone that all networks share, statistics as
-buffers, a state dict loaded with `assign=True`, one module again and again. Each job trains a copy then, so that its
-result depends on that job alone and what belongs to the user stays as it is. What is compared is memory, byte by byte:
-two tensors may be different objects and the same numbers.
+A factory may return weights that it does not create anew: a pretrained backbone that all networks share, statistics as
+buffers, a state dict loaded with `assign=True`, or the same module each time. Each job then trains a copy, so that its
+result depends on that job alone, and the user's objects are unchanged. Memory addresses are compared, since two tensors
+may be different objects with the same memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shoal.jobs.job import Job
 from shoal.utils.random_state import restored, seed_modules
 
 Span = tuple[int, int]
-"""The first byte of a storage, and the one past its last."""
+"""The first byte of a storage, and the one after its last."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _shares: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""For factories, by their code: whether two networks of theirs have memory in common."""
+"""For each factory's code, whether two of its networks share memory."""
 
 
 def call_factory(job: Job) -> nn.Module:
-    """What a job's factory gives out, or a copy of its module."""
+    """Call a job's factory, or copy its module."""
     factory: Any = job.model
     if isinstance(factory, nn.Module):
         _refuse_hooks(factory, "it is copied for its job")
@@ -46,27 +46,27 @@ def call_factory(job: Job) -> nn.Module:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The job's network, from the default generator as it is: a copy of its module, or what its factory builds,
-    copied where the factory would give the same memory out again.
+    """Build the job's network with the default generator. It is copied if the factory would return the same memory
+    again.
 
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
-    that is in eval mode as a whole, as one is after inference, is put in train mode.
+    Modules keep the mode in which they are built, so that a factory may freeze a batch norm with `eval()`. But a
+    network that is in eval mode as a whole, as after inference, is put in train mode.
     """
     model = call_factory(job)
     return in_train_mode(copied(model) if gives_out_shared(job, model) else model)
 
 
 def in_train_mode(model: nn.Module) -> nn.Module:
-    """The network, ready for training."""
+    """Put the network in train mode if it is in eval mode as a whole."""
     return model if model.training else model.train()
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of a network that shares memory with others."""
+    """Copy a network that shares memory with others."""
     _refuse_hooks(model, "its factory gives out weights that others have too, so it is copied")
     try:
         attributes = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
-        odd = [v for v in (*model.buffers(), *attributes) if v.layout in _COMPRESSED]  # deepcopy does not know them
+        odd = [v for v in (*model.buffers(), *attributes) if v.layout in _COMPRESSED]  # deepcopy does not support them
         return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in odd})
     except Exception as error:
         raise JobError(
@@ -85,7 +85,8 @@ def _refuse_hooks(model: nn.Module, why: str) -> None:
 
 
 def gives_out_shared(job: Job, model: nn.Module) -> bool:
-    """Whether a factory, called once more, gives out memory that this network of its has; asked once for each code."""
+    """Return whether the factory, called again, returns memory of this network. It is called once more for each
+    code."""
     factory: Any = job.model
     if isinstance(factory, nn.Module):
         return False
@@ -102,13 +103,13 @@ def _shared_again(job: Job, model: nn.Module) -> bool:
     with _as_it_was(job.seed):
         try:
             again = call_factory(job)
-        except Exception:  # it can be called only once, so its memory is not given out again
+        except Exception:  # it can be called only once, so it does not return the memory again
             return False
         return again is model or bool(overlapping([spans(model), spans(again)]))
 
 
 def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
-    """Places of the networks that have memory in common with another one.
+    """Return the indices of the networks that share memory with another one.
 
     >>> sorted(overlapping([[(0, 4), (10, 12)], [(4, 8)], [(11, 20)]]))
     [0, 2]
@@ -116,7 +117,7 @@ def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
     sharing: set[int] = set()
     reach, whose = 0, -1
     for start, end, place in sorted((*span, place) for place, network in enumerate(networks) for span in network):
-        if start < reach and place != whose:  # enough to compare with the one that reaches farthest
+        if start < reach and place != whose:  # comparing with the span that reaches farthest is enough
             sharing |= {whose, place}
         if end > reach:
             reach, whose = end, place
@@ -124,7 +125,7 @@ def overlapping(networks: Sequence[Sequence[Span]]) -> set[int]:
 
 
 def spans(model: nn.Module) -> list[Span]:
-    """The memory of a network's parameters and buffers, each storage once."""
+    """Return the memory of a network's parameters and buffers, each storage once."""
     storages: set[Span] = set()
     for tensor in (*model.parameters(), *model.buffers()):
         if is_lazy(tensor) or tensor.is_nested:
@@ -139,7 +140,7 @@ def spans(model: nn.Module) -> list[Span]:
 
 @contextmanager
 def _as_it_was(seed: int) -> Iterator[None]:
-    """Inside: as after torch.manual_seed(seed), and `seed_modules`. After: all random numbers as they were."""
+    """Seed torch and the other random modules inside this context; restore all of them afterwards."""
     with restored(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         seed_modules(seed)
@@ -147,7 +148,7 @@ def _as_it_was(seed: int) -> Iterator[None]:
 
 
 def _code(factory: Any) -> Any | None:
-    """What factories have in common that differ in the values they hold; None: nothing that lives long enough."""
+    """Return a key for factories that differ only in the values they hold; None if nothing lives long enough."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     if isinstance(factory, types.MethodType):

@@ -10,15 +10,20 @@ from shoal.jobs.early_stopping import Monitor
 
 
 def as_trained(tiers: Mapping[int, str], members: Sequence[Member]) -> dict[int, str]:
-    """The forms that members on a GPU have trained in: what was written down of those that have, or else the tier that
-    is in their checkpoints. Folders of earlier versions have tiers written down that were planned and not taken."""
+    """Return the forms in which members on a GPU have trained, by index.
+
+    This is the recorded form, or the tier in the member's checkpoint if they disagree: folders of earlier versions
+    recorded planned tiers that were not used.
+    """
     known = {member.index: (member.tier, tiers.get(member.index, "")) for member in members if member.batches}
     return {index: form if form.partition(" ")[0] == tier else tier for index, (tier, form) in known.items() if tier}
 
 
 def closes_early(member: Member) -> bool:
-    """Whether a member ends here, which closes its epoch otherwise than if it were to continue: in the middle, with a
-    validation that is not due, or by taking its best weights."""
+    """Return whether a member that ends here closes its epoch differently than if it continued.
+
+    It does so in the middle of an epoch, with a validation that is not due, or by taking its best weights.
+    """
     job, epoch = member.job, member.epoch + 1
     if epoch < job.epochs if job.epochs is not None else member.step < (job.steps or 0):
         return False
@@ -27,9 +32,10 @@ def closes_early(member: Member) -> bool:
 
 
 def reopened(member: Member, state: dict[str, Any]) -> dict[str, Any] | None:
-    """The state from which a member continues whose job has become longer since it was done; else the state as it is.
+    """Return the state from which a finished member continues if its job has become longer; otherwise the state
+    unchanged.
 
-    None: it has to begin anew, as what it was before its end was not saved.
+    Returns None if the member must start over, since its state before its end was not saved.
     """
     job = member.job
     if state["status"] != "done" or (
@@ -40,13 +46,14 @@ def reopened(member: Member, state: dict[str, Any]) -> dict[str, Any] | None:
     if before is not None:
         return {**before, "seconds": state["seconds"]}
     if "before_end" not in state and (job.keep == "best" or state["place"] or job.val_every > 1):
-        return None  # written before this could be done
-    stops = job.stop is not None and state["monitor"]["misses"] >= job.stop.patience  # its end came first
+        return None  # written by a version that could not do this
+    # early stopping was due, but the end came first
+    stops = job.stop is not None and state["monitor"]["misses"] >= job.stop.patience
     return {**state, "status": "stopped" if stops else "running"}
 
 
 def beginning(member: Member) -> None:
-    """To where it was when it was built, for a member that has trained in another process only."""
+    """Reset a member that has trained only in another process to its state after it was built."""
     member.step = member.epoch = member.batches = member.place = member.first_step = 0
     member.history, member.validations, member.losses, member.logs = [], [], [], {}
     member.rows, member.epoch_length = [], None

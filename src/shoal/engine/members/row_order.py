@@ -1,4 +1,5 @@
-"""Every member's rows, epoch by epoch. Members whose orders agree hold one tensor, so that sharing is seen by `is`."""
+"""The order of every member's rows in each epoch. Members with equal orders hold the same tensor, so that sharing can
+be checked with `is`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from shoal.engine.members.member import Member
 
 
 def deal(members: Sequence[Member]) -> None:
-    """Give members that have no rows those of the epoch they are in or about to begin."""
+    """Give members without rows those of the epoch that they are in or about to begin."""
     wanting = [member for member in members if member.order is None]
     known = [member for member in wanting if member.ahead is not None]
     for member in known:
@@ -23,19 +24,20 @@ def deal(members: Sequence[Member]) -> None:
 
 
 def look_ahead(members: Sequence[Member]) -> None:
-    """Draw the next epoch's rows already, for when the device is busy and the host is not."""
+    """Draw the next epoch's rows in advance, while the device is busy and the host is not."""
     wanting = [member for member in members if member.ahead is None and not member.earlier]
     for member, drawn in zip(wanting, _draw(wanting), strict=True):
         member.ahead = drawn
 
 
 def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
-    """Each member's rows for its next epoch, cut already for drop_last, and its generator's state before them."""
+    """Return each member's rows for its next epoch, already cut for drop_last, and its generator's state before
+    them."""
     orders: list[tuple[Tensor, Tensor]] = []
     seen: dict[bytes, list[tuple[Member, Tensor, Tensor, Tensor]]] = {}
     for member in members:
         before = member.orders.get_state()
-        if member.batched:  # its data has an order of its own
+        if member.batched:  # its data defines the order
             orders.append((torch.empty(0, dtype=torch.int64), before))
             continue
         alike = seen.setdefault(before.numpy().tobytes() if member.job.shuffle else b"", [])
@@ -60,5 +62,6 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _stretch(member: Member) -> tuple[int, int]:
-    """The part of an epoch's order that a member has: all, or what was left when its batches became others."""
+    """Return the part of an epoch's order that a member trains on: all, or what was left when its batch size
+    changed."""
     return member.skipped, member.skipped + member.num_rows

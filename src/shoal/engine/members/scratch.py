@@ -1,4 +1,4 @@
-"""Members to try things on."""
+"""Copies of members for trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.utils.randomness import generator_at
 
 
 def scratch_copy(member: Member) -> Member:
-    """A member to try things on: nothing done to it reaches the real one."""
+    """Return a copy of a member for trials. What is done to it does not affect the real one."""
     return replace(
         member,
         model=copy.deepcopy(member.model),

@@ -1,4 +1,4 @@
-"""A job's step on a batch, in the pieces that training, validation and the reference loop share."""
+"""A job's step on a batch, in the parts that training, validation and the reference loop share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.jobs.job import Job
 
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    """The job's precision, around forward and loss."""
+    """Return the autocast context of the job's precision, for forward and loss."""
     return torch.autocast(device.type, PRECISIONS[job.precision]) if job.precision is not None else nullcontext()
 
 
 def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The job's step on one batch: its loss, and its logs."""
+    """Run the job's step on one batch, and return its loss and its logs."""
     if job.step is None:
         assert job.loss is not None
         return job.loss(call_model(model, batch), targets_of(batch)), {}
@@ -30,12 +30,11 @@ def run_step(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, 
 
 
 TARGETS = ("labels", "label", "targets", "target", "y")
-"""Names that the targets of a batch that is a dict may have, the first of these that it has."""
+"""The names under which the targets of a dict batch are looked for, in this order."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """What a model makes of a batch's inputs: all but the last of a tuple, or by their names all but the targets of a
-    dict."""
+    """Call a model on a batch's inputs: all but the last of a tuple, or by name all but the targets of a dict."""
     if not isinstance(batch, Mapping):
         return model(*batch[:-1])
     name = _name_of_targets(batch)
@@ -43,7 +42,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def targets_of(batch: Any) -> Any:
-    """A batch's targets: the last of a tuple, or what has one of the names in `TARGETS` in a dict."""
+    """Return a batch's targets: the last of a tuple, or the entry of a dict with one of the names in `TARGETS`."""
     return batch[_name_of_targets(batch)] if isinstance(batch, Mapping) else batch[-1]
 
 
@@ -57,13 +56,13 @@ def _name_of_targets(batch: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> float:
-    """A metric or log as a float: from a number, or anything of one element."""
+    """Convert a metric or log to a float, from a number or a tensor of one element."""
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside: eval mode, no gradients. After: every module in the mode it had."""
+    """Use eval mode without gradients inside this context. Afterwards every module has its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,5 @@
-"""A member's numbers as they are saved, and the beginning of an epoch that a clone continues in other batches."""
+"""A member's numbers in the form in which they are saved, and the parts of an epoch in which a clone's batch size
+changed."""
 
 from __future__ import annotations
 
@@ -13,31 +14,31 @@ from torch.utils import _pytree as pytree
 
 
 class Stretch(NamedTuple):
-    """The beginning of an epoch that a clone had before its batches became others."""
+    """A part of an epoch that a clone trained before its batch size changed."""
 
     rows: int
     size: int
-    """Of its batches; the last one may be smaller."""
+    """The batch size; the last batch may be smaller."""
     losses: list[float]
     logs: dict[str, list[float]]
 
     def state(self) -> dict[str, Any]:
-        """As tensors and plain values."""
+        """Return it as tensors and plain values."""
         return {**self._asdict(), "losses": packed(self.losses), "logs": packed_logs(self.logs)}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Stretch:
-        """From what `state()` gave."""
+        """Create it from what `state()` returned."""
         return cls(state["rows"], state["size"], state["losses"].tolist(), unpacked_logs(state["logs"]))
 
     def weighted(self, values: Sequence[float]) -> list[float]:
-        """A value for each batch, times the batch's rows."""
+        """Multiply a value for each batch by the batch's rows."""
         last = self.rows - self.size * (len(values) - 1)
         return [*(value * self.size for value in values[:-1]), *(value * last for value in values[-1:])]
 
 
 def joined(stretches: Sequence[Stretch]) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses and logs of an epoch; a batch that did not log a name has NaN there."""
+    """Join losses and logs of the parts of an epoch. A batch that did not log a name has NaN there."""
     if len(stretches) == 1:
         return stretches[0].losses, stretches[0].logs
     losses = [loss for stretch in stretches for loss in stretch.losses]
@@ -61,7 +62,7 @@ def unpacked_logs(logs: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def stored(value: Any) -> Any:
-    """Tensors on the CPU, and apart from larger ones they are a part of: what is stored is stored whole."""
+    """Move tensors to the CPU, and copy those that are views of larger ones, since torch saves the whole storage."""
 
     def detached(x: Any) -> Any:
         if not isinstance(x, Tensor) or is_lazy(x):

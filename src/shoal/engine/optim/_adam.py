@@ -1,4 +1,4 @@
-"""Adam and its family: Adam, AdamW, NAdam, RAdam, Adamax."""
+"""The rules for Adam, AdamW, NAdam, RAdam and Adamax."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.optim.rule import Column, Flags, Rule, State, lerp_, power, scalar_dtype
 
 STEPS_AHEAD = 32
-"""Steps whose coefficients a CPU works out at once: by themselves they would cost as much as the update of a small
-network, in calls."""
+"""Steps whose coefficients a CPU computes at once. One by one, their calls would cost as much as the update of a small
+network."""
 
 
 def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
-    """`square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)`; the temporary is returned, to be used again.
+    """Compute `square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)`, and return the temporary for reuse.
 
-    Not `square.lerp_(grad * grad)`, one pass less: that turns an overflowed square into NaN where torch keeps inf.
+    `square.lerp_(grad * grad)` would need one pass less, but turns an overflowed square into NaN where torch keeps inf.
     """
     scratch = (grad * c["take2"]).to(grad.dtype)
     square.mul_(c["beta2"]).addcmul_(scratch, grad)
@@ -29,7 +29,7 @@ def second_moment_(square: Tensor, grad: Tensor, c: Column) -> Tensor:
 
 
 class _Moments(Rule):
-    """First and second moment, weight decay coupled or decoupled: what all but Adamax share."""
+    """First and second moment, and weight decay, coupled or decoupled: what all but Adamax share."""
 
     columns: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "weight_decay")
     structural: ClassVar[tuple[str, ...]] = ("maximize", "decoupled_weight_decay")
@@ -39,16 +39,18 @@ class _Moments(Rule):
     def __init__(self, flags: Flags) -> None:
         super().__init__(flags)
         self._last: tuple[list[Any], State] | None = None
-        """What the last coefficients were computed from, and they."""
+        """The inputs of the last coefficients, and these coefficients."""
 
     def moments(self, h: Column, dtype: torch.dtype) -> State:
-        """The coefficients that do not depend on the step; computed again when a hyper-parameter was written to."""
+        """Return the coefficients that do not depend on the step, computed again only if a hyper-parameter was written
+        to."""
         if h["lr"].device.type != "cpu" or is_traced():
             return self._moments(h, dtype)
         columns = [h[name] for name in self.columns]
         source = [dtype, *(id(column) for column in columns), *(column._version for column in columns)]
         if self._last is None or self._last[0][: len(source)] != source:
-            self._last = [*source, columns], self._moments(h, dtype)  # as long as these live, no others have their ids
+            # kept alive, so that no other tensor gets their ids
+            self._last = [*source, columns], self._moments(h, dtype)
         return self._last[1]
 
     def _moments(self, h: Column, dtype: torch.dtype) -> State:
@@ -74,17 +76,18 @@ class _Moments(Rule):
 
 @dataclass(slots=True)
 class _Ahead:
-    """Coefficients of the coming steps, good as long as nobody else writes to the clock or the hyper-parameters."""
+    """Coefficients of the coming steps, valid until something else writes to the clock or the hyper-parameters."""
 
     step: Tensor
     moments: State
-    """Others as soon as a hyper-parameter was written to."""
+    """The coefficients of `moments`; another dict after a hyper-parameter was written to."""
     coming: list[State]
-    """The next one last."""
+    """Coefficients of the coming steps, the next one last."""
     version: int = -1
-    """Of the clock, after the last step from here."""
+    """The clock's tensor version after the last step that used these."""
 
     def follows(self, step: Tensor, moments: State) -> bool:
+        """Return whether the coefficients are valid for the next step."""
         return self.step is step and self.version == step._version and self.moments is moments
 
 
@@ -106,9 +109,9 @@ class Adam(_Moments):
         if self._last is None or self._last[1] is not moments:  # on a GPU, or traced
             return moments | self._corrections(step.add_(1), h, dtype)
         ahead = self._ahead
-        steady = ahead is not None and ahead.follows(step, moments)
-        if ahead is None or not steady or not ahead.coming:
-            steps = step + torch.arange(STEPS_AHEAD if steady else 1, 0, -1, dtype=step.dtype).unsqueeze(1)
+        valid = ahead is not None and ahead.follows(step, moments)
+        if ahead is None or not valid or not ahead.coming:
+            steps = step + torch.arange(STEPS_AHEAD if valid else 1, 0, -1, dtype=step.dtype).unsqueeze(1)
             table = self._corrections(steps, h, dtype)
             rows = zip(*(values.unbind() for values in table.values()), strict=True)
             ahead = self._ahead = _Ahead(step, moments, [dict(zip(table, row, strict=True)) for row in rows])
@@ -116,7 +119,7 @@ class Adam(_Moments):
         return moments | ahead.coming.pop()
 
     def _corrections(self, step: Tensor, h: Column, dtype: torch.dtype) -> State:
-        """The coefficients of these steps, [M] or [steps, M]."""
+        """Return the coefficients of these steps, [M] or [steps, M]."""
         betas = torch.stack([h["beta1"], h["beta2"]])
         correction1, correction2 = (1 - power(betas if step.dim() == 1 else betas.unsqueeze(1), step)).unbind()
         return {
@@ -143,7 +146,7 @@ class AdamW(Adam):
 
 
 class NAdam(_Moments):
-    """torch.optim.NAdam. `mu_product` has torch's own scalar dtype: its rounding there is part of the result."""
+    """torch.optim.NAdam. `mu_product` has torch's scalar dtype, since its rounding is part of the result."""
 
     torch_class = torch.optim.NAdam
     columns = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum_decay")
@@ -158,12 +161,12 @@ class NAdam(_Moments):
         mu = h["beta1"] * (1.0 - 0.5 * power(0.96, step * h["momentum_decay"]))
         mu_next = h["beta1"] * (1.0 - 0.5 * power(0.96, (step + 1) * h["momentum_decay"]))
         product.mul_(mu.to(product.dtype))
-        so_far = product.to(step.dtype)
+        mu_product = product.to(step.dtype)
         return {
             **self.moments(h, dtype),
             "correction2": (1 - power(h["beta2"], step)).to(dtype),
-            "of_grad": (-h["lr"] * (1.0 - mu) / (1.0 - so_far)).to(dtype),
-            "of_average": (-h["lr"] * mu_next / (1.0 - so_far * mu_next)).to(dtype),
+            "of_grad": (-h["lr"] * (1.0 - mu) / (1.0 - mu_product)).to(dtype),
+            "of_average": (-h["lr"] * mu_next / (1.0 - mu_product * mu_next)).to(dtype),
         }
 
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
@@ -177,7 +180,7 @@ class NAdam(_Moments):
 
 
 class RAdam(_Moments):
-    """torch.optim.RAdam. Members still in the unrectified phase have their denominator replaced by one."""
+    """torch.optim.RAdam. The denominator is one for members in the phase without rectification."""
 
     torch_class = torch.optim.RAdam
 

@@ -1,4 +1,4 @@
-"""Step sizes per element from squared gradients: Adagrad, RMSprop, Adadelta."""
+"""The rules for Adagrad, RMSprop and Adadelta, which derive step sizes per element from squared gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.engine.optim.rule import Column, Rule, State, lerp_, scalar_dtype
 
 
 class Adagrad(Rule):
-    """torch.optim.Adagrad. Its sum starts at a number of the member's own, so `init` wants the columns."""
+    """torch.optim.Adagrad. Each member's sum starts at its own value, so `init` needs the columns."""
 
     torch_class = torch.optim.Adagrad
     columns = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
@@ -29,7 +29,7 @@ class Adagrad(Rule):
         return state
 
     def fresh_entry(self, param: Tensor, h: Mapping[str, float]) -> State:
-        """torch makes its state when the optimizer is built."""
+        """Return the state that torch creates when the optimizer is built."""
         start = h["initial_accumulator_value"]
         value = complex(start, start) if param.is_complex() else start
         total = torch.full(param.shape, value, dtype=param.dtype)
@@ -52,7 +52,8 @@ class Adagrad(Rule):
 
 
 class RMSprop(Rule):
-    """torch.optim.RMSprop. A member without momentum inside a rule with momentum has a buffer that forgets all."""
+    """torch.optim.RMSprop. A member without momentum in a rule with momentum has a buffer that is overwritten at each
+    step."""
 
     torch_class = torch.optim.RMSprop
     columns = ("lr", "alpha", "eps", "weight_decay", "momentum")
@@ -117,11 +118,11 @@ class Adadelta(Rule):
 
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
         grad = self.decayed(param, grad, c)
-        square, moved = state["square_avg"], state["acc_delta"]
+        square, acc_delta = state["square_avg"], state["acc_delta"]
         scratch = (grad * c["take"]).to(grad.dtype)
         square.mul_(c["rho"]).addcmul_(scratch, grad)
         scratch.copy_(square).add_(c["eps"]).sqrt_()
-        delta = moved.clone().add_(c["eps"]).sqrt_().div_(scratch).mul_(grad)
+        delta = acc_delta.clone().add_(c["eps"]).sqrt_().div_(scratch).mul_(grad)
         torch.mul(delta, delta, out=scratch).mul_(c["take"])
-        moved.mul_(c["rho"]).add_(scratch)
+        acc_delta.mul_(c["rho"]).add_(scratch)
         param.addcmul_(delta, c["neg_lr"])

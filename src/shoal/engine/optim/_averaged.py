@@ -1,4 +1,4 @@
-"""ASGD (averaged SGD) and Rprop: the two whose first step reads the learning rate into their state."""
+"""ASGD (averaged SGD) and Rprop, whose first step stores the learning rate in their state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shoal.engine.optim.rule import Column, Rule, State, lerp_, power, scalar_dt
 
 
 class ASGD(Rule):
-    """torch.optim.ASGD. `eta` and `mu` have torch's own scalar dtype: their rounding there is part of the result.
+    """torch.optim.ASGD. `eta` and `mu` have torch's scalar dtype, since their rounding is part of the result.
 
-    The average is `lerp_`, which at weight one is an exact copy, as torch's branch on mu is.
+    The average is computed with `lerp_`, which is an exact copy at weight one, as in torch's branch on mu.
     """
 
     torch_class = torch.optim.ASGD
@@ -29,11 +29,11 @@ class ASGD(Rule):
 
     def tick_(self, clock: Mapping[str, Tensor], h: Column, dtype: torch.dtype) -> State:
         step, eta, mu = clock["step"].add_(1), clock["eta"], clock["mu"]
-        now = torch.where(step == 1, h["lr"].to(eta.dtype), eta).to(step.dtype)
+        current_eta = torch.where(step == 1, h["lr"].to(eta.dtype), eta).to(step.dtype)
         c = {
             "weight_decay": h["weight_decay"].to(dtype),
-            "shrink": (1 - h["lambd"] * now).to(dtype),
-            "neg_eta": now.neg().to(dtype),
+            "shrink": (1 - h["lambd"] * current_eta).to(dtype),
+            "neg_eta": current_eta.neg().to(dtype),
             "mu": mu.to(dtype, copy=True),
         }
         eta.copy_(h["lr"] / power(1 + h["lambd"] * h["lr"] * step, h["alpha"]))
@@ -47,7 +47,7 @@ class ASGD(Rule):
 
 
 class Rprop(Rule):
-    """torch.optim.Rprop. The learning rate is only the first step size of every element."""
+    """torch.optim.Rprop. The learning rate is only the initial step size of every element."""
 
     torch_class = torch.optim.Rprop
     columns = ("lr", "etaminus", "etaplus", "step_size_min", "step_size_max")

@@ -1,4 +1,4 @@
-"""SGD: momentum, dampening, Nesterov."""
+"""The rule for SGD, with momentum, dampening and Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.engine.optim.rule import Column, Rule, State
 class SGD(Rule):
     """torch.optim.SGD.
 
-    `started` marks members whose momentum buffer exists: torch fills it with the first gradient, undamped, so the
-    first step has the factors 0 and 1 instead of momentum and 1 - dampening. Each member's own mark, because members
-    join at different times. A member with momentum 0 inside a rule with momentum gets the factors 0 and 1 always.
-    (A schedule that returns momentum to exactly 0 after it was not is the one thing not followed.)
+    `started` marks members whose momentum buffer exists. Torch fills the buffer with the first gradient, undamped, so
+    the first step has the factors 0 and 1 instead of momentum and 1 - dampening. Each member has its own mark, because
+    members join at different times. A member with momentum 0 in a rule with momentum always has the factors 0 and 1.
+    The one case that is not reproduced is a schedule that returns a nonzero momentum to exactly 0.
     """
 
     torch_class = torch.optim.SGD
@@ -39,12 +39,12 @@ class SGD(Rule):
         if "weight_decay" in self.flags:
             c["weight_decay"] = h["weight_decay"].to(dtype)
         if "momentum" in self.flags:
-            moving = h["momentum"] != 0
-            going = clock["started"] & moving
-            c["keep"] = torch.where(going, h["momentum"], 0.0).to(dtype)
-            c["take"] = torch.where(going, 1 - h["dampening"], 1.0).to(dtype)
+            has_momentum = h["momentum"] != 0
+            has_buffer = clock["started"] & has_momentum
+            c["keep"] = torch.where(has_buffer, h["momentum"], 0.0).to(dtype)
+            c["take"] = torch.where(has_buffer, 1 - h["dampening"], 1.0).to(dtype)
             c["momentum"] = h["momentum"].to(dtype)
-            clock["started"].logical_or_(moving)
+            clock["started"].logical_or_(has_momentum)
         return c
 
     def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], c: Column) -> None:
@@ -52,8 +52,8 @@ class SGD(Rule):
         if "momentum" in self.flags:
             buffer = state["momentum_buffer"]
             buffer.mul_(c["keep"]).addcmul_(grad, c["take"])
-            ahead = "nesterov" in self.flags
-            grad = torch.addcmul(grad, buffer, c["momentum"]).to(grad.dtype) if ahead else buffer
+            nesterov = "nesterov" in self.flags
+            grad = torch.addcmul(grad, buffer, c["momentum"]).to(grad.dtype) if nesterov else buffer
         param.addcmul_(grad, c["neg_lr"])
 
     def torch_entry(self, entry: State, h: Mapping[str, float]) -> State:

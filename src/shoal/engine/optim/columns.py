@@ -1,4 +1,4 @@
-"""The numbers of a pack's optimizers: one float64 column per hyper-parameter and param group."""
+"""The hyper-parameters of a pack's optimizers: one float64 column per name and param group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Columns:
-    """For each param group a dict name -> [M] float64, all views of one tensor `packed` [G, names, M].
+    """For each param group, a dict from names to [M] float64 columns, all views of one tensor `packed` [G, names, M].
 
-    One tensor, so that a step's values for every group, name and member arrive by a single copy (see
-    `ScheduleRunner.table`), at addresses that never change: what a captured graph needs.
+    It is one tensor so that a step's values for all groups, names and members need a single copy (see
+    `ScheduleRunner.table`), to addresses that never change, as a captured graph requires.
 
     >>> columns = Columns([[{"lr": 0.1}], [{"lr": 0.2}]])
     >>> columns.set_row(1, [{"lr": 0.5}]); columns.groups[0]["lr"].tolist()
@@ -34,20 +34,20 @@ class Columns:
         self.groups: list[dict[str, Tensor]] = [dict(zip(self.names, group.unbind(0), strict=True)) for group in packed]
 
     def set_row(self, slot: int, groups: Sequence[Mapping[str, float]]) -> None:
-        """All of one member's numbers, in place, by one copy; names without a column are left out."""
+        """Set all of one member's numbers in place, with one copy; names without a column are ignored."""
         rows = [[group[name] for name in self.names] for group in groups]
         self.packed[:, :, slot] = torch.tensor(rows, dtype=torch.float64).to(self.packed.device)
 
     def row(self, slot: int) -> list[dict[str, float]]:
-        """One member's numbers, per group (waits for the device)."""
+        """Return one member's numbers for each group. This waits for the device."""
         return self.named(self.packed[:, :, slot])
 
     def named(self, values: Tensor) -> list[dict[str, float]]:
-        """One member's numbers [G, names] by their names, per group."""
+        """Return one member's numbers [G, names] by name, for each group."""
         return [dict(zip(self.names, group, strict=True)) for group in values.tolist()]
 
     def on(self, packed: Tensor) -> Columns:
-        """The same columns on other numbers, [G, names, M]."""
+        """Return columns with the same names on other numbers, [G, names, M]."""
         columns = copy.copy(self)
         columns._view(packed)
         return columns

@@ -1,8 +1,8 @@
 """A fence for the compiler: what goes through `hold` is computed once and stored, not recomputed where it is used.
 
-Inductor fuses a [M] column into the loops that read it. For a learning rate that is right; for a bias correction it
-puts a float64 power into the innermost loop, once an element instead of once a member. It cannot look into a custom
-operator, so a step's coefficients pass through one, all together: two tiny kernels a step. Eager code needs no fence.
+Inductor fuses a [M] column into the loops that read it. That is right for a learning rate, but for a bias correction it
+computes a float64 power for every element instead of every member. It cannot look into a custom operator, so a step's
+coefficients pass through one, all together: two tiny kernels a step. Eager code needs no fence.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def _(columns: Tensor) -> Tensor:
 
 
 def is_traced() -> bool:
-    """Whether the code that runs now is being recorded: by torch.compile or by make_fx."""
+    """Return whether the current code is being traced by torch.compile or make_fx."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
 def fence(value: Tensor) -> Tensor:
-    """The same tensor, fenced when traced."""
+    """Return the tensor, fenced if traced."""
     fenced: Tensor = _hold(value) if is_traced() else value
     return fenced
 
 
 def hold(columns: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same [M] columns (numbers in `dtype`, or booleans), fenced when traced."""
+    """Return the [M] columns (numbers in `dtype`, or booleans), fenced if traced."""
     if not columns or not is_traced():
         return columns
     held = _hold(torch.stack([column.to(dtype) for column in columns.values()])).unbind(0)

@@ -1,7 +1,7 @@
-"""Torch's fused update for Adam and AdamW on a CPU, whose plain one takes longer than forward and backward of a small
-network.
+"""Torch's fused Adam and AdamW update on a CPU, for a member that trains alone.
 
-It is the same arithmetic in another order of rounding, as the stacked tier has it (`engine/stack/fused_update.py`).
+For a small network, torch's plain update takes longer than forward and backward. The fused one is the same arithmetic
+in another order of rounding, as in the stacked tier (`engine/stack/fused_update.py`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 DTYPES = (torch.float32, torch.float64)
 OTHERS = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of a parameter group by which its owner has said how it is updated."""
+"""Settings of a parameter group with which its user has chosen how it is updated."""
 FLAGS = ("amsgrad", "maximize")
 NUMBERS = ("lr", "weight_decay", "eps")
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], None]:
-    """How to take a step of this optimizer, to which nothing has been added yet: its own `step`, fused where that means
-    the same.
+    """Return a function that takes a step of this optimizer: its `step`, fused if that means the same.
 
-    Whether it is fused depends on the job alone: on the class, its settings, and its parameters' device and dtype.
+    Call it before anything is added to the optimizer. Whether the step is fused depends on the job alone: on the class,
+    its settings, and its parameters' device and dtype.
     """
     if type(optimizer) not in (Adam, AdamW) or torch.get_default_dtype() is not torch.float32:
-        return lambda: _own(optimizer)  # of another default dtype torch counts the fused steps in another dtype
+        return lambda: _own(optimizer)  # with another default dtype, torch's fused step counter has another dtype
     if "step" in vars(optimizer) or not all(map(_suits, optimizer.param_groups)):
         return lambda: _own(optimizer)
     return FusedStep(optimizer)
 
 
 def clearing(optimizer: Optimizer) -> Callable[[], None]:
-    """How to clear an optimizer's gradients: its own `zero_grad`, without the profiler's mark where it is torch's."""
+    """Return a function that clears the optimizer's gradients: its `zero_grad`, without the profiler's record if it is
+    torch's own."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         return lambda: optimizer.zero_grad()
 
@@ -52,33 +53,34 @@ def _own(optimizer: Optimizer) -> None:
 
 
 def _suits(group: dict[str, Any]) -> bool:
+    """Return whether the fused kernel can update this parameter group."""
     if any(group[name] for name in OTHERS) or any(group[name] is not None for name in ("foreach", "fused")):
         return False
     return all(p.device.type == "cpu" and p.dtype in DTYPES for p in group["params"])
 
 
 class FusedStep:
-    """Calls the kernel at once, or, where there is more to a step than that, by way of `optimizer.step`."""
+    """Calls the fused kernel directly, or through `optimizer.step` if a step involves more, such as hooks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._counts: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """By a group's place: its parameters' counts of steps as one tensor, and each of them as a part of it."""
+        """By the group's index: the step counters of its parameters as one tensor, and each of them as a view of it."""
 
     def __call__(self) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        if not all(map(_plain, groups)):  # a schedule may have set them
+        if not all(map(_plain, groups)):  # a schedule may have changed them
             optimizer.step()
             return
         columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
         if None not in columns:
             with torch.no_grad():
-                for place, (group, lists) in enumerate(zip(groups, columns, strict=True)):
+                for index, (group, lists) in enumerate(zip(groups, columns, strict=True)):
                     if lists is not None and lists[0]:
-                        self._count(place, *lists)
+                        self._count(index, *lists)
                         _call(group, *lists)
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
             return
         for group in groups:
             group["fused"] = True
@@ -86,37 +88,40 @@ class FusedStep:
             optimizer.step()
         finally:
             for group in groups:
-                group["fused"] = None  # as in the user's own
+                group["fused"] = None  # the user's setting
 
-    def _count(self, place: int, params: list[Tensor], *lists: list[Tensor]) -> None:
-        """Add one to the counts of steps: all at once, since a call for each takes longer than the update itself."""
+    def _count(self, index: int, params: list[Tensor], *lists: list[Tensor]) -> None:
+        """Add one to all step counters at once, since a call for each takes longer than the update itself."""
         steps = lists[-1]
-        whole, parts = self._counts.get(place, (steps[0], []))
-        if len(parts) != len(steps) or any(step is not part for step, part in zip(steps, parts, strict=True)):
-            whole = torch.stack(steps)
-            parts = [whole[row] for row in range(len(steps))]
-            for param, part in zip(params, parts, strict=True):
-                self._optimizer.state[param]["step"] = part
-            steps[:] = parts
-            self._counts[place] = whole, parts
-        whole += 1
+        counters, views = self._counts.get(index, (steps[0], []))
+        if len(views) != len(steps) or any(step is not view for step, view in zip(steps, views, strict=True)):
+            counters = torch.stack(steps)
+            views = [counters[row] for row in range(len(steps))]
+            for param, view in zip(params, views, strict=True):
+                self._optimizer.state[param]["step"] = view
+            steps[:] = views
+            self._counts[index] = counters, views
+        counters += 1
 
 
 def _plain(group: dict[str, Any]) -> bool:
-    """Whether the kernel takes its settings as they are. Tensors take part in torch's plain arithmetic in a dtype of
-    their own, and 1 for True is refused."""
+    """Return whether the kernel takes the group's settings as they are.
+
+    It does not take tensors, which have their own dtype in torch's plain arithmetic, nor 1 for True.
+    """
     numbers = (*(group[name] for name in NUMBERS), *group["betas"])
     return all(isinstance(x, int | float) for x in numbers) and all(isinstance(group[name], bool) for name in FLAGS)
 
 
 def _hooked(optimizer: Any) -> bool:
-    """Whether something else is to be called before or after a step."""
+    """Return whether hooks must be called before or after a step."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def _columns(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
-    """Parameters, gradients and states of a group; None where torch has to look at them: at the first step, say."""
+    """Return parameters, gradients and states of a group; None if torch must handle them itself, such as at the first
+    step."""
     columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
     params, grads, averages, squares, maxima, steps = columns
     known, maximum = optimizer.state, group["amsgrad"]

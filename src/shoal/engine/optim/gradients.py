@@ -1,4 +1,4 @@
-"""What happens to gradients before the update, for each member by its own: clipping and loss scaling."""
+"""Gradient clipping and loss scaling, separately for each member."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def clip_gradients(job: Job, model: nn.Module) -> None:
 
 
 def clip_limit(job: Job) -> float:
-    """How a job clips, as one number: by norm where it is above 0, by value (of minus it) below 0, inf: not at all."""
+    """Return how a job clips, as one number: a norm if positive, minus the value for clipping by value, or inf for
+    none."""
     if job.clip_value is not None:
         return -float(job.clip_value)
     return math.inf if job.clip_norm is None else float(job.clip_norm)
@@ -31,12 +32,14 @@ def clip_limit(job: Job) -> float:
 
 @torch.no_grad()
 def clip_(grads: Sequence[Tensor], limits_M: Tensor, *, by_value: bool = False) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for every member at once, in place; the total norms [M].
+    """Apply `torch.nn.utils.clip_grad_norm_` to every member at once, in place, and return the total norms [M].
 
     The norm of a member is over its slices only. A limit of inf means that the member is not clipped: its coefficient
-    is exactly one, whatever its norm, so its gradients keep every bit. A norm of NaN spreads to that member's
-    gradients alone, as it does in torch. `by_value`: members with limits below 0 are clipped by
-    `torch.nn.utils.clip_grad_value_` instead, at minus the limit.
+    is exactly one, so its gradients keep every bit. A norm of NaN affects only that member's gradients, as in torch.
+
+    Args:
+        by_value: Members with negative limits are clipped by `torch.nn.utils.clip_grad_value_` instead, at minus the
+            limit.
 
     >>> grads = [torch.tensor([[3.0, 4.0], [3.0, 4.0]])]
     >>> clip_(grads, torch.tensor([1.0, float("inf")])).tolist(), grads[0][1].tolist()
@@ -47,15 +50,15 @@ def clip_(grads: Sequence[Tensor], limits_M: Tensor, *, by_value: bool = False) 
     norms: list[Tensor] = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), 2.0, dim=1) for g in grads]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms, dim=1), 2.0, dim=1)
     limit = limits_M.to(total.dtype)
-    other = limits_M.isinf() | (limits_M < 0) if by_value else limits_M.isinf()
-    coefficient = torch.where(other, 1.0, (limit / (total + 1e-6)).clamp(max=1.0))
+    no_norm_clip = limits_M.isinf() | (limits_M < 0) if by_value else limits_M.isinf()
+    coefficient = torch.where(no_norm_clip, 1.0, (limit / (total + 1e-6)).clamp(max=1.0))
     for grad in grads:
         grad.mul_(coefficient.to(coefficient_dtype(grad.dtype)).view(-1, *[1] * (grad.ndim - 1)))
     if by_value:
         largest = torch.where(limits_M < 0, -limits_M, math.inf)
         for grad in grads:
-            most = largest.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
-            grad.clamp_(-most, most)
+            limit_column = largest.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
+            grad.clamp_(-limit_column, limit_column)
     return total
 
 
@@ -80,12 +83,13 @@ class MemberScaler:
         self.growth_tracker_M = torch.zeros(size, dtype=torch.int32, device=device)
 
     def scale(self, losses_M: Tensor) -> Tensor:
-        """The losses times each member's scale."""
+        """Multiply the losses by each member's scale."""
         return losses_M * self.scale_M
 
     @torch.no_grad()
     def unscale_(self, grads: Sequence[Tensor]) -> Tensor:
-        """Divide each member's gradients by its scale, in place; [M] bool: whose gradients are not all finite."""
+        """Divide each member's gradients by its scale in place, and return [M] booleans: which have non-finite
+        gradients."""
         inverse = self.scale_M.double().reciprocal().float()
         found_inf = torch.zeros_like(self.scale_M, dtype=torch.bool)
         for grad in grads:
@@ -98,18 +102,19 @@ class MemberScaler:
 
     @torch.no_grad()
     def update_(self, found_inf_M: Tensor) -> None:
-        """After the step: back off where it was skipped, grow where the last `growth_interval` were not."""
-        done = torch.where(found_inf_M, 0, self.growth_tracker_M + 1)
-        full = done == self.growth_interval
+        """Update the scales after a step: back off where it was skipped, grow after `growth_interval` steps that were
+        not."""
+        good_steps = torch.where(found_inf_M, 0, self.growth_tracker_M + 1)
+        reached = good_steps == self.growth_interval
         scale = self.scale_M.double()
         grown = (scale * self.growth_factor).float()
-        grow = full & torch.isfinite(grown)
+        grow = reached & torch.isfinite(grown)
         backed_off = (scale * self.backoff_factor).float()
         self.scale_M.copy_(torch.where(found_inf_M, backed_off, torch.where(grow, grown, self.scale_M)))
-        self.growth_tracker_M.copy_(torch.where(full, 0, done))
+        self.growth_tracker_M.copy_(torch.where(reached, 0, good_steps))
 
     def state_dict(self, slot: int) -> dict[str, Any]:
-        """One member's state, as torch.amp.GradScaler's `state_dict()` has it."""
+        """Return one member's state in the form of `torch.amp.GradScaler.state_dict()`."""
         return {
             "scale": float(self.scale_M[slot]),
             "growth_factor": self.growth_factor,
@@ -119,13 +124,13 @@ class MemberScaler:
         }
 
     def on(self, scale_M: Tensor, growth_tracker_M: Tensor) -> MemberScaler:
-        """The same scaler on other numbers."""
+        """Return the same scaler on other tensors."""
         other = copy.copy(self)
         other.scale_M, other.growth_tracker_M = scale_M, growth_tracker_M
         return other
 
     def load_state_dict(self, slot: int, state: dict[str, Any]) -> None:
-        """One member's state from torch.amp.GradScaler's."""
+        """Load one member's state from that of a torch.amp.GradScaler."""
         assert state["growth_interval"] == self.growth_interval, "torch's defaults, which jobs do not set"
         self.scale_M[slot] = state["scale"]
         self.growth_tracker_M[slot] = state["_growth_tracker"]

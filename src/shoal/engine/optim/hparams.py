@@ -1,4 +1,5 @@
-"""From a torch.optim class and its hyper-parameters to a rule: which settings are structure, which are numbers."""
+"""Turn a torch.optim class and its hyper-parameters into a rule: which settings change the arithmetic, and which are
+numbers."""
 
 from __future__ import annotations
 
@@ -26,22 +27,23 @@ PAIRS: dict[str, tuple[str, str]] = {
     "etas": ("etaminus", "etaplus"),
     "step_sizes": ("step_size_min", "step_size_max"),
 }
-"""Settings that torch takes as a pair, and the two columns they become."""
+"""Settings that torch takes as a pair, and the two columns that they become."""
 
 NEUTRAL = frozenset({"foreach", "fused", "capturable"})
-"""How torch's kernels are launched. The arithmetic is the same up to rounding, so a rule takes and ignores them."""
+"""Settings that say how torch launches its kernels. The arithmetic is the same up to rounding, so rules accept and
+ignore them."""
 
 BOOKKEEPING = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
-"""Keys of a param group that no optimizer reads: names, and what torch's schedulers note down for themselves."""
+"""Keys of a param group that no optimizer reads: names, and values that torch's schedulers store for themselves."""
 
 
 signature = cache(inspect.signature)
 
 
 def with_defaults(cls: type[Optimizer], hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a param group in full: the class's own defaults where `hparams` is silent."""
+    """Return all settings of a param group, with the class's defaults where `hparams` has none."""
     parameters = list(signature(cls.__init__).parameters.values())[2:]
     full = {p.name: p.default for p in parameters if p.default is not p.empty}
     if cls is torch.optim.AdamW:
@@ -50,7 +52,8 @@ def with_defaults(cls: type[Optimizer], hparams: Mapping[str, Any]) -> dict[str,
 
 
 def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Every number in a param group, pairs taken apart, by column name; tensors of one element count."""
+    """Return every number in a param group by column name, with pairs split; tensors of one element count as
+    numbers."""
     by_name: dict[str, float] = {}
     for name, value in settings.items():
         if name in BOOKKEEPING:
@@ -71,11 +74,15 @@ def numbers(settings: Mapping[str, Any]) -> dict[str, float]:
 def split_hparams(
     cls: type[Optimizer], hparams: Mapping[str, Any], *, scheduled: Collection[str] = ()
 ) -> tuple[Flags, dict[str, float]] | None:
-    """One group's settings as (flags, numbers per column); None when there is no rule and the real class must run.
+    """Return one group's settings as (flags, numbers per column), or None if there is no rule and the real class must
+    run.
 
-    `scheduled` names the columns a schedule may change (`ScheduleRunner.moves`): a term that is zero now but may not
-    stay so stays in. No rule: a class that is not exactly one of torch's (a subclass may override anything),
-    differentiable=True, a tensor that requires grad, an unknown key, or a number that is none.
+    There is no rule for a class that is not exactly one of torch's (a subclass may override anything), for
+    differentiable=True, a tensor that requires grad, an unknown key, or a value that is not a number.
+
+    Args:
+        scheduled: Columns that a schedule may change (`ScheduleRunner.moves`). A term that is zero now is kept if its
+            column may change.
 
     >>> split_hparams(torch.optim.SGD, {"lr": 0.1, "nesterov": True})
     (frozenset({'nesterov'}), {'lr': 0.1, 'momentum': 0.0, 'dampening': 0.0, 'weight_decay': 0.0})
@@ -87,23 +94,23 @@ def split_hparams(
     if settings.pop("differentiable", False) or any(isinstance(v, Tensor) and v.requires_grad for v in _flat(settings)):
         return None
     pairs = {name: parts for name, parts in PAIRS.items() if parts[0] in rule.columns}
-    known = {*rule.columns, *rule.structural, *pairs, *NEUTRAL}
-    if not set(settings) <= known:
+    accepted = {*rule.columns, *rule.structural, *pairs, *NEUTRAL}
+    if not set(settings) <= accepted:
         return None
     try:
-        given = numbers({name: value for name, value in settings.items() if name not in rule.structural})
+        values = numbers({name: value for name, value in settings.items() if name not in rule.structural})
     except (TypeError, ValueError):
         return None
-    if not set(rule.columns) <= set(given):
+    if not set(rule.columns) <= set(values):
         return None
-    columns = {name: given[name] for name in rule.columns}
+    columns = {name: values[name] for name in rule.columns}
     flags = {name for name in rule.structural if settings[name]}
     flags |= {name for name in rule.optional if columns[name] != 0 or name in scheduled}
     return Flags(flags), columns
 
 
 def merge_flags(cls: type[Optimizer], members: Sequence[Flags]) -> Flags | None:
-    """The flags of one rule that serves all these members, or None when their structure differs.
+    """Return the flags of one rule that serves all these members, or None if their structure differs.
 
     A term that only some members have (weight decay, momentum) is switched on; the others have zero in its column.
     """
@@ -112,12 +119,12 @@ def merge_flags(cls: type[Optimizer], members: Sequence[Flags]) -> Flags | None:
 
 
 def structure(cls: type[Optimizer], flags: Flags) -> Flags:
-    """The flags that all members of one rule have in common."""
+    """Return the flags that all members of one rule must have in common."""
     return flags.intersection(RULES[cls].structural)
 
 
 def rule_for(cls: type[Optimizer], flags: Flags) -> Rule:
-    """The rule of a class for which `split_hparams` gave these flags."""
+    """Return the rule of a class for flags that `split_hparams` returned."""
     return RULES[cls](flags)
 
 

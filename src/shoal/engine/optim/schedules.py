@@ -1,8 +1,8 @@
-"""Schedules: the user's own scheduler, run on the host on a stand-in optimizer, read back as columns.
+"""Schedules: the user's scheduler runs on the host with a stand-in optimizer, and its values are read as columns.
 
-Why a stand-in: torch's schedulers read and write `optimizer.param_groups`, some of them more than the learning rate
-(OneCycleLR and CyclicLR move momentum or beta1), and users write their own. The real one on a real optimizer of the
-same class, with the same groups and one dummy parameter in each, does exactly what it would do in the user's loop.
+Torch's schedulers read and write `optimizer.param_groups`, some of them more than the learning rate (OneCycleLR and
+CyclicLR change momentum or beta1), and users write their own. On a real optimizer of the same class, with the same
+groups and one dummy parameter in each, the scheduler does exactly what it would do in the user's loop.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from shoal.errors import JobError
 from shoal.utils.numpy_values import plain_number
 
 Schedule = Callable[[Any], Any]
-"""`step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
+"""Either `step -> factor` of the base learning rate, or `optimizer -> lr_scheduler`."""
 
 
 def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> Any:
-    """The scheduler that `schedule` means on this optimizer; a function of the step becomes a LambdaLR.
+    """Return the scheduler that `schedule` creates for this optimizer; a function of the step becomes a LambdaLR.
 
-    A call with 0 tells the two apart: a function of the step returns a number, a maker of schedulers does not.
+    It is called with 0 to tell the two kinds apart: a function of the step returns a number.
     """
-    refused: Exception | None = None
+    first_error: Exception | None = None
     try:
         factor = schedule(0)
-    except Exception as error:  # a maker of schedulers fails on a number in any way it likes
-        refused = error
+    except Exception as error:  # a function of the optimizer may fail on a number in any way
+        first_error = error
     else:
         if isinstance(plain_number(factor), (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1):
             return lr_scheduler.LambdaLR(optimizer, lambda step: float(schedule(step)))
     try:
-        made = schedule(optimizer)
+        scheduler = schedule(optimizer)
     except Exception as error:
-        raise error from refused
-    if not (hasattr(made, "step") and hasattr(made, "state_dict")):
-        kind = type(made).__name__
+        raise error from first_error
+    if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
+        kind = type(scheduler).__name__
         message = f"schedule gave a {kind}; pass step -> factor or optimizer -> torch lr_scheduler"
-        raise refused or JobError(message)
-    return made
+        raise first_error or JobError(message)
+    return scheduler
 
 
 def jump_to(scheduler: Any, step: int) -> None:
-    """Put a schedule where it is after so many steps; ValueError unless it is a function of the step."""
+    """Set a schedule to its state after so many steps. Raises a ValueError unless it is a function of the step."""
     if not isinstance(scheduler, lr_scheduler.LambdaLR):
         raise ValueError(f"{type(scheduler).__name__} counts its own steps; only a schedule step -> factor can jump")
     scheduler.last_epoch = step - 1
-    scheduler._step_count = max(step, 1)  # at 0 torch would look for optimizer steps, and warn
+    scheduler._step_count = max(step, 1)  # at 0 torch would check for optimizer steps and warn
     scheduler.step()
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Whether the scheduler's `step` wants a value to watch (ReduceLROnPlateau and its like)."""
+    """Return whether the scheduler's `step` needs a metric, as ReduceLROnPlateau does."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return True
     first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
@@ -67,10 +67,10 @@ def needs_metric(scheduler: Any) -> bool:
 
 
 class ScheduleRunner:
-    """One member's schedule. `values()` is what the next optimizer step uses.
+    """Runs one member's schedule. `values()` is what the next optimizer step uses.
 
-    A scheduler that raises does not raise here: it stays where it is from then on, and `error` says what it raised, so
-    that the run can end this member alone.
+    If the scheduler raises, this class does not: the values stay as they are from then on, and `error` holds the
+    exception, so that the run can end this member alone.
 
     >>> runner = ScheduleRunner([{"lr": 1.0}], torch.optim.SGD, lambda step: 0.5**step)
     >>> runner.step(); runner.values()[0]["lr"], runner.table(3)[0, runner.names.index("lr")].tolist()
@@ -87,7 +87,7 @@ class ScheduleRunner:
         self.every = every
         self.error: Exception | None = None
         self.raises_in: int | None = None
-        """As of the last `table`: the step, counted from 1, after which the scheduler raises; None: after none."""
+        """The step of the last `table`, counted from 1, after which the scheduler raises; None if it does not."""
         self.optimizer = _stand_in(optimizer_cls, hparams)
         self._scheduler = None if schedule is None else make_scheduler(self.optimizer, schedule)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the stand-in never steps; torch would warn
@@ -102,32 +102,34 @@ class ScheduleRunner:
         )
 
     def values(self) -> list[dict[str, float]]:
-        """The current number of every column, one dict per param group."""
+        """Return the current number of every column, one dict per param group."""
         groups = [numbers(group) for group in self.optimizer.param_groups]
         return [{name: group[name] for name in self.names} for group in groups]
 
     def groups(self) -> list[dict[str, Any]]:
-        """The current param groups as torch keeps them, without the parameters (`initial_lr` and the like included)."""
+        """Return the current param groups as torch has them (with `initial_lr` and similar keys), without the
+        parameters."""
         return [
             {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
             for group in self.optimizer.param_groups
         ]
 
     def moves(self) -> frozenset[str]:
-        """The columns this schedule may change, for `split_hparams(..., scheduled=)`; unknown classes: all."""
+        """Return the columns that this schedule may change, for `split_hparams(..., scheduled=)`; all for unknown
+        classes."""
         if self._scheduler is None or self.foreign:
             return frozenset(self.names if self.foreign else ())
-        cyclic = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)  # all others move the learning rate alone
+        cyclic = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)  # all others change only the learning rate
         momentum = {"momentum", "beta1"} if any(isinstance(s, cyclic) for s in _chain(self._scheduler)) else set()
         return frozenset({"lr", *momentum} & set(self.names))
 
     @property
     def foreign(self) -> bool:
-        """Whether a scheduler is not one of torch's own: it may read weights, which a stand-in does not have."""
+        """Whether a scheduler is not one of torch's own. It may read weights, which the stand-in does not have."""
         return self._scheduler is not None and not all(map(_is_torchs, _chain(self._scheduler)))
 
     def step(self, count: int = 1) -> None:
-        """After `count` optimizer steps."""
+        """Advance the schedule after `count` optimizer steps."""
         if self._scheduler is not None and self.every == "step":
             for _ in range(count):
                 self._move()
@@ -141,13 +143,13 @@ class ScheduleRunner:
                 self.error = error
 
     def jump(self, step: int) -> None:
-        """Be where it is after so many steps, from wherever it is."""
+        """Set the schedule to its state after so many steps."""
         self.error = None
         if self._scheduler is not None:
             jump_to(self._scheduler, step)
 
     def epoch(self, metric: float | None = None) -> None:
-        """After an epoch; `metric` is the monitored value."""
+        """Advance the schedule after an epoch. `metric` is the monitored value."""
         if self._scheduler is None or self.every == "step":
             return
         if not self.needs_metric:
@@ -158,7 +160,7 @@ class ScheduleRunner:
             self._move(metric)
 
     def can_table(self) -> bool:
-        """Whether the coming steps can be computed ahead and taken back: the scheduler's state must be complete."""
+        """Return whether the coming steps can be computed ahead and undone: the scheduler's state must be complete."""
         if self._scheduler is None or self.every == "epoch":
             return True
         kind = type(self._scheduler)
@@ -166,63 +168,63 @@ class ScheduleRunner:
         return isinstance(self._scheduler, lr_scheduler.LRScheduler) and (complete or _is_torchs(self._scheduler))
 
     def table(self, steps: int) -> Tensor | None:
-        """What the next `steps` optimizer steps use, float64 [G, names, steps], the first being `values()`.
+        """Return what the next `steps` optimizer steps use, float64 [G, names, steps]; the first is `values()`.
 
-        Nothing has changed afterwards: call `step(steps)` when they are done. None when that cannot be promised.
-        A schedule every epoch is constant within one: its table holds until the next `epoch()`. Where the scheduler
-        raises on the way, the numbers stay as they are there, and `raises_in` says where that is.
+        The schedule's state is unchanged afterwards: call `step(steps)` when the steps are done. Returns None if that
+        is not possible. A per-epoch schedule is constant within an epoch, so its table is valid until the next
+        `epoch()`. If the scheduler raises on the way, the numbers are constant from there, and `raises_in` says where.
         """
         self.raises_in = None
         if not self.can_table():
             return None
-        fixed = self._scheduler is None or self.every == "epoch" or self.error is not None
-        saved = None if fixed else self.state_dict()
+        constant = self._scheduler is None or self.every == "epoch" or self.error is not None
+        saved = None if constant else self.state_dict()
         rows: list[list[list[float]]] = []
         try:
-            with preserved({"schedule": self._scheduler}):  # functions of the step may keep state of their own
-                for index in range(1 if fixed else steps):
+            with preserved({"schedule": self._scheduler}):  # functions of the step may have state
+                for index in range(1 if constant else steps):
                     if index:
                         self.step()
-                    if self.error is not None and self.raises_in is None and not fixed:
+                    if self.error is not None and self.raises_in is None and not constant:
                         self.raises_in = index
                     rows.append([[group[name] for name in self.names] for group in self.values()])
         finally:
             if saved is not None:
                 self.load_state_dict(saved)
         table = torch.tensor(rows, dtype=torch.float64).permute(1, 2, 0)
-        return table.expand(-1, -1, steps).contiguous() if fixed else table.contiguous()
+        return table.expand(-1, -1, steps).contiguous() if constant else table.contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler and groups: torch's chainable schedules continue from the group's current value."""
+        """Return the state of scheduler and groups. Torch's chainable schedules continue from the groups' values."""
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         return {"groups": self.groups(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of a runner with the same schedule."""
+        """Continue from the `state_dict()` of a runner with the same schedule."""
         self.error = None
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             for name, value in saved.items():
                 if isinstance(group.get(name), Tensor):
-                    group[name].fill_(float(value))  # a scheduler may hold this very tensor
+                    group[name].fill_(float(value))  # in place, since a scheduler may hold this tensor
                 else:
                     group[name] = copy.deepcopy(value)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
 
     def resume(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Continue from an optimizer's `param_groups` and a scheduler's own state_dict()."""
+        """Continue from an optimizer's `param_groups` and a scheduler's `state_dict()`."""
         state = scheduler if scheduler is not None or self._scheduler is None else self._scheduler.state_dict()
-        plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        self.load_state_dict({"groups": plain, "scheduler": state})
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self.load_state_dict({"groups": settings, "scheduler": state})
 
     @property
     def scheduler_state(self) -> dict[str, Any] | None:
-        """The scheduler's own state_dict(); None where there is no schedule."""
+        """The scheduler's `state_dict()`; None if there is no schedule."""
         return None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
 
 
 def _chain(scheduler: Any) -> list[Any]:
-    """A scheduler, and those that it runs in turn or together."""
+    """Return a scheduler and those that it contains."""
     parts = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(inner for part in parts for inner in _chain(part))]
 
@@ -232,7 +234,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 
 def _stand_in(cls: type[Optimizer], hparams: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A real optimizer with one dummy parameter per group; tensors among the settings are copied, never shared."""
+    """Create a real optimizer with one dummy parameter per group; tensors among the settings are copied."""
     accepted = set(signature(cls.__init__).parameters)
     groups: list[dict[str, Any]] = []
     for settings in hparams:

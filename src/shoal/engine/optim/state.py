@@ -1,4 +1,4 @@
-"""One member's optimizer state, between the stack and what torch's `optimizer.state_dict()` holds."""
+"""Convert one member's optimizer state between the stack and torch's `optimizer.state_dict()`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from shoal.engine.optim.rule import Rule, State, scalar_dtype
 
 
 def torch_entry(rule: Rule, state: State, h: Mapping[str, float]) -> State:
-    """The entry torch has for a parameter: names, shapes and dtypes as torch's. Empty: torch has no entry.
+    """Return torch's state of a parameter, with torch's names, shapes and dtypes; empty if torch has none.
 
-    `state`: the member's state on the host, which becomes part of the entry. `h`: the numbers of its parameter group.
+    Args:
+        state: The member's state on the host, which becomes part of the entry.
+        h: The hyper-parameters of its parameter group.
     """
     if float(state["step"]) == 0 and "sum" not in state:
-        return {}  # torch makes its state at the first step (Adagrad: when it is built)
+        return {}  # torch creates its state at the first step (Adagrad: when the optimizer is built)
     entry = rule.torch_entry(state, h)
     if "step" in entry:
         entry["step"] = entry["step"].to("cpu", scalar_dtype())
@@ -29,24 +31,26 @@ def torch_entry(rule: Rule, state: State, h: Mapping[str, float]) -> State:
 def torch_values(
     rule: Rule, entry: Mapping[str, Any], state: Mapping[str, Tensor], *, step: int | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What torch's entry for one parameter says: tensors of the stack, and a value in its dtype for a row of each.
+    """Return pairs (tensor of the stack, value for the member's row of it) from torch's state of one parameter.
 
-    `step`: how many steps the member took, for SGD alone, which does not count them. What torch does not have
-    (momentum 0) becomes zero. A value of one element is meant for the whole row.
+    State that torch does not have (with momentum 0) becomes zero. A value of one element is meant for the whole row.
+
+    Args:
+        step: How many steps the member took, needed for SGD only, which does not count them.
     """
     if not entry:
-        known = step is not None and "started" in state
-        return [(state["step"], torch.tensor(step, dtype=state["step"].dtype))] if known else []
-    values_of = rule.from_entry(entry)
+        counts_started = step is not None and "started" in state
+        return [(state["step"], torch.tensor(step, dtype=state["step"].dtype))] if counts_started else []
+    by_name = rule.from_entry(entry)
     if step is not None and "step" not in entry:
-        values_of["step"] = float(step)
-    missing = sorted(set(state) - set(values_of) - {"momentum_buffer"})
-    unknown = sorted(set(values_of) - set(state))
+        by_name["step"] = float(step)
+    missing = sorted(set(state) - set(by_name) - {"momentum_buffer"})
+    unknown = sorted(set(by_name) - set(state))
     if missing or unknown:
         raise ValueError(f"state for {rule!r}: missing {missing}, unknown {unknown}; it has {sorted(state)}")
     values = []
     for name, stacked in state.items():
-        value = torch.as_tensor(values_of.get(name, 0.0))
+        value = torch.as_tensor(by_name.get(name, 0.0))
         if value.ndim and value.shape != stacked.shape[1:]:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the parameter {tuple(stacked.shape[1:])}")
         values.append((stacked, value.to(stacked.dtype)))
@@ -54,15 +58,15 @@ def torch_values(
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, with numbers such as NAdam's `mu_product` in the dtype they have in `state`.
+    """Call `optimizer.load_state_dict(state)`, and keep the dtype of scalars such as NAdam's `mu_product`.
 
-    torch gives them that of their parameter, and in float64 they would continue with another rounding than before.
+    Torch casts them to the dtype of their parameter; in float64 they would then be rounded differently than before.
     """
     optimizer.load_state_dict(dict(state))
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    for place, param in zip(places, params, strict=True):
-        for name, value in state["state"].get(place, {}).items():
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, param in zip(indices, params, strict=True):
+        for name, value in state["state"].get(index, {}).items():
             loaded = optimizer.state[param].get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and not value.ndim:
                 optimizer.state[param][name] = loaded.to(value.dtype)
@@ -71,10 +75,12 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def optimizer_state_dict(
     skeleton: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A whole `state_dict()` for a member that trained in a stack.
+    """Return a complete `state_dict()` for a member that trained in a stack.
 
-    `skeleton` is the param groups as the real optimizer's `state_dict()` has them: their keys, and the order of the
-    parameters. `entries` has one state per parameter in that order; `groups` the current settings.
+    Args:
+        skeleton: The param groups of the real optimizer's `state_dict()`: their keys, and the order of the parameters.
+        entries: The state of each parameter, in that order.
+        groups: The current settings.
     """
     assert len(entries) == sum(len(group["params"]) for group in skeleton), "a state for every parameter"
     param_groups = [
@@ -85,7 +91,8 @@ def optimizer_state_dict(
 
 
 def _like(old: Any, new: Any) -> Any:
-    """The new value, in the form the group has it: a tensor stays a tensor, an equal number stays as written."""
+    """Return the new value in the form that the group has: a tensor stays a tensor, and an equal number stays as
+    written."""
     if isinstance(old, Tensor):
         return old.detach().clone().fill_(float(new))
     return copy.deepcopy(old) if type(old) in (int, float) and old == new else new

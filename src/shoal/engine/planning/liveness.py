@@ -1,6 +1,8 @@
-"""What a step holds in memory, without using any: the step is run once on fake tensors (shapes without data), and a
-ledger counts what is alive after every operator. Forward, backward and the optimizer are the real ones, so that what
-autograd keeps, gradients and temporaries are all in it. What kernels take inside themselves is not.
+"""Compute the memory that a step holds, without allocating it.
+
+The step runs once on fake tensors (shapes without data), and a ledger counts what is alive after every operator.
+Forward, backward and the optimizer are the real ones, so activations, gradients and temporaries are included; memory
+that kernels allocate internally is not.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ from shoal.engine.tracing.trace import Trace, autocast
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of one unit."""
+    """The bytes that one unit holds."""
 
     state: int
-    """Weights, buffers and optimizer state: held from the first step to the last."""
+    """Bytes of weights, buffers and optimizer state, held from the first step to the last."""
     working: int
-    """The most that a step holds besides: the batch, activations, gradients, temporaries."""
+    """The most bytes that a step holds in addition: batch, activations, gradients, temporaries."""
     sizes: tuple[int, ...] = ()
-    """The tensors that make up `working`."""
+    """The sizes of the tensors that make up `working`."""
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, notes when every tensor that an operator makes comes to be, and when it is freed."""
+    """A dispatch mode that records when each tensor that an operator makes is allocated and freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
-        """(number of the tensor's memory, its bytes; negative when it is gone)."""
+        """Pairs (number of the storage, bytes); the bytes are negative when it is freed."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._count = 0
 
@@ -60,56 +62,57 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _see(self, tensor: Tensor) -> None:
+        """Record the tensor's storage unless it is known, and watch for when it is freed."""
         storage = tensor.untyped_storage()
-        place = storage._cdata
-        if place in self._alive:
+        storage_id = storage._cdata
+        if storage_id in self._alive:
             return
         size, number = _blocks(storage.nbytes()), self._count
         self._count += 1
 
-        def gone(_: Any) -> None:
-            if self._alive.pop(place, None) is not None:
+        def freed(_: Any) -> None:
+            if self._alive.pop(storage_id, None) is not None:
                 self.events.append((number, -size))
 
-        self._alive[place] = weakref.ref(storage, gone)
+        self._alive[storage_id] = weakref.ref(storage, freed)
         self.events.append((number, size))
 
     def know(self, tensors: Iterable[Tensor]) -> int:
-        """Tensors that are there already: operators that write into them, or look at them, make nothing new.
+        """Record tensors that exist already, so that operators that write to them or view them count as nothing new.
 
-        Gives the moment after which `held` counts.
+        Returns the moment after which `held` counts.
         """
         for tensor in tensors:
             self._see(tensor)
         return self.mark()
 
     def mark(self) -> int:
-        """This moment."""
+        """Return the current moment, for `held`."""
         return len(self.events)
 
     def held(self, start: int) -> Held:
-        """What was alive at that moment, and the most there was beyond it afterwards."""
-        state, now, most, at = sum(size for _, size in self.events[:start]), 0, 0, start
-        for place, (_, size) in enumerate(self.events[start:], start + 1):
+        """Return the bytes that were alive at moment `start`, and the most that were held in addition afterwards."""
+        state, now, peak, peak_at = sum(size for _, size in self.events[:start]), 0, 0, start
+        for moment, (_, size) in enumerate(self.events[start:], start + 1):
             now += size
-            if now > most:
-                most, at = now, place
+            if now > peak:
+                peak, peak_at = now, moment
         alive: dict[int, int] = {}
-        for number, size in self.events[start:at]:
+        for number, size in self.events[start:peak_at]:
             if size > 0:
                 alive[number] = size
             else:
                 alive.pop(number, None)
-        return Held(state, most, tuple(sorted(alive.values())))
+        return Held(state, peak, tuple(sorted(alive.values())))
 
 
 def _blocks(size: int) -> int:
-    """Rounded up, since allocators give out whole blocks."""
+    """Round up to whole blocks, which allocators use."""
     return -(-size // 512) * 512
 
 
 def stacked_step(recipe: Recipe, rows: int) -> Held:
-    """What a stack of so many rows holds: state, and the most during a step."""
+    """Return the bytes that a stack of so many rows holds: its state, and the peak during a step."""
     graph = recipe.steps[max(recipe.steps)]
     member, device = recipe.member, recipe.member.device
     leaves = graph.batch_spec.num_leaves
@@ -120,12 +123,12 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
         start = ledger.mark()
         batch = [torch.empty((rows, *s), dtype=d, device=device) for s, d in batch_shapes(graph)]
         noise = [torch.empty((rows, *draw.shape), dtype=draw.dtype, device=device) for draw in program.draws]
-        before = stack.saved_buffers()
+        buffers_before = stack.saved_buffers()
         with torch.enable_grad(), autocast(member.job.precision, device):
             (losses, _), after = program(stack.state, batch, noise.__getitem__)
         grads: list[Tensor | None] = list(torch.autograd.grad(losses.sum(), stack.leaves, allow_unused=True))
         with torch.no_grad():
-            stack.set_buffers({k: v.detach() for k, v in after.items()}, None, before)
+            stack.set_buffers({k: v.detach() for k, v in after.items()}, None, buffers_before)
             del losses, after, noise
             _update(stack, grads)
         held: Held = ledger.held(start)
@@ -133,9 +136,9 @@ def stacked_step(recipe: Recipe, rows: int) -> Held:
 
 
 def _update(stack: Stack, grads: list[Tensor | None]) -> None:
-    """The optimizer's step, but for kernels that work in place."""
+    """Run the optimizer's step, without kernels that work in place and need no extra memory."""
     (optimizer,) = stack.optimizer.parts
-    stack.averages = None  # they are updated in place, and were counted when the stack was made
+    stack.averages = None  # updated in place, and counted when the stack was made
     if isinstance(optimizer, StackedOptimizer) and any(isinstance(f, FusedAdam) for f in optimizer._fused):
         optimizer._fused = [None] * len(optimizer.groups)
         if stack.device.type == "cpu":
@@ -144,21 +147,21 @@ def _update(stack: Stack, grads: list[Tensor | None]) -> None:
 
 
 def solo_step(recipe: Recipe) -> Held:
-    """What one member holds alone, in a plain loop."""
+    """Return the bytes that one member holds alone, in a plain loop."""
     graph = recipe.steps[max(recipe.steps)]
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-    count, owned, device = len(graph.params), len(graph.params) + len(graph.buffers), recipe.member.device
+    count, num_state, device = len(graph.params), len(graph.params) + len(graph.buffers), recipe.member.device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), mode, Ledger() as ledger:
         warnings.simplefilter("ignore")
-        made = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in inputs[:owned]]
-        params = [p.requires_grad_(t) for p, t in zip(made[:count], graph.trainable, strict=True)]
-        wanted = [p for p in params if p.requires_grad]
+        state_tensors = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in inputs[:num_state]]
+        params = [p.requires_grad_(t) for p, t in zip(state_tensors[:count], graph.trainable, strict=True)]
+        trained = [p for p in params if p.requires_grad]
         start = ledger.mark()
-        batch = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in inputs[owned:]]
+        batch = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in inputs[num_state:]]
         with torch.enable_grad(), autocast(graph.precision, device):
-            loss = graph.module([*made, *batch])[0]
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+            loss = graph.module([*state_tensors, *batch])[0]
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
         held = ledger.held(start)
         sizes = [nbytes(g) for g in grads if g is not None]
     state = held.state + optimizer_bytes(recipe) + average_bytes(recipe.member)
@@ -169,7 +172,8 @@ def solo_step(recipe: Recipe) -> Held:
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
-    """State of one member's optimizer, from its rule; classes without one are taken to keep two numbers a weight."""
+    """Return the bytes of one member's optimizer state, from its rule; classes without a rule are assumed to keep two
+    numbers per weight."""
     plan, params = recipe.optimizer, list(recipe.member.model.parameters())
     if plan.flags is None:
         return 2 * sum(nbytes(p) for p in params if p.requires_grad)
@@ -185,7 +189,7 @@ def optimizer_bytes(recipe: Recipe) -> int:
 
 
 def average_bytes(member: Member) -> int:
-    """The average of one member's weights, where its job has one."""
+    """Return the bytes of the average of one member's weights; 0 if its job has none."""
     rule = member.job.average
     if rule is None:
         return 0
@@ -193,17 +197,17 @@ def average_bytes(member: Member) -> int:
 
 
 def batch_shapes(graph: Trace) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The leaves of a batch."""
+    """Return the shape and dtype of each tensor of a batch."""
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     return [(tuple(v.shape), v.dtype) for v in inputs[len(graph.params) + len(graph.buffers) :]]
 
 
 def model_bytes(member: Member) -> int:
-    """Weights and buffers of a member's own model."""
+    """Return the bytes of a member's weights and buffers."""
     tensors = [*member.model.parameters(), *member.model.buffers()]
     return sum(nbytes(t) for t in tensors if not torch.nn.parameter.is_lazy(t))
 
 
 def nbytes(tensor: Any) -> int:
-    """Bytes of a tensor's elements, also where it has none in memory."""
+    """Return the bytes of a tensor's elements, even if it has no memory."""
     return int(math.prod(tensor.shape) * tensor.element_size())

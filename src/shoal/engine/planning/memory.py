@@ -1,8 +1,8 @@
-"""Memory: what a pack will take, what there is, and how many rows of a recipe fit.
+"""Predict the memory that a pack takes, measure what is free, and so decide how many rows fit.
 
-The analytic part is exact for tensors (see `liveness`). Around it lie the allocator's holes on a CPU, a second copy of
-the state while a captured step warms up and the libraries' workspaces on a GPU. Where a peak of the same recipe was
-measured before, the difference is carried over: scaled from one point, as a line through two or more.
+The computed part is exact for tensors (see `liveness`). Added to it are fragmentation of the heap on a CPU, and on a
+GPU a second copy of the state while a captured step warms up and the workspaces of libraries. If a peak of the same
+recipe was measured before, the prediction is corrected by it: scaled from one point, interpolated between several.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tracing.trace import Trace
 
 SHARE = 0.9
-"""The part of what is free that is used unless a budget is given."""
+"""The share of the free memory that is used unless a budget is given."""
 PIECE = 32 << 20
-"""Bytes from which the C library maps a tensor by itself, and gives it back when it is freed."""
+"""From so many bytes on, the C library maps a tensor by itself, and returns it to the system when it is freed."""
 HOLES, PIECE_HOLES = 0.23, 0.42
-"""What the heap keeps on top of a step's live bytes, and on top of those in smaller tensors; see benchmarks."""
+"""Fragmentation of the heap: the share of a step's live bytes that is added, and the share of those in smaller tensors;
+see benchmarks."""
 STREAMS = 16
-"""Branches of a captured graph at the most."""
+"""The most branches of a captured graph."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _analytic: dict[tuple[str, str], tuple[Curve, Curve]] = {}
@@ -49,37 +50,41 @@ _analytic: dict[tuple[str, str], tuple[Curve, Curve]] = {}
 def footprint(
     recipe: Recipe, tier: str = "stacked", *, exact: bool = True, compiled: bool = False
 ) -> tuple[Curve, Curve]:
-    """(state, working) bytes over rows, with what was learned put in. `exact=False`: by rule of thumb, at once."""
+    """Return (state, working) bytes as functions of the rows, corrected by measurements.
+
+    Args:
+        exact: Compute them from a step on fake tensors; otherwise estimate them, which is faster.
+    """
     key = perf_cache.digest(recipe)
     if (key, tier) not in _analytic:
         if not exact:
             return Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
         try:
             _analytic[key, tier] = analytic(recipe, tier)
-        except Exception:  # an operator that knows no fake tensors: a prediction is not worth a run
+        except Exception:  # an operator without support for fake tensors; a prediction must not stop a run
             _analytic[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
     state, working = _analytic[key, tier]
-    known = perf_cache.lookup(key)
-    seen = known.curve("bytes", tier + perf_cache.COMPILED) if compiled else None
-    return state, corrected(state, working, seen or known.curve("bytes", tier))
+    entry = perf_cache.lookup(key)
+    measured = entry.curve("bytes", tier + perf_cache.COMPILED) if compiled else None
+    return state, corrected(state, working, measured or entry.curve("bytes", tier))
 
 
 class StepBytes(NamedTuple):
-    """What one member's memory is made of."""
+    """The parts of one member's memory."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Its state, and the average of the weights where the job has one."""
+    """Optimizer state, and the average of the weights if the job has one."""
     activations: int
-    """Of its largest batch, all of them held at once."""
+    """Activations of its largest batch, all held at once."""
 
 
 def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
-    """One member's memory by rule of thumb, without running anything.
+    """Estimate one member's memory without running anything.
 
-    Without a recipe (its step is not traced) activations are not known, and the optimizer is taken to have two numbers
-    for each weight.
+    Without a recipe (its step is not traced) activations are not known, and the optimizer is assumed to keep two
+    numbers per weight.
     """
     gradients = sum(nbytes(p) for p in member.model.parameters() if p.requires_grad and not is_lazy(p))
     if recipe is None:
@@ -89,13 +94,13 @@ def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
 
 
 def rough(recipe: Recipe) -> int:
-    """One member by rule of thumb, with two numbers to spare for each weight."""
+    """Estimate one member's bytes, with two spare numbers for each weight."""
     parts = step_bytes(recipe.member, recipe)
     return sum(parts) + 2 * parts.gradients
 
 
 def activation_bytes(graph: Trace) -> int:
-    """All that a step computes and that is no view of something else: what backward may need at most."""
+    """Return the bytes of all results of a step that are not views: the most that backward may need."""
     total = 0
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -105,30 +110,33 @@ def activation_bytes(graph: Trace) -> int:
     return total
 
 
-def corrected(state: Curve, working: Curve, seen: Curve | None) -> Curve:
-    """Working bytes such that the sum goes through what was measured. One measured point scales all of them; between
-    several the difference is interpolated, and beyond them it stays the same, since small packs leave larger holes."""
-    if seen is None:
+def corrected(state: Curve, working: Curve, measured: Curve | None) -> Curve:
+    """Return working bytes such that state plus working matches the measurements.
+
+    One measured point scales all values. Between several, the difference is interpolated; beyond them it is constant,
+    since small packs are fragmented more.
+    """
+    if measured is None:
         return working
-    pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in seen.points if rows]
+    pairs = [(rows, value, state.at(rows) + working.at(rows)) for rows, value in measured.points if rows]
     if not pairs:
         return working
     if len(pairs) == 1:
-        _, value, said = pairs[0]
-        ratio = value / said if said else 1.0
+        _, value, predicted = pairs[0]
+        ratio = value / predicted if predicted else 1.0
         points = [(rows, ratio * (state.at(rows) + extra) - state.at(rows)) for rows, extra in working.points]
     else:
-        rest = [(rows, value - said) for rows, value, said in pairs]
-        wide = sorted({rows for rows, _ in (*working.points, *seen.points)})
-        more = np.interp(wide, [rows for rows, _ in rest], [value for _, value in rest])
-        sums = [working.at(rows) + extra for rows, extra in zip(wide, more.tolist(), strict=True)]
-        rising = np.minimum.accumulate(sums[::-1])[::-1]  # a curve never falls: the larger packs are right then
-        points = list(zip(wide, rising.tolist(), strict=True))
+        differences = [(rows, value - predicted) for rows, value, predicted in pairs]
+        all_rows = sorted({rows for rows, _ in (*working.points, *measured.points)})
+        interpolated = np.interp(all_rows, [rows for rows, _ in differences], [value for _, value in differences])
+        sums = [working.at(rows) + extra for rows, extra in zip(all_rows, interpolated.tolist(), strict=True)]
+        rising = np.minimum.accumulate(sums[::-1])[::-1]  # a curve never falls: the values of larger packs are used
+        points = list(zip(all_rows, rising.tolist(), strict=True))
     return Curve.of((rows, max(0.0, value)) for rows, value in points) or working
 
 
 def analytic(recipe: Recipe, tier: str) -> tuple[Curve, Curve]:
-    """(state, working) bytes over rows, from the traced step alone."""
+    """Return (state, working) bytes as functions of the rows, computed from the traced step alone."""
     gpu = recipe.member.device.type == "cuda"
     if tier == "stacked":
         held, rows = stacked_step(recipe, LEAST), LEAST
@@ -138,7 +146,8 @@ def analytic(recipe: Recipe, tier: str) -> tuple[Curve, Curve]:
 
 
 def _on_cpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Curve]:
-    """A member's own model stays beside the stack, and its optimizer state is copied out when it leaves."""
+    """Return the bytes on a CPU. A member's own model stays beside the stack, and its optimizer state is copied when it
+    leaves."""
     model, out = model_bytes(recipe.member), optimizer_bytes(recipe) + average_bytes(recipe.member)
     if tier == "stacked":
         once = shared_bytes(recipe)
@@ -151,13 +160,17 @@ def _on_cpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Cu
 
 
 def _with_holes(held: Held, times: float) -> float:
+    """Return the working bytes of `times` the rows, with fragmentation of the heap."""
     pieces = sum(size * times for size in held.sizes if size * times < PIECE)
     return held.working * times * (1 + HOLES) + pieces * PIECE_HOLES
 
 
 def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Curve]:
-    """While a captured step warms up, its state is there twice. Side by side on streams each branch has its own; the
-    matrix library has one workspace for the forward pass and one for the backward pass on each."""
+    """Return the bytes on a GPU. While a captured step warms up, its state exists twice.
+
+    On streams each branch has its own working memory, and the matrix library has a workspace for the forward and for
+    the backward pass.
+    """
     once = shared_bytes(recipe) if tier == "stacked" else 0.0
     state = Curve.line(once, (held.state - once) / rows)
     space = workspace_bytes(recipe.member.device)
@@ -171,7 +184,7 @@ def _on_gpu(recipe: Recipe, held: Held, rows: int, tier: str) -> tuple[Curve, Cu
 
 
 def shared_bytes(recipe: Recipe) -> float:
-    """What a stack keeps once for all its members."""
+    """Return the bytes that a stack keeps once for all its members."""
     trace, model = next(iter(recipe.steps.values())), recipe.member.model
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return float(
@@ -180,19 +193,19 @@ def shared_bytes(recipe: Recipe) -> float:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What the matrix library takes for each stream."""
+    """Return the bytes that the matrix library allocates for each stream."""
     if device.type != "cuda":
         return 0
     return 32 << 20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8_519_680
 
 
 def lone_bytes(member: Member) -> int:
-    """A guess for a member whose step is not traced."""
+    """Estimate the bytes of a member whose step is not traced."""
     return sum(step_bytes(member, None))
 
 
 def data_bytes(members: Iterable[Member]) -> int:
-    """Every tensor of the data once."""
+    """Return the bytes of the members' data, each tensor counted once."""
     seen: dict[tuple[int, tuple[int, ...]], int] = {}
     for member in members:
         for view in (member.data, member.val):
@@ -203,21 +216,24 @@ def data_bytes(members: Iterable[Member]) -> int:
 
 
 def keep_heap() -> None:
-    """Have the C library keep what is freed for the next step, which would otherwise ask the system for it again: one
-    large block, freed, moves the line above which it gives memory back (by default 128 kB, 32 MB at the most)."""
+    """Make the C library keep freed memory for the next step instead of returning it to the system.
+
+    Allocating and freeing one large block raises the threshold above which it returns memory (by default 128 kB, at
+    most 32 MB).
+    """
     torch.empty(PIECE - (1 << 20), dtype=torch.uint8)
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- free memory ------------------------------------------------------------------------------------------------------
 
 
 def memory_budget(device: torch.device, given: int | None = None) -> int:
-    """Bytes that a run may take: what was given, else 90 % of what is free now."""
+    """Return the bytes that a run may take: what was given, else 90 % of what is free now."""
     return given if given is not None else int(SHARE * free_bytes(device))
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on the device, the caching allocator's own spare room included."""
+    """Return the free bytes on the device, including memory that the caching allocator holds unused."""
     if device.type == "cuda":
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(unreserved(device) + spare)
@@ -226,7 +242,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def unreserved(device: torch.device) -> int:
-    """What the allocator can still get of a GPU, or of the share of it that this process may have."""
+    """Return the bytes of a GPU that the allocator can still reserve, within the share that this process may use."""
     free, total = torch.cuda.mem_get_info(device)
     most = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, most - torch.cuda.memory_reserved(device)))
@@ -246,7 +262,7 @@ def _available() -> int | None:
 
 
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group of this process leaves us, where it sets a limit (a container does)."""
+    """Return the free bytes in this process's control group (a container); None if it sets no limit."""
     free = []
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -263,7 +279,7 @@ def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def _stat(file: Path, name: str) -> int:
-    """Files that are cached and can be dropped count as free."""
+    """Read one value of memory.stat. Cached files that can be dropped count as free."""
     try:
         return next((int(x.split()[1]) for x in file.read_text().splitlines() if x.split()[0] == name), 0)
     except (OSError, ValueError, IndexError):

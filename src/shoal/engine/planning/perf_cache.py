@@ -1,9 +1,9 @@
-"""What runs have measured, on disk: verdicts of trials, seconds of a step and peak bytes by the number of rows.
+"""Measurements of earlier runs on disk: verdicts of trials, seconds of a step, and peak bytes by the number of rows.
 
-One SQLite file in $SHOAL_CACHE (or ~/.cache/shoal). A key stands for (network, batch, precision, optimizer, device,
-torch, Shoal): another version may be faster or slower. Where the file is missing, locked or cannot be written to,
-nothing is known and nothing is noted; a damaged file is begun anew. Nothing here changes what a job computes, except
-the verdict, which says on which tier it runs.
+They are stored in one SQLite file in $SHOAL_CACHE (or ~/.cache/shoal). A key stands for (network, batch, precision,
+optimizer, device, torch version, Shoal version). If the file is missing, locked or read-only, nothing is read or
+stored; a damaged file is replaced. The cache does not change what a job computes, except that a verdict decides the
+job's tier.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from shoal.utils.caches import cache_folder
 
 FORMAT = 5
 MOST_ENTRIES = 4000
-"""Keys in the file; beyond these, those that were noted longest ago are dropped."""
+"""The most keys in the file; beyond that, the keys that were stored longest ago are deleted."""
 READ_SECONDS, WRITE_SECONDS = 0.5, 5.0
-"""How long to wait while another process has the file locked."""
+"""How long to wait while another process has locked the file."""
 
 COMPILED = " compiled"
-"""Added to the name of a tier whose step was compiled: "stacked compiled"."""
+"""The suffix of the name of a tier whose step was compiled: "stacked compiled"."""
 
 Points = dict[str, dict[int, float]]
-"""Tier -> rows -> value."""
+"""Values by tier and by number of rows."""
 
 _digests: dict[Any, str] = {}
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is known under one key."""
+    """The measurements under one key."""
 
     verdict: dict[str, float] = field(default_factory=dict)
-    """Of a trial, by the name of the number; empty where there was none."""
+    """The numbers of a trial's verdict, by name; empty if there was no trial."""
     seconds: Points = field(default_factory=dict)
-    """Of a step of so many rows."""
+    """Seconds of a step."""
     bytes: Points = field(default_factory=dict)
-    """The most that so many rows took, the data set aside."""
+    """Peak bytes, without the data set."""
     compile_seconds: dict[str, float] = field(default_factory=dict)
     trial_seconds: dict[str, float] = field(default_factory=dict)
-    """What trying a tier took, compiling aside."""
+    """Seconds that trying a tier took, without compiling."""
 
     def curve(self, what: str, tier: str) -> Curve | None:
-        """What was measured of "seconds" or "bytes", over rows; None: nothing."""
+        """Return measured "seconds" or "bytes" as a function of the rows; None if there are none."""
         points: Points = getattr(self, what)
         return Curve.of(points.get(tier, {}).items())
 
 
 def digest(recipe: Recipe) -> str:
-    """What an entry is about: the job's computation and its optimizer, and nothing of the companions."""
+    """Return the cache key of a job's computation and optimizer. It does not depend on other jobs."""
     return _digest(recipe, (recipe.key, recipe.optimizer.key))
 
 
 def digest_of(recipes: Sequence[Recipe]) -> str:
-    """What an entry about members of one stack is about: as of one of them, where all have the same optimizer."""
+    """Return the cache key of members of one stack. If all have the same optimizer, it is the key of one of them."""
     kinds = Counter(recipe.optimizer.key for recipe in recipes)
     if len(kinds) == 1:
         return digest(recipes[0])
@@ -75,16 +75,16 @@ def digest_of(recipes: Sequence[Recipe]) -> str:
 
 
 def computation(recipe: Recipe) -> str:
-    """What members of one stack have in common, whatever their optimizers."""
+    """Return the cache key of what members of one stack have in common, without their optimizers."""
     return _digest(recipe, recipe.key)
 
 
-def _digest(recipe: Recipe, about: Hashable) -> str:
+def _digest(recipe: Recipe, subject: Hashable) -> str:
     member = recipe.member
     device = torch.cuda.get_device_name(member.device) if member.device.type == "cuda" else "cpu"
-    key = (about, device, torch.get_num_threads())
+    key = (subject, device, torch.get_num_threads())
     if key not in _digests:
-        text = repr((FORMAT, about, device, _version(), torch.__version__, torch.get_num_threads()))
+        text = repr((FORMAT, subject, device, _version(), torch.__version__, torch.get_num_threads()))
         _digests[key] = hashlib.sha256(text.encode()).hexdigest()[:32]
     return _digests[key]
 
@@ -97,20 +97,20 @@ def _version() -> str:
 
 
 def cache_file() -> Path:
-    """Where the file is."""
+    """Return the path of the cache file."""
     return cache_folder() / f"measured-{FORMAT}.sqlite"
 
 
 def lookup(key: str) -> Entry:
-    """What is known under this key; an empty entry where nothing is."""
+    """Return the measurements under this key; an empty entry if there are none."""
     entry = Entry()
-    question = (
+    query = (
         "select what, tier, rows, value from facts "
         "where key = ? and typeof(value) = 'real' and value > 0 and value < 1e300"
     )
     try:
         with closing(sqlite3.connect(f"{cache_file().absolute().as_uri()}?mode=ro", READ_SECONDS, uri=True)) as db:
-            facts = db.execute(question, [key]).fetchall()
+            facts = db.execute(query, [key]).fetchall()
     except (sqlite3.Error, OSError, RuntimeError):  # RuntimeError: no home folder
         return entry
     for what, tier, rows, value in facts:
@@ -131,7 +131,8 @@ def note(
     compile_seconds: float | None = None,
     trial_seconds: float | None = None,
 ) -> None:
-    """Store what a step of so many rows took: the latest seconds, the highest bytes."""
+    """Store the cost of a step of so many rows. The latest seconds replace earlier ones; of bytes, the highest value
+    stays."""
     times = {"compile_seconds": compile_seconds, "trial_seconds": trial_seconds}
     facts = [("seconds", tier, rows, seconds), ("bytes", tier, rows, bytes)]
     _store(key, facts + [(what, tier, 0, value) for what, value in times.items()])
@@ -143,7 +144,7 @@ def remember(key: str, verdict: dict[str, float]) -> None:
 
 
 def _store(key: str, facts: Sequence[tuple[str, str, int, float | None]]) -> None:
-    """Write what is a number. A file that cannot be written to only costs the next run a trial."""
+    """Write all values that are positive numbers. If the file cannot be written, the next run repeats the trial."""
     rows = [
         (key, what, tier, rows, float(value), time.time())
         for what, tier, rows, value in facts

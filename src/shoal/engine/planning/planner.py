@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LEAST = 2
-"""Rows of the smallest stack: one member alone is padded, so that its bits are the same with any companions."""
+"""The number of rows of the smallest stack. A single member is padded to it, so that its bits are the same with any
+other members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A cost over the number of rows: straight lines between known points, and beyond them.
+    """A cost as a function of the number of rows: straight lines between known points, extended beyond them.
 
     >>> Curve.line(1.0, 2.0).at(8), Curve(((2, 4.0), (8, 10.0))).at(32)
     (17.0, 34.0)
@@ -32,17 +33,18 @@ class Curve:
 
     @classmethod
     def line(cls, fixed: float, each: float) -> Curve:
-        """a + b * M."""
+        """Return the line `fixed + each * rows`."""
         return cls(((0, fixed), (1, fixed + each)))
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> Curve | None:
-        """Through these points; None where there are none."""
+        """Return the curve through these points; None if there are none."""
         ordered = tuple(sorted(dict(points).items()))
         return cls(ordered) if ordered else None
 
     def at(self, rows: int) -> float:
-        """The cost of so many rows. One point alone is taken to be all per row; a cost never falls with rows."""
+        """Return the cost of so many rows. A single point is scaled in proportion to the rows; a cost never falls with
+        rows."""
         if len(self.points) == 1:
             known, value = self.points[0]
             return value * rows / known if known else value
@@ -55,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A job that is to be run, as numbers."""
+    """A job to be planned, as plain numbers."""
 
     index: int
     name: str
@@ -64,45 +66,45 @@ class Request:
     kind: str = ""
     """Jobs that cost the same have the same kind: members of one stack may have different optimizers."""
     reason: str = ""
-    """Why it runs as it does: what it is stacked with, or why it cannot be stacked."""
+    """Why it runs in its tier: what it is stacked with, or why it cannot be stacked."""
     tier: str = "stacked"
-    """stacked, streams or serial: follows from the job itself, or is that of the run that is resumed."""
+    """"stacked", "streams" or "serial". It depends only on the job, or is that of the run that is resumed."""
     loses: bool = False
     """Whether a trial showed that stacking it is slower."""
     steps: int = 0
-    """Steps left."""
+    """Optimizer steps left."""
     alone: float | None = None
     """Seconds of a step of this job alone."""
     seconds: Curve | None = None
-    """Seconds of a step of so many rows stacked."""
+    """Seconds of a stacked step as a function of the rows."""
     state: Curve = Curve(((1, 0.0),))
     """Bytes held as long as it runs."""
     working: Curve = Curve(((1, 0.0),))
-    """Bytes that a step needs besides."""
+    """Bytes that a step needs in addition."""
     most_rows: int | None = None
-    """Rows of its largest stack; None: any number."""
+    """The most rows of its stack; None: any number."""
     compile_seconds: float | None = None
     compiled: Curve | None = None
-    """Seconds of a compiled step."""
+    """Seconds of a compiled step as a function of the rows."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Members that advance together."""
+    """Members that advance together, with predicted and measured costs."""
 
     tier: str
     members: list[int]
-    """Places in the user's list."""
+    """Indices in the user's list of jobs."""
     names: list[str]
     reason: str
-    """Why this tier, in one line."""
+    """Why they run in this tier, in one line."""
     predicted: dict[str, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     loses: bool = False
     """Whether a trial showed that stacking these is slower."""
 
     def note(self, seconds: float, steps: int, bytes: int | None = None) -> None:
-        """Add what so many steps of this part took; the peak is the highest seen."""
+        """Add the measured cost of so many steps. Of bytes, the highest value stays."""
         total = self.measured.get("seconds", 0.0) + seconds
         count = self.measured.get("steps", 0.0) + steps
         self.measured |= {"seconds": total, "steps": count}
@@ -122,24 +124,25 @@ class Waiting:
     never: bool = False
     """Whether it would not fit on an empty device either."""
     bytes: float = 0.0
-    """What it would take by itself, the data included."""
+    """The bytes that it would take by itself, including its data."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Which jobs advance together and which wait. Made before the first step; measurements are added afterwards."""
+    """Which jobs advance together and which wait. It is made before the first step; measurements are added
+    afterwards."""
 
     device: str
     parts: list[Part]
     waiting: list[Waiting] = field(default_factory=list)
     budget: int | None = None
     memory_bytes: float = 0.0
-    """What all parts take at once, the data and the device's libraries included."""
+    """The bytes that all parts take together, including the data and the device's libraries."""
     set_up: dict[str, float] = field(default_factory=dict)
-    """Seconds that went into getting ready, by what was done."""
+    """Seconds spent on set-up, by what was done."""
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as numbers and strings."""
+        """Return the plan as numbers and strings."""
         names = ("tier", "members", "names", "reason", "predicted", "measured")
         waiting = [{name: getattr(w, name) for name in ("index", "name", "reason", "bytes")} for w in self.waiting]
         return {
@@ -152,7 +155,7 @@ class Plan:
 
 
 def plan(requests: Iterable[Request]) -> list[Part]:
-    """The parts in which these jobs run, if all of them run at once."""
+    """Return the parts in which these jobs run, if all of them run at once."""
     return [
         Part(
             stack[0].tier,
@@ -167,67 +170,71 @@ def plan(requests: Iterable[Request]) -> list[Part]:
 
 
 def stacks(requests: Iterable[Request]) -> list[list[Request]]:
-    """The jobs that advance together: those of one key and tier, in stacks of at most the rows they allow."""
-    alike: dict[object, list[Request]] = {}
+    """Group the jobs that advance together: those of one key and tier, in stacks of at most the rows they allow."""
+    by_key: dict[object, list[Request]] = {}
     for request in requests:
-        alike.setdefault(request.index if request.tier == "serial" else (request.key, request.tier), []).append(request)
-    cut = []
-    for same in alike.values():
-        most = min((request.most_rows for request in same if request.most_rows), default=len(same))
-        cut += [same[start : start + most] for start in range(0, len(same), most)]
-    return cut
+        by_key.setdefault(request.index if request.tier == "serial" else (request.key, request.tier), []).append(
+            request
+        )
+    result = []
+    for group in by_key.values():
+        most = min((request.most_rows for request in group if request.most_rows), default=len(group))
+        result += [group[start : start + most] for start in range(0, len(group), most)]
+    return result
 
 
 def total_bytes(costs: Sequence[tuple[float, float]], *, together: bool) -> float:
-    """All bytes of stacks with these (state, working) bytes.
+    """Return the bytes of stacks with these (state, working) bytes.
 
-    `together`: whether all of them step at the same time (a GPU); else only one of them is in the middle of a step.
+    Args:
+        together: Whether all of them step at the same time, as on a GPU; otherwise one steps at a time.
     """
     working = [stack_working for _, stack_working in costs]
     return sum(state for state, _ in costs) + (sum(working) if together else max(working, default=0.0))
 
 
 def stack_bytes(stack: Sequence[Request]) -> tuple[float, float]:
-    """(state, working) bytes of one stack: each member's own state, and the working bytes of the neediest kind."""
+    """Return (state, working) bytes of one stack: the state of all members, and the working bytes of the kind that
+    needs most."""
     costs = [(cost(request, len(stack)), share) for request, share in _kinds(stack)]
     return sum(state * share for (state, _), share in costs), max(working for (_, working), _ in costs)
 
 
 def predict(stack: Sequence[Request]) -> dict[str, float]:
-    """What one stack should cost, as far as it is known of all its members.
+    """Predict the cost of one stack. A value is left out unless it is known for all members.
 
-    Seconds are those of each kind in proportion, since forward and backward are shared and only the updates differ.
+    Seconds are averaged over the kinds of members, since forward and backward are shared and only the updates differ.
     """
     state, working = stack_bytes(stack)
     predicted = {"state_bytes": state, "memory_bytes": state + working}
-    each = [(predictions(request, len(stack)), share) for request, share in _kinds(stack)]
+    by_kind = [(predictions(request, len(stack)), share) for request, share in _kinds(stack)]
     for name in ("step_seconds", "alone_seconds", "compile_seconds", "compile_pays_after_steps"):
-        if all(name in kind for kind, _ in each):
-            predicted[name] = sum(kind[name] * share for kind, share in each)
+        if all(name in kind for kind, _ in by_kind):
+            predicted[name] = sum(kind[name] * share for kind, share in by_kind)
     return predicted | gain(predicted)
 
 
 def gain(predicted: dict[str, float]) -> dict[str, float]:
-    """How many times faster than its members one after another, where both are known."""
+    """Return how many times faster the stack is than its members one after another, if both are known."""
     step, alone = predicted.get("step_seconds"), predicted.get("alone_seconds")
     return {"gain": alone / step} if step and alone is not None else {}
 
 
 def _kinds(stack: Sequence[Request]) -> list[tuple[Request, float]]:
-    """One request of each kind, and the kind's share of the members."""
+    """Return one request of each kind, and the kind's share of the members."""
     counts = Counter(request.kind for request in stack)
     first = {request.kind: request for request in reversed(stack)}
     return [(first[kind], count / len(stack)) for kind, count in counts.items()]
 
 
 def cost(request: Request, members: int) -> tuple[float, float]:
-    """(state, working) bytes of so many members of this kind."""
+    """Return (state, working) bytes of so many members of this kind."""
     rows = max(members, LEAST) if request.tier == "stacked" else members
     return request.state.at(rows), request.working.at(rows)
 
 
 def predictions(request: Request, members: int) -> dict[str, float]:
-    """Seconds of a step of so many members of this kind, and what compiling it takes, as far as known."""
+    """Return predicted seconds of a step of so many members of this kind, and of compiling it, as far as known."""
     known: dict[str, float] = {}
     rows = max(members, LEAST)
     if request.tier != "serial" and request.seconds is not None:
@@ -245,7 +252,7 @@ def predictions(request: Request, members: int) -> dict[str, float]:
 
 
 def pays_after(compile_seconds: float, plain: float, compiled: float) -> int | None:
-    """Steps after which compiling has paid for itself; None: never.
+    """Return the steps after which compiling has paid for itself; None: never.
 
     >>> pays_after(10.0, 0.003, 0.001), pays_after(10.0, 0.001, 0.001)
     (5000, None)

@@ -1,8 +1,8 @@
-"""Which jobs go first where more want to run than there is memory for.
+"""Policies: which jobs run first if not all of them fit in memory.
 
-A policy is one function: tickets in, the same tickets out, in the order in which they should have a place. It is pure
-and knows nothing of memory, networks or devices. `queue.admit` decides by that order, and keeps what holds under
-every policy: no job starves, and no job is sent away right after it joined.
+A policy is one pure function that takes tickets and returns them in the order in which they should run. It knows
+nothing of memory, networks or devices. `queue.admit` decides by that order, and guarantees under every policy that no
+job starves and that no job is stopped right after it started.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from shoal.errors import JobError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """What a policy may know of an unfinished job. All times are seconds, moments are on one clock."""
+    """What a policy knows about an unfinished job. All times are in seconds, and all moments are on one clock."""
 
     index: int
-    """The job's place in its list."""
+    """The job's index in the list of jobs."""
     name: str = ""
     owner: str = ""
     priority: int = 0
-    """Larger goes first."""
+    """Jobs with a larger priority go first."""
     arrived: float
-    """The moment it came."""
+    """The moment at which the job arrived."""
     since: float
-    """The moment it began to wait, or to run: it has waited, or run without a break, for `now - since`."""
+    """The moment at which it began to wait or to run: it has waited, or run without a break, for `now - since`."""
     turn: int = 0
-    """Counts up whenever any job begins to wait or to run: the order where moments are equal."""
+    """A counter that increases whenever any job begins to wait or to run. It orders jobs with equal moments."""
     seconds: float = math.nan
-    """Predicted work left; nan: not known."""
+    """Predicted seconds of work left; nan if not known."""
     bytes: int = 0
-    """Predicted memory."""
+    """Predicted bytes of memory."""
     running: bool
     device_seconds: float = 0.0
-    """Device time it has had in all."""
+    """Device time that the job has used so far."""
     owner_device_seconds: float = 0.0
-    """Device time its owner has had, in all jobs, ended ones too."""
+    """Device time that all jobs of its owner have used, including ended ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Which job should run first. A policy of your own has `order`, and other defaults if it likes."""
+    """Decides which jobs run first. Subclasses define `order` and may change the defaults."""
 
     slice_seconds: float | None = None
-    """A job that runs has its place for this long before another may take it; None: until it ends."""
+    """A running job keeps its place for this long before another job may take it; None: until it ends."""
     patience: float = 600.0
-    """Ageing. A job goes before all that began to wait later once it has waited this long for each of the jobs
-    that were there when its wait began, itself included. One that should be next but finds no room has room held back
-    for it once it has waited this long. `math.inf`: never, so that jobs may starve."""
+    """Ageing. A job goes before all jobs that began to wait later once it has waited this long for each of the jobs
+    that were there when its wait began, itself included. If the next job does not fit, memory is reserved for it once
+    it has waited this long. `math.inf`: never, so that jobs may starve."""
 
     def __post_init__(self) -> None:
         length = self.slice_seconds
@@ -63,19 +63,19 @@ class Policy(ABC):
 
     @property
     def name(self) -> str:
-        """Its short name, such as "fair"; of a policy of your own, its class's name."""
+        """The policy's short name, such as "fair"; for a user's policy, the name of its class."""
         return next((name for name, kind in POLICIES.items() if kind is type(self)), type(self).__name__)
 
     @property
     def preempts(self) -> bool:
-        """Whether a job that runs may lose its place to another."""
+        """Whether a running job may lose its place to another."""
         return self.slice_seconds is not None
 
     @abstractmethod
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        """The tickets, those that should run first come first; jobs that run compete with those that wait.
+        """Return the tickets in the order in which the jobs should run. Running jobs compete with waiting ones.
 
-        They are given in the order in which they came, so a stable sort leaves ties to the first that came.
+        The tickets are given in order of arrival, so a stable sort resolves ties in favour of the earlier job.
         """
 
 
@@ -89,7 +89,7 @@ class Fifo(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Priority(Policy):
-    """The largest priority first. It takes the place of a smaller one, never of an equal one."""
+    """The largest priority first. A job takes the place of one with a smaller priority, never of one with the same."""
 
     slice_seconds: float | None = 10.0
 
@@ -99,9 +99,9 @@ class Priority(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ShortestFirst(Policy):
-    """The least predicted work left first, then those of which nothing is known.
+    """The least predicted work left first, then jobs without a prediction.
 
-    With `slice_seconds` a shorter job takes the place of a longer one.
+    With `slice_seconds`, a shorter job takes the place of a longer one.
     """
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
@@ -110,7 +110,7 @@ class ShortestFirst(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Sliced(Policy):
-    """A policy that means nothing without slices."""
+    """A policy that requires slices."""
 
     slice_seconds: float = 60.0
 
@@ -122,30 +122,31 @@ class Sliced(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin(Sliced):
-    """All jobs in turn, a slice each. A job that has used up its slice, or is new, goes to the end of the line."""
+    """All jobs in turn, one slice each. A job that has used its slice, or is new, goes to the end of the line."""
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
         def lined_up(t: Ticket) -> float:
             return now - (now - t.since) % self.slice_seconds if t.running else t.since
 
-        # At one moment, those that had another slice were before those that had to leave, and of them the one that
-        # began to run later was before the other: the line stays as it was.
+        # Ties keep the order of the line: jobs that got another slice were before those that were stopped, and among
+        # them the one that began to run later was before the other.
         return sorted(tickets, key=lambda t: (lined_up(t), not t.running, -t.since, t.turn))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FairShare(Sliced):
-    """The owner who has had the least device time first, each place before in the line counted as one more slice.
+    """The owner who has used the least device time first. Each job earlier in the owner's line counts as one more
+    slice.
 
-    Among the jobs of one owner: first come, first served.
+    Jobs of one owner run in order of arrival.
     """
 
     def order(self, tickets: Sequence[Ticket], now: float) -> list[Ticket]:
-        places: Counter[str] = Counter()
+        queued: Counter[str] = Counter()
         share = {}
         for t in tickets:
-            share[t.index] = t.owner_device_seconds + places[t.owner] * self.slice_seconds
-            places[t.owner] += 1
+            share[t.index] = t.owner_device_seconds + queued[t.owner] * self.slice_seconds
+            queued[t.owner] += 1
         return sorted(tickets, key=lambda t: (share[t.index], not t.running))
 
 
@@ -159,7 +160,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_for(policy: str | Policy) -> Policy:
-    """A policy by its name, or as it is."""
+    """Return the policy with this name, or `policy` itself if it is a Policy."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str) and policy in POLICIES:

@@ -1,15 +1,15 @@
-"""Which jobs join now, and which are sent back to wait: a policy's order and what fits, made into a decision. Pure.
+"""Decide which jobs start now and which go back to waiting, from the policy's order and from what fits. Pure functions.
 
-Three rules hold under every policy, a user's own too:
+Three rules hold under every policy, including a user's own:
 
-1. A job runs for at least `slice_seconds` (without: to its end), so that places are not taken back and forth.
+1. A job runs for at least `slice_seconds` (without slices: to its end), so that places do not change hands constantly.
 2. Ageing. A job that has waited `patience` seconds for each of the jobs that were there when its wait began goes before
-   all that began to wait later. No job that comes afterwards changes that number or goes before it, so with n jobs
-   there it waits at most n * (patience + r), where r is the longest that others keep their places: a slice, or without
-   slices the longest job. Since the number counts, the policy stays in force on a long queue: of n waiting jobs, one
-   each `patience` seconds goes out of the policy's order, however large n is.
-3. Reserve. Smaller jobs may fill the room beside one that does not fit, until it has waited `patience` seconds. From
-   then on no job after it joins, and it has its place as soon as enough others have left.
+   all jobs that began to wait later. No later job changes that number or goes before it, so with n jobs there it waits
+   at most n * (patience + r), where r is the longest that others keep their places: a slice, or without slices the
+   longest job. On a long queue the policy stays in force: of n waiting jobs, one every `patience` seconds starts out of
+   the policy's order, however large n is.
+3. Reserve. Smaller jobs may fill the memory beside a job that does not fit, until it has waited `patience` seconds.
+   From then on no job after it starts, and it starts as soon as enough others have left.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shoal.engine.planning.policy import Policy, Ticket
 from shoal.errors import JobError
 
 Fits = Callable[[list[Ticket]], bool]
-"""Whether these jobs can run together; fewer of them must then fit too."""
+"""Returns whether these jobs can run together. If they fit, any subset must fit too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A decision, as indices of jobs, the first in order first."""
+    """A decision, as indices of jobs in order."""
 
     join: list[int]
     leave: list[int]
@@ -52,14 +52,14 @@ class Queue:
         return [replace(t, owner_device_seconds=self._owners[t.owner]) for t in self._tickets.values()]
 
     def add(self, ticket: Ticket) -> None:
-        """A job arrives."""
+        """Add a job that has arrived."""
         assert ticket.index not in self._tickets
         self._owners[ticket.owner] += ticket.device_seconds
         self._tickets[ticket.index] = ticket
         self.move(ticket.index, running=ticket.running, now=ticket.since)
 
     def admit(self, fits: Fits, now: float) -> Admission:
-        """Decide which jobs run from now on, and note it."""
+        """Decide which jobs run from now on, and update their tickets."""
         admission = admit(self.tickets, self.policy, fits, now)
         for index in admission.leave:
             self.move(index, running=False, now=now)
@@ -68,39 +68,39 @@ class Queue:
         return admission
 
     def move(self, index: int, *, running: bool, now: float) -> None:
-        """A job joins, or is sent back to wait."""
+        """Note that a job starts to run, or goes back to waiting."""
         self._turn += 1
         self._tickets[index] = replace(self._tickets[index], running=running, since=now, turn=self._turn)
 
     def add_device_time(self, index: int, seconds: float, left: float) -> None:
-        """A job had so much device time, and has so much left as far as is known."""
+        """Add device time that a job has used, and set how much it is predicted to have left."""
         ticket = self._tickets[index]
         self._owners[ticket.owner] += seconds
         self._tickets[index] = replace(ticket, device_seconds=ticket.device_seconds + seconds, seconds=left)
 
     def remove(self, index: int) -> None:
-        """A job has ended."""
+        """Remove a job that has ended."""
         del self._tickets[index]
 
 
 def admit(tickets: Sequence[Ticket], policy: Policy, fits: Fits, now: float) -> Admission:
-    """Which of the unfinished jobs run from now on.
+    """Decide which of the unfinished jobs run from now on.
 
-    What runs after the decision always fits, even where what ran before does not fit any more. A job that does not
-    fit alone is passed over.
+    What runs after the decision always fits, even if what ran before it no longer does. A job that does not fit alone
+    is skipped.
     """
     if fits(list(tickets)):
-        fits = _always  # fewer of them fit, too
+        fits = _always  # then any subset fits too
     chosen: list[Ticket] = []
-    held = False
+    reserved = False
     order = ranked(tickets, policy, now)
     for t in order:
-        if held and not t.running:
+        if reserved and not t.running:
             continue
         if fits([*chosen, t]):
             chosen.append(t)
         elif not t.running and now - t.since > policy.patience:
-            held = fits([t])
+            reserved = fits([t])
     running = {t.index for t in chosen}
     return Admission(
         join=[t.index for t in chosen if not t.running],
@@ -113,30 +113,31 @@ def _always(tickets: list[Ticket]) -> bool:
 
 
 def ranked(tickets: Sequence[Ticket], policy: Policy, now: float) -> list[Ticket]:
-    """Those that must not be sent back yet, then those that have waited too long, then the policy's order."""
-    came = sorted(tickets, key=lambda t: (t.arrived, t.index))
-    order = policy.order(came, now)
-    if sorted(t.index for t in order) != sorted(t.index for t in came):
+    """Return the jobs in order: those that must not be stopped yet, those that have waited too long, then the policy's
+    order."""
+    by_arrival = sorted(tickets, key=lambda t: (t.arrived, t.index))
+    order = policy.order(by_arrival, now)
+    if sorted(t.index for t in order) != sorted(t.index for t in by_arrival):
         raise JobError(
-            f"policy {policy.name!r} gave {len(order)} tickets back for {len(came)}, or other ones; "
+            f"policy {policy.name!r} gave {len(order)} tickets back for {len(by_arrival)}, or other ones; "
             "its order must hold each once: try shoal.testing.check_policy"
         )
-    arrivals = [t.arrived for t in came]
+    arrivals = [t.arrived for t in by_arrival]
 
     def rank(t: Ticket) -> tuple[int, float]:
-        spent = now - t.since
+        elapsed = now - t.since
         if t.running:
-            return (0, 0.0) if policy.slice_seconds is None or spent < policy.slice_seconds else (2, 0.0)
-        return (1, t.since) if spent > policy.patience * bisect_right(arrivals, t.since) else (2, 0.0)
+            return (0, 0.0) if policy.slice_seconds is None or elapsed < policy.slice_seconds else (2, 0.0)
+        return (1, t.since) if elapsed > policy.patience * bisect_right(arrivals, t.since) else (2, 0.0)
 
     return sorted(order, key=rank)
 
 
 class MemberLimit:
-    """How many members may run at once after memory was full.
+    """The most members that may run at once after memory was full.
 
-    The limit is about the kinds of jobs that filled the memory. When the last of them has ended it is lifted: what was
-    wrong about their bytes says nothing about those of others.
+    The limit concerns the kinds of jobs that filled the memory. It is lifted when the last of them has ended, since
+    wrong predictions for them say nothing about other kinds.
 
     >>> limit = MemberLimit()
     >>> limit.lower(4, {"wide"}); limit.lift({"narrow", "wide"}); limit.most
@@ -150,15 +151,15 @@ class MemberLimit:
         self._kinds: set[str] = set()
 
     def lower(self, most: int, kinds: Collection[str]) -> None:
-        """From now on at most so many, since jobs of these kinds did not fit."""
+        """Allow at most so many members from now on, since jobs of these kinds did not fit."""
         self.most = min(self.most, most)
         self._kinds |= set(kinds)
 
     def lift(self, kinds: Collection[str]) -> None:
-        """Forget the limit, unless jobs of a kind that did not fit are among these, which are left."""
+        """Remove the limit, unless a kind that did not fit is among `kinds`, those of the unfinished jobs."""
         if self._kinds.isdisjoint(kinds):
             self.forget()
 
     def forget(self) -> None:
-        """No limit again."""
+        """Remove the limit."""
         self.most, self._kinds = math.inf, set()

@@ -1,4 +1,4 @@
-"""What a step gave, by name, and whether two ways to run it gave the same; for `prove`."""
+"""The results of a step by name, and whether two ways to run it gave the same results; for `prove`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from shoal.engine.tracing.trace import Trace
 
 TOLERANCE = 1e-9
-"""Of a tensor's largest value, in float64."""
+"""The allowed difference in float64, relative to a tensor's largest value."""
 SHARE = 1e-3
-"""A tensor that is smaller than this share of the largest of its sort is measured by that share: a gradient that should
-be zero is rounding, and has no size of its own."""
+"""Tensors smaller than this share of the largest of their sort are measured by that share, since a gradient that should
+be zero consists of rounding errors."""
 ROUNDING = 10
-"""Times what rounding the inputs changes, where that is more than the tolerance."""
+"""The allowed difference is this many times what rounding the inputs changes, if that is more than the tolerance."""
 
 _WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
@@ -29,21 +29,22 @@ _WIDE = {
 
 @dataclass(slots=True)
 class Observed:
-    """What one step of one member gave."""
+    """The results of one step of one member."""
 
     values: dict[str, dict[str, Tensor | None]]
-    """By sort ("loss", "gradient", "buffer", ...) and name; None: there is none."""
+    """Results by sort ("loss", "gradient of", "buffer", ...) and name; None if there is none."""
     trainable: dict[str, bool] = field(default_factory=dict)
     """`requires_grad` of every parameter, after the step."""
     stream: Tensor | None = None
-    """Where the member's random stream is after the step, on a CPU."""
+    """The state of the member's random stream after the step, on a CPU."""
 
 
 def difference(expected: Observed, seen: Observed, trace: Trace, run_rounded: Callable[[], Observed]) -> str:
-    """Say in a few words what the two differ in; empty: in nothing but rounding.
+    """Describe in a few words how the two differ; empty if only by rounding.
 
-    `run_rounded`: runs the step from inputs that were rounded, which shows how much rounding can do. It is called where
-    they differ and some of the step is in fewer digits than float64.
+    Args:
+        run_rounded: Runs the step from rounded inputs, which shows how much rounding can change. It is called if they
+            differ and part of the step has lower precision than float64.
     """
     reason, eps = _difference(expected, seen), coarsest(trace)
     if reason and eps > torch.finfo(torch.float64).eps:
@@ -52,7 +53,8 @@ def difference(expected: Observed, seen: Observed, trace: Trace, run_rounded: Ca
 
 
 def _difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:
-    """`eps`: the coarsest unit of rounding: a loss in float32 may come out the same from rounded inputs."""
+    """Describe the first difference. `eps` is the coarsest unit of rounding, since a loss in float32 may be the same
+    from rounded inputs."""
     for name, flag in expected.trainable.items():
         if flag != seen.trainable[name]:
             return f"it switches requires_grad of {name}"
@@ -89,7 +91,7 @@ def _size(value: Tensor) -> float:
 
 
 def _apart(a: Tensor, b: Tensor | None) -> float:
-    """The largest difference; infinite where only one of them is finite, or not of the same sign."""
+    """Return the largest difference; infinite if only one value is finite, or their infinities differ."""
     if b is None or a.shape != b.shape:
         return float("inf")
     if not a.numel():
@@ -105,13 +107,13 @@ def _apart(a: Tensor, b: Tensor | None) -> float:
 
 
 def widen(model: nn.Module) -> nn.Module:
-    """The same model with every parameter and buffer in float64 or complex128."""
+    """Convert every parameter and buffer of the model to float64 or complex128, in place."""
     model._apply(_wide)  # type: ignore[no-untyped-call]
     return model
 
 
 def widen_leaves(batch: Any) -> Any:
-    """A batch with its floating-point tensors in float64 or complex128."""
+    """Return a batch with its floating-point tensors in float64 or complex128."""
     return pytree.tree_map_only(Tensor, _wide, batch)
 
 
@@ -120,12 +122,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer, those outside the state_dict too."""
+    """Return a copy of every parameter and buffer, including those that are not in the `state_dict()`."""
     return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.Module:
-    """A copy of the model with this state, every number off by as much as the graph's coarsest dtype rounds."""
+    """Return a copy of the model with this state, every number changed by as much as the graph's coarsest dtype
+    rounds."""
     twin, eps = copy.deepcopy(model), coarsest(trace)
     tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
     with torch.no_grad():
@@ -136,7 +139,7 @@ def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.M
 
 
 def rounded_leaves(batch: Any, trace: Trace) -> Any:
-    """A batch whose numbers are off in the same way."""
+    """Return a batch whose numbers are changed in the same way."""
     eps = coarsest(trace)
     return pytree.tree_map_only(Tensor, lambda leaf: _nudged(leaf, eps), batch)
 
@@ -150,6 +153,6 @@ def _nudged(tensor: Tensor, eps: float) -> Tensor:
 
 
 def coarsest(trace: Trace) -> float:
-    """The unit of rounding of the coarsest dtype that a step computes in."""
+    """Return the unit of rounding of the coarsest dtype in which a step computes."""
     values = (v for node in trace.nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
     return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)

@@ -1,4 +1,4 @@
-"""What a proof is about: which members represent which others, and the world in which their code runs; for `prove`."""
+"""Which members represent which others in a proof, and the conditions under which their code runs; for `prove`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MOST_ROWS = 4
-"""Members that are proven in one program."""
+"""The most members that are proven in one program."""
 
 
 class Disproved(Untraceable):
-    """The program does something else than the user's code; the message says where."""
+    """Raised if the program does something else than the user's code; the message says where."""
 
 
 class NotInFloat64(Exception):
-    """The step, or its trace, does not run in float64."""
+    """Raised if the step, or its trace, does not run in float64."""
 
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """One member's graphs, and what they are a record of."""
+    """One member's graphs, and what they were traced from."""
 
     key: Hashable
     """Equal for graphs that can be stacked."""
     steps: dict[int, Trace]
     subject: Any
-    """The member's recipe, or for an evaluation its model."""
+    """The member's recipe; for an evaluation, its model and the `Evaluation`."""
 
     @property
     def kind(self) -> Hashable:
-        """What is proven once: the graph, and the code that it records, whatever the floating-point numbers in it."""
+        """What is proven once: the graph and the traced code, regardless of the floating-point numbers in it."""
         return self.key, tuple(trace.kind for trace in self.steps.values())
 
 
 def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterator[list[Case]]:
-    """The few members to prove: one of each kind, and enough of them that every number differs which will differ.
+    """Choose the members to prove: one of each kind, and enough that every number that can differ does differ.
 
-    The most distant members are among them, and a lone member gets another beside it: a row must not see another's.
+    The most distant members are among them, and a lone member gets another one beside it, to show that rows do not
+    affect each other.
     """
     distinct = list({tuple(map(id, case.steps.values())): case for case in reversed(cases)}.values())[::-1]
     rows: list[Case] = []
@@ -79,6 +80,7 @@ def choose_rows(cases: Sequence[Case], proofs: Proofs, *, apart: bool) -> Iterat
 
 
 def note(proofs: Proofs, rows: Sequence[Case], reasons: Sequence[str]) -> None:
+    """Record the reasons, and the numbers that were proven to be per member."""
     for case, reason in zip(rows, reasons, strict=True):
         proofs.reasons[case.kind] = proofs.reasons.get(case.kind) or reason
     if not any(reasons):
@@ -86,7 +88,7 @@ def note(proofs: Proofs, rows: Sequence[Case], reasons: Sequence[str]) -> None:
 
 
 def lifted_places(cases: Sequence[Case]) -> set[Path | int]:
-    """The numbers and constants that differ between these members."""
+    """Return the numbers and constants that differ between these members."""
     places: set[Path | int] = set()
     for size in cases[0].steps:
         traces = list({id(case.steps[size]): case.steps[size] for case in cases}.values())
@@ -97,22 +99,26 @@ def lifted_places(cases: Sequence[Case]) -> set[Path | int]:
 
 
 def _distance(a: list[dict[Path, Any]], b: list[dict[Path, Any]]) -> float:
-    """How far the numbers in two members' graphs are apart."""
+    """Return how far apart the numbers in two members' graphs are."""
     pairs = ((x, other[path]) for table, other in zip(a, b, strict=True) for path, x in table.items())
     return sum((float(abs(x - y) / (abs(x) + abs(y))) for x, y in pairs if x != y), 0.0)
 
 
 @dataclass(slots=True)
 class World:
+    """What users' code changed while it ran in `same_world`."""
+
     reason: str = ""
-    """What was changed that a copy of the model does not hold."""
+    """What was changed that a copy of the model does not contain."""
 
 
 @contextmanager
 def same_world(*reached: Any, caches: bool) -> Iterator[World]:
-    """Inside, users' code runs on copies of their models; after, whatever else it changed is as it was.
+    """Run users' code on copies of their models inside this context; restore everything else that it changed
+    afterwards.
 
-    `caches`: it is known to fill caches at a first call.
+    Args:
+        caches: The code is known to fill caches at its first call.
     """
     world, before = World(), Snapshot()
     with warnings.catch_warnings(), preserved({"step": reached}) as state:
@@ -127,9 +133,12 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
 
 
 def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool], list[str]]) -> list[str]:
-    """Say for each of these members what differs; empty where nothing does.
+    """Return for each of these members what differs; empty if nothing does.
 
-    `code`: the users' functions that run. `run`: compares, in float64 if it is called with True, as it is where `wide`.
+    Args:
+        code: The users' functions that run.
+        wide: Try float64 first, and the model's own dtypes if that fails.
+        run: Compares, in float64 if called with True.
     """
     caches = any(trace.caches for case in rows for trace in case.steps.values())
     try:
@@ -144,6 +153,7 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
 
 
 def unchecked(error: Exception) -> str:
+    """Return the reason for members whose comparison raised."""
     if context_lost(error):
         raise error
     what = "memory was full" if out_of_memory(error) else f"it raised {describe(error)}"
@@ -151,11 +161,12 @@ def unchecked(error: Exception) -> str:
 
 
 def fresh_copy(batch: Any) -> Any:
-    """A copy of a batch, for code that may write to it."""
+    """Return a copy of a batch, for code that may write to it."""
     return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
 def twin_of(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
+    """Return the trace, or its float64 version if `wide`."""
     if not wide:
         return recorded
     try:
@@ -168,7 +179,7 @@ def twin_of(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
 
 
 def in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
-    """Run; what raises in float64 may still run in the model's own dtypes."""
+    """Call `run`. If it raises in float64, raise NotInFloat64, since the model's own dtypes may still work."""
     try:
         return run(*args)
     except Exception as error:
@@ -178,5 +189,6 @@ def in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
 
 
 def stacked_state(models: Sequence[nn.Module], trace: Trace) -> list[Tensor]:
+    """Stack the parameters and buffers of these models, in the trace's order."""
     named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
     return [torch.stack([tensors[name].detach() for tensors in named]) for name in (*trace.params, *trace.buffers)]

@@ -1,4 +1,4 @@
-"""Which members can be one stack, and for those that cannot, why."""
+"""Which members can be one stack, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shoal.engine.tracing.signature import difference, skeleton
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Members that are one computation: they can be stacked exactly, or `reason` says why not."""
+    """Members with the same computation: they can be stacked exactly, or `reason` says why not."""
 
     members: list[Member]
     recipes: list[Recipe] = field(default_factory=list)
     reason: str = ""
     seconds: float | None = None
-    """Of a step of one of them, where it was timed before anything was traced."""
+    """Seconds of a step of one of them, if it was timed before tracing."""
 
     @property
     def stackable(self) -> bool:
@@ -31,7 +31,7 @@ class Group:
 
 
 def group(members: list[Member], trace_cache: TraceCache) -> list[Group]:
-    """Members by what they compute, in the order of the first of each group."""
+    """Group members by what they compute, in the order of the first of each group."""
     recipes: list[Recipe | str] = []
     for member in members:
         try:
@@ -66,7 +66,7 @@ def _share_frozen(recipes: list[Recipe], trace_cache: TraceCache) -> None:
 
 
 def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:
-    """Leave out those whose own step does something else than its graph: each of them is a group by itself."""
+    """Separate members whose own step does something else than its graph; each of them becomes its own group."""
     if not candidates.recipes:
         return [candidates]
     reasons: dict[int, str] = {}
@@ -74,7 +74,7 @@ def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:
         reasons = prove_training(candidates.recipes, trace_cache)
     if candidates.members[0].device.type == "cuda" and (reasons or not candidates.stackable):
         candidates.reason = candidates.reason or next(iter(reasons.values()))
-        reasons = prove_training(candidates.recipes, trace_cache, solo=True)  # side by side on streams, then
+        reasons = prove_training(candidates.recipes, trace_cache, solo=True)  # they may still run on parallel streams
     proven = Group(
         [member for member in candidates.members if member.index not in reasons],
         [recipe for recipe in candidates.recipes if recipe.member.index not in reasons],
@@ -85,7 +85,7 @@ def _split_unproven(candidates: Group, trace_cache: TraceCache) -> list[Group]:
 
 
 def _refusal(candidates: Group, trace_cache: TraceCache) -> str:
-    """Try every step of the group with a member axis, on two members, before any training."""
+    """Return why a step of the group cannot get a member axis, tried on two members; empty if it can."""
     recipes = (candidates.recipes * 2)[: max(2, len(candidates.recipes))]
     for rows, graph in recipes[0].steps.items():
         leaves = graph.batch_spec.num_leaves
@@ -103,7 +103,7 @@ def _refusal(candidates: Group, trace_cache: TraceCache) -> str:
 
 
 def set_apart(alike: Group, reasons: Mapping[int, str]) -> list[Group]:
-    """The group without these members, each of which is then one by itself, for its reason."""
+    """Return the group without these members, and each of them as its own group with its reason."""
     if not reasons.keys() & {member.index for member in alike.members}:
         return [alike]
     recipes = {recipe.member.index: [recipe] for recipe in alike.recipes}
@@ -114,7 +114,7 @@ def set_apart(alike: Group, reasons: Mapping[int, str]) -> list[Group]:
 
 
 def why_apart(a: Group, b: Group) -> str:
-    """Why two stackable groups are not one."""
+    """Return why two stackable groups are not one."""
     x, y = a.recipes[0], b.recipes[0]
     job, other = x.member.job, y.member.job
     if x.member.batched and y.member.batched:
@@ -138,7 +138,7 @@ def why_apart(a: Group, b: Group) -> str:
 
 
 def explain_reason(group: Group, groups: list[Group]) -> str:
-    """Say in one line why a group is run as it is."""
+    """Return in one line why a group runs the way it does."""
     if not group.stackable:
         return group.reason
     other = next((other for other in groups if other is not group and other.stackable), None)

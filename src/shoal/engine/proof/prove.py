@@ -1,13 +1,13 @@
-"""Proof, before any training, that a stacked program computes what the user's own step computes.
+"""Prove, before any training, that a stacked program computes what the user's own step computes.
 
-A trace records what a step did once, and a graph cannot carry everything that Python does. So a trace is not believed:
-the user's step and the stacked program run side by side, from the same state, on the same batches, for two steps (what
-the first one leaves behind shows in the second), and everything that training uses is compared: the loss, the logs,
-every gradient (none is not zero), every buffer, `requires_grad`, and how many random numbers were drawn.
+A trace records what a step did once, and a graph cannot represent everything that Python does. So the user's step and
+the stacked program run from the same state, on the same batches, for two steps (what the first changes shows in the
+second), and everything that training uses is compared: the loss, the logs, every gradient (None differs from zero),
+every buffer, `requires_grad`, and how many random numbers were drawn.
 
-It is done in float64, where two orders of summation differ by far less than any mistake. A model that does not run in
+This is done in float64, where two orders of summation differ far less than any mistake. A model that does not run in
 float64, or a job with a `precision`, is compared in its own dtypes, within ten times what rounding its inputs changes.
-Evaluation is proven in the same way, under the grad mode that it has.
+Evaluation is proven in the same way, in the grad mode that it has.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ if TYPE_CHECKING:
 
 
 def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
-    """Say why members of one recipe key may not train by their common program, by index; those that may are left out.
+    """Return why members of one recipe key may not train with their common program, by index. Members that may are left
+    out.
 
-    `solo`: by a program of one member, without a member axis.
+    Args:
+        solo: Prove a program of one member, without a member axis.
     """
     proofs, key = trace_cache.proofs, (trace_cache.proofs.number(recipes[0].key), solo)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
@@ -57,16 +59,16 @@ def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: 
 
 
 def proven_together(recipes: Sequence[Recipe], trace_cache: TraceCache) -> bool:
-    """Whether members that were proven apart differ only in numbers that were proven to be each member's own."""
+    """Return whether members that were proven separately differ only in numbers that were proven to be per member."""
     key = (trace_cache.proofs.number(recipes[0].key), False)
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
     return proof_cases.lifted_places(cases) <= trace_cache.proofs.lifted.get(cases[0].key, set())
 
 
 def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[str]:
-    """For each of these members, what differs; empty where nothing does."""
+    """Return for each of these members what differs; empty if nothing does."""
     members: list[Member] = [case.subject.member for case in rows]
-    need = 4 * sum(memory.rough(case.subject) for case in rows)  # twice the bytes of an element, both ways
+    need = 4 * sum(memory.rough(case.subject) for case in rows)  # two runs in float64
     free = memory.free_bytes(members[0].device)
     if need > free:
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
@@ -76,9 +78,9 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
 
 
 def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool) -> list[str]:
-    """Two steps both ways; the second on the shortest batch there is, which all members share.
+    """Run two steps both ways and compare them; the second on the shortest batch, which all members share.
 
-    The second step is compared for the first member alone: what a step leaves behind shows in any member.
+    The second step is compared for the first member only, since what a step changes shows in any member.
     """
     members = [_copied(case.subject.member, wide) for case in rows]
     sizes = list(rows[0].steps)
@@ -107,21 +109,21 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wi
 
 
 def _copied(member: Member, wide: bool) -> Member:
-    """A copy on its device, in float64 where that is wanted."""
+    """Return a copy of the member on its device, in float64 if `wide`."""
     scratch = scratch_copy(member)
     scratch.model = (widen(scratch.model) if wide else scratch.model).to(member.device)
     return scratch
 
 
 def _batch(member: Member, size: int, place: int, wide: bool) -> Any:
-    """A batch of so many rows; that of another place is from elsewhere in the data."""
+    """Return a batch of so many rows; another `place` gives other rows."""
     source, start = member.data.source, min(place * size, max(0, member.num_rows - size))
     batch = source.sample(size, place) if isinstance(source, LoaderSource) else member.data.take(start, start + size)
     return widen_leaves(batch) if wide else batch
 
 
 def _step_trace(recorded: Trace, member: Member, batch: Any, trace_cache: TraceCache, wide: bool) -> Trace:
-    """The graph of the copy's step: the one that will train, or in float64 its twin of the same operators."""
+    """Return the graph of the copy's step: the one that will train, or its float64 version with the same operators."""
     return twin_of(recorded, wide, partial(trace_cache.step_on, member, batch, twice=False))
 
 
@@ -134,7 +136,7 @@ def _run_program(
     deterministic: bool,
     shared: frozenset[int],
 ) -> list[Observed]:
-    """What the program gives for each member, from where the members are; nothing of theirs changes."""
+    """Run the program from the members' current state, and return its results for each. The members are not changed."""
     trace, device = traces[0], members[0].device
     leaves = [pytree.tree_leaves(batch) for batch in batches]
     program = Program(
@@ -179,7 +181,8 @@ def _run_program(
 
 
 def _run_step(member: Member, batch: Any) -> Observed:
-    """What the user's own step gives, forward and backward; the member's buffers and stream move on."""
+    """Run the user's step forward and backward, and return its results. The member's buffers and random stream
+    advance."""
     job, model = member.job, member.model
     params = dict(model.named_parameters())
     for param in params.values():
@@ -205,14 +208,14 @@ def _run_step(member: Member, batch: Any) -> Observed:
 def _run_rounded_step(
     member: Member, start: dict[str, Tensor], stream: Tensor, batch: Any, trace: Trace, trace_cache: TraceCache
 ) -> Observed:
-    """What the user's own step gives from rounded weights and rows, which shows how much rounding can do."""
+    """Run the user's step from rounded weights and rows, which shows how much rounding can change."""
     trace_cache.proofs.steps += 1
     other = replace(member, model=rounded(member.model, start, trace), rng=generator_at(stream))
     return _run_step(other, rounded_leaves(batch, trace))
 
 
 def _descend(model: nn.Module) -> None:
-    """Move along the gradients, so that the second step is not the first one again."""
+    """Move along the gradients, so that the second step differs from the first."""
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:
@@ -229,10 +232,10 @@ def prove_evaluation(
     batch: Any,
     trace_cache: TraceCache,
 ) -> None:
-    """See that models in eval mode give what their common program gives.
+    """Check that models in eval mode give the results of their common program.
 
     Raises:
-        Disproved: when it does not.
+        Disproved: If they do not.
     """
     key = ("evaluation", trace_cache.proofs.number(skeleton(traces[0])))
     cases = [Case(key, {0: t}, subject) for t, *subject in zip(traces, models, whats, strict=True)]

@@ -1,7 +1,7 @@
-"""Code of the user's that runs during an epoch, beside the step: schedules, and reading data.
+"""Checks of users' code that runs during an epoch beside the step: schedules and reading data.
 
-A stacked step is recorded once and then runs without its Python, so nothing that runs beside it may change what it
-reads. Both are tried before training: a schedule over all steps of the job, reading on the first rows.
+A stacked step is recorded once and then runs without its Python code, so nothing that runs beside it may change what it
+reads. Both are tried before training: a schedule over all steps of the job, and reading on the first rows.
 """
 
 from __future__ import annotations
@@ -26,42 +26,45 @@ if TYPE_CHECKING:
     from shoal.engine.members.member import Member
 
 MOST_STEPS = 20_000
-"""Steps of a schedule that are tried."""
+"""The most steps of a schedule that are tried."""
 _WRITES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL")
 _WRITING = frozenset({"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft"})
 _WRITING |= {"remove", "set", "setattr", "setdefault", "update"}
-"""Methods that change what they are called on; those of tensors end in an underscore."""
+"""Names of methods that change their object. Those of tensors end in an underscore."""
 
 
 def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: type[Optimizer]) -> None:
-    """See that neither reading data nor the schedule changes what the member's step reads.
+    """Check that neither reading data nor the schedule changes what the member's step reads.
 
-    `settings`, `kind`: of its optimizer, group by group.
+    Args:
+        settings: The settings of each parameter group of its optimizer.
+        kind: The class of its optimizer.
 
     Raises:
-        Untraceable: when one of them does.
+        Untraceable: If one of them does.
     """
     job = member.job
     streamed = member.data.source.streamed
-    stepped = job.schedule is not None and job.schedule_every == "step" and _can_write(job.schedule)
-    if not streamed and not stepped:
+    schedule_writes = job.schedule is not None and job.schedule_every == "step" and _can_write(job.schedule)
+    if not streamed and not schedule_writes:
         return
-    read = Watch()
-    read.add(member.index, {"step": job.step, "loss": job.loss}, member.model)
+    step_state = Watch()
+    step_state.add(member.index, {"step": job.step, "loss": job.loss}, member.model)
     source = member.data.source
     if isinstance(source, LoaderSource):
-        if read.shared_with(Walk({"data": source.loader.parts})):
+        if step_state.shared_with(Walk({"data": source.loader.parts})):
             source.try_reading()
-            _refuse(read, "reading its data")
+            _refuse(step_state, "reading its data")
     elif streamed:
         member.data.take(0, min(2, member.shape_rows))
-        _refuse(read, "reading its data")
-    if stepped and read.shared_with(Walk({"schedule": job.schedule})):
+        _refuse(step_state, "reading its data")
+    if schedule_writes and step_state.shared_with(Walk({"schedule": job.schedule})):
         with preserved({"schedule": job.schedule}):
-            _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), read)
+            _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), step_state)
 
 
-def _try_schedule(member: Member, schedule: ScheduleRunner, read: Watch) -> None:
+def _try_schedule(member: Member, schedule: ScheduleRunner, step_state: Watch) -> None:
+    """Step the schedule as often as training will, and raise Untraceable at the first change of what the step reads."""
     job = member.job
     if member.optimizer_state:
         schedule.resume(member.optimizer_state["param_groups"], member.schedule_state)
@@ -70,20 +73,21 @@ def _try_schedule(member: Member, schedule: ScheduleRunner, read: Watch) -> None
     for _ in range(min(steps, MOST_STEPS)):
         try:
             schedule.step()
-        except Exception:  # it will raise in training too, and end its own member there
+        except Exception:  # it will raise in training too, and end that member there
             return
-        _refuse(read, "its schedule")
+        _refuse(step_state, "its schedule")
     if steps > MOST_STEPS:
         raise Untraceable("its schedule writes to what its step reads, and has too many steps to be tried beforehand")
 
 
-def _refuse(read: Watch, what: str) -> None:
-    for path in read.changes().values():
-        raise Untraceable(f"{what} changes what its step reads ({say(path)})")
+def _refuse(step_state: Watch, cause: str) -> None:
+    """Raise Untraceable if the watched state has changed."""
+    for path in step_state.changes().values():
+        raise Untraceable(f"{cause} changes what its step reads ({say(path)})")
 
 
 def _can_write(function: Any) -> bool:
-    """Whether code of the user's that can be reached changes anything but its own variables."""
+    """Return whether users' code that a function can reach changes anything but local variables."""
     walk = Walk({"schedule": function})
     functions = [held for held in walk.visited if isinstance(held, types.FunctionType)]
     return any(_writes(f.__code__) for f in functions if not is_library_function(f))

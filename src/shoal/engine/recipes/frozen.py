@@ -1,7 +1,7 @@
-"""Weights that no step changes and that several members have alike: a stack keeps them once, without a member axis.
+"""Frozen weights that several members have in common: a stack keeps them once, without a member axis.
 
-A backbone with many heads, or adapters over one base: what is computed from shared weights and a shared batch is then
-computed once for all members.
+Examples are a backbone with many heads, or adapters over one base model. What depends only on shared weights and a
+shared batch is computed once for all members.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _WRITERS = {
     aten.batch_norm.default: 5, aten.instance_norm.default: 5, aten.native_batch_norm.default: 5,
     aten.cudnn_batch_norm.default: 5,
 }  # fmt: skip
-"""Operators that write their running averages without saying so, where this argument is true."""
+"""Operators that write their running averages although their schema does not say so, and the index of the argument that
+turns it on."""
 
 
 class FrozenWeights:
-    """Which members have the same frozen weights, by the values; kept for a run."""
+    """Finds the members that have equal frozen weights, by comparing values. It lasts for a run."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._known: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}
 
-    def number(self, recipe: Recipe, places: Sequence[int]) -> int:
-        """The same for all recipes of one key whose tensors at these places are equal."""
-        tensors = _state(recipe, places)
+    def number(self, recipe: Recipe, indices: Sequence[int]) -> int:
+        """Return a number that is the same for all recipes of one key whose tensors at these indices are equal."""
+        tensors = _state(recipe, indices)
         known = self._known.setdefault(recipe.key, [])
         for number, others in known:
             if all(a is b or _equal(a, b) for a, b in zip(tensors, others, strict=True)):
@@ -48,47 +49,50 @@ class FrozenWeights:
 
 
 def share(recipes: Sequence[Recipe], trace_cache: TraceCache) -> None:
-    """Let those of these recipes (of one key) that have the same frozen weights share them.
+    """Let recipes of one key that have equal frozen weights share them.
 
-    Where all members have their own (random layers that are not trained, say), they stay one stack, each with its own.
+    If all members have different frozen weights (random layers, for example), they stay one stack without sharing.
     """
-    places = frozen_places(recipes[0], trace_cache)
-    if not places:
+    indices = frozen_indices(recipes[0], trace_cache)
+    if not indices:
         return
-    numbers = [trace_cache.frozen.number(recipe, places) for recipe in recipes]
+    numbers = [trace_cache.frozen.number(recipe, indices) for recipe in recipes]
     for recipe, number in zip(recipes, numbers, strict=True):
         if len(recipes) == 1 or numbers.count(number) > 1:
-            recipe.share(places, number)
+            recipe.share(indices, number)
 
 
-def frozen_places(recipe: Recipe, trace_cache: TraceCache) -> tuple[int, ...]:
-    """Of parameters, then buffers: those that are not trained, that a step reads and that neither a step nor a
-    validation writes."""
-    if recipe.optimizer.flags is None:  # the user's own class runs on the members' rows, and may write to any of them
+def frozen_indices(recipe: Recipe, trace_cache: TraceCache) -> tuple[int, ...]:
+    """Return the indices into parameters, then buffers, of those that can be shared.
+
+    They are not trained, a step reads them, and neither a step nor a validation writes them.
+    """
+    if recipe.optimizer.flags is None:  # the optimizer object may write to any tensor
         return ()
     first = next(iter(recipe.steps.values()))
     named = dict(recipe.member.model.named_parameters())
-    trained = {place for place, name in enumerate(first.params) if named[name].requires_grad}
+    trained = {i for i, name in enumerate(first.params) if named[name].requires_grad}
     written = set().union(*(_written(trace) for trace in recipe.steps.values()))
     owned = enumerate(first.nodes[: len(first.params) + len(first.buffers)])
-    read = {place for place, node in owned if any(user.op != "output" for user in node.users)}
-    places = read - trained - written
-    return tuple(sorted(places - _written_in_validation(recipe.member, first, trace_cache))) if places else ()
+    read = {i for i, node in owned if any(user.op != "output" for user in node.users)}
+    indices = read - trained - written
+    return tuple(sorted(indices - _written_in_validation(recipe.member, first, trace_cache))) if indices else ()
 
 
 def _written_in_validation(member: Member, step: Trace, trace_cache: TraceCache) -> set[int]:
-    """The places of the step's parameters and buffers that validation writes to; all of them where it has no graph."""
+    """Return the indices of the step's parameters and buffers that validation writes to; all of them if it cannot be
+    traced."""
     names = [*step.params, *step.buffers]
     try:
         traces = trace_cache.validations(member)
     except Untraceable:
         return set(range(len(names)))
-    written = {[*trace.params, *trace.buffers][place] for trace in traces for place in _written(trace)}
-    return {place for place, name in enumerate(names) if name in written}
+    written = {[*trace.params, *trace.buffers][i] for trace in traces for i in _written(trace)}
+    return {i for i, name in enumerate(names) if name in written}
 
 
 def _written(trace: Trace) -> set[int]:
-    """The parameters and buffers that a graph writes to, or gives back otherwise than they were."""
+    """Return the indices of the parameters and buffers that a graph writes to or returns changed."""
     owned = len(trace.params) + len(trace.buffers)
     place = {node: index for index, node in enumerate(trace.nodes[:owned])}
     written: set[int] = set()
@@ -100,21 +104,21 @@ def _written(trace: Trace) -> set[int]:
         if flag is not None and (len(node.args) <= flag or node.args[flag]):
             written |= {place[root] for root in map(origin, node.all_input_nodes) if root in place}
     outputs = [node for node in trace.nodes[-1].args[0] if isinstance(node, Node)]  # type: ignore[union-attr]
-    given = outputs[len(outputs) - len(trace.buffers) :] if trace.buffers else []
-    unchanged = {place[node] for node in given if node in place}
+    buffers_after = outputs[len(outputs) - len(trace.buffers) :] if trace.buffers else []
+    unchanged = {place[node] for node in buffers_after if node in place}
     return written | (set(range(len(trace.params), owned)) - unchanged)
 
 
-def _state(recipe: Recipe, places: Sequence[int]) -> list[Tensor]:
+def _state(recipe: Recipe, indices: Sequence[int]) -> list[Tensor]:
     trace = next(iter(recipe.steps.values()))
     model = recipe.member.model
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     state = [*(params[name] for name in trace.params), *(buffers[name] for name in trace.buffers)]
-    return [state[place].detach() for place in places]
+    return [state[i].detach() for i in indices]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, so that zeros of different signs and NaNs are told apart."""
+    """Return whether two tensors are equal bit for bit: zeros of different signs differ, and equal NaNs do not."""
     if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
         return False
     same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()

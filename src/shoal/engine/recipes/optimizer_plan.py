@@ -1,4 +1,4 @@
-"""A member's optimizer as a stack sees it: groups of parameters, their numbers, its schedule."""
+"""A member's optimizer as a stack sees it: groups of parameters, their hyper-parameters, and the schedule."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from shoal.engine.tracing.patches import Untraceable
 
 @dataclass(slots=True, eq=False)
 class OptimizerPlan:
-    """A member's optimizer, taken apart: which parameters are in which group, and the numbers of each group."""
+    """The parts of a member's optimizer: which parameters are in which group, and the settings of each group."""
 
     kind: type[Optimizer]
     groups: list[list[int]]
-    """Positions of the parameters, in the trace's order."""
+    """For each group, the indices of its parameters in the trace's order."""
     settings: list[dict[str, Any]]
+    """For each group, its options as in `param_groups`, before the schedule changed any."""
     flags: list[Flags] | None
-    """Structural settings per group; None: no rule, the real class runs a member at a time."""
+    """For each group, the settings that change the arithmetic. None: the class has no rule, and each member's own
+    optimizer object runs."""
     runner: ScheduleRunner | None = None
 
     def skeleton(self) -> list[dict[str, Any]]:
-        """The param groups as the optimizer's own `state_dict()` has them at its beginning."""
+        """Return the param groups as a new optimizer's `state_dict()` has them."""
         first = 0
         groups = []
         for group, settings in zip(self.groups, self.settings, strict=True):
@@ -44,28 +46,30 @@ class OptimizerPlan:
         return groups
 
     def began_together(self, member: Member, used: Sequence[bool]) -> bool:
-        """Whether the parameters of each group that are trained have had equally many steps, as rules take it.
+        """Return whether the trained parameters of each group have had the same number of steps, which rules require.
 
-        `used`: by a parameter's position, whether it gets a gradient. A clone's new step may be the first to use one.
+        Args:
+            used: For each parameter, whether it gets a gradient. A clone with a new step may be the first to use one.
         """
         trained = [p.requires_grad and use for p, use in zip(member.model.parameters(), used, strict=True)]
-        saved = iter(range(sum(map(len, self.groups))))
-        known = member.optimizer_state.get("state", {})
+        state_index = iter(range(sum(map(len, self.groups))))
+        saved_state = member.optimizer_state.get("state", {})
         for group in self.groups:
-            entries = [known.get(index, {}) for _, index in zip(group, saved, strict=False)]
-            begun = [e for e, position in zip(entries, group, strict=True) if trained[position]]
-            if len({(any(x is not None for x in e.values()), float(e.get("step", 0))) for e in begun}) > 1:
+            entries = [saved_state.get(index, {}) for _, index in zip(group, state_index, strict=False)]
+            trained_entries = [e for e, position in zip(entries, group, strict=True) if trained[position]]
+            if len({(any(x is not None for x in e.values()), float(e.get("step", 0))) for e in trained_entries}) > 1:
                 return False
         return True
 
     @property
     def key(self) -> Hashable:
+        """Equal for optimizers that one `StackedOptimizer` can update."""
         common = None if self.flags is None else tuple(structure(self.kind, flags) for flags in self.flags)
         return (self.kind, tuple(map(tuple, self.groups)), common)
 
 
 def _its_own(optimizer: Optimizer) -> bool:
-    """Does this optimizer do something of its own: hooks, another step than its class's, state it came with?"""
+    """Return whether this optimizer differs from a new one of its class: hooks, a replaced `step`, or state."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -77,7 +81,7 @@ def _its_own(optimizer: Optimizer) -> bool:
 
 
 def _narrow(group: dict[str, Any]) -> bool:
-    """Whether a setting is a tensor of fewer digits than the parameters, in which torch then computes with it."""
+    """Return whether a setting is a tensor of lower precision than the parameters; torch computes in that precision."""
     settings = (value for name, value in group.items() if name != "params")
     leaves = [x for x in pytree.tree_leaves(list(settings)) if isinstance(x, Tensor) and x.is_floating_point()]
     least = min((torch.finfo(p.dtype).eps for p in group["params"]), default=1.0)
@@ -85,9 +89,11 @@ def _narrow(group: dict[str, Any]) -> bool:
 
 
 def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
-    """Whether making or asking a schedule changes Python state: then only the real one may be asked, and in order.
+    """Return whether creating or stepping the schedule changes Python state. Then only the real one may be used, in
+    order.
 
-    `runner`: one to try it on, since a schedule may count its calls by itself.
+    Args:
+        runner: A separate runner to try it on, since a schedule may count its calls.
     """
     if not state.changes() and runner.can_table():
         runner.step()
@@ -95,10 +101,10 @@ def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:
-    """Take the member's own optimizer apart.
+    """Return the parts of the member's optimizer.
 
     Raises:
-        Untraceable: when only the real loop can drive it.
+        Untraceable: If only the plain loop can run it, such as one that needs a closure.
     """
     with trying(member.job) as state:
         return _plan_optimizer(member, state)
@@ -121,15 +127,15 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     with draws(member, keep=False):
         fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    plain = not _its_own(fresh) and not any(map(_narrow, fresh.param_groups))
-    splits = [split_hparams(kind, group) if plain else None for group in settings]
+    is_plain = not _its_own(fresh) and not any(map(_narrow, fresh.param_groups))
+    splits = [split_hparams(kind, group) if is_plain else None for group in settings]
     if any(split is None for split in splits):
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    tried = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign or (state is not None and tried is not None and _keeps_state(tried, state)):
+    trial_runner = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
+    if runner.foreign or (state is not None and trial_runner is not None and _keeps_state(trial_runner, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
-    moved = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
-    return OptimizerPlan(kind, groups, settings, [split[0] for split in moved if split is not None], runner)
+    with_schedule = [split_hparams(kind, group, scheduled=runner.moves()) for group in settings]
+    return OptimizerPlan(kind, groups, settings, [split[0] for split in with_schedule if split is not None], runner)

@@ -1,7 +1,7 @@
-"""A traced step with a member axis: the graph, every operator replaced by its stacking rule, ready to run.
+"""A traced step with a member axis: the graph with every operator replaced by its stacking rule, ready to run.
 
-A value is either shared by all members or has the member axis first; which one is decided once, here, before any step.
-With `members=0` the same graph runs as it was traced, for one member alone, with only its random draws replaced.
+A value is either shared by all members or has the member axis first. Which one is decided once, when the program is
+made. With `solo=True` the graph runs as it was traced, for one member, with only its random draws replaced.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from shoal.engine.tracing.trace import Trace, origin, written_params
 from shoal.utils.randomness import Draw
 
 Noise = Callable[[int], Tensor]
-"""The value of the step's n-th random draw, members first."""
+"""Returns the value of the step's n-th random draw, members first."""
 
 
 @dataclass(slots=True)
 class _Instruction:
+    """One call: it reads `args`, and its result becomes value number `out`."""
+
     run: Callable[..., Any]
     args: list[Any]
     out: int
     dead: tuple[int, ...]
-    """Values that are not read after this instruction."""
+    """Positions of values that no later instruction reads."""
 
 
 class _Value(int):
-    """The position of a computed value among an instruction's arguments."""
+    """The index of a computed value, as an argument of an instruction."""
 
 
 class Program:
     """Runs the common step of `traces` (one per member) on stacked parameters, buffers and batches.
 
     Raises:
-        NotStackable: when an operator has no exact member axis; the message names it.
+        NotStackable: If an operator has no exact member axis; the message names it.
     """
 
     def __init__(
@@ -56,9 +58,16 @@ class Program:
         deterministic: bool = False,
         shared: Collection[int] = (),
     ) -> None:
-        """`deterministic`: on a CPU with one thread, no bit of a member depends on the other traces, on their number or
-        on whether they share a batch. `shared`: of parameters, then buffers, those that all members have in common;
-        the program is given them with a member axis all the same, and reads the first of them."""
+        """Check that the traces are alike, and translate them into instructions.
+
+        Args:
+            stacked_batch: For each tensor of a batch, whether it has a member axis.
+            solo: Run the graph for one member, without a member axis.
+            deterministic: On a CPU with one thread, no bit of a member depends on the other traces, on their number, or
+                on whether they share a batch.
+            shared: Indices into parameters, then buffers, of those that all members share. They are passed with a
+                member axis like the others, and the program reads the first row.
+        """
         _check_alike(traces)
         self.trace = traces[0]
         self.members = 0 if solo else len(traces)
@@ -74,13 +83,18 @@ class Program:
         self._stacked_batch = list(stacked_batch)
         self._shared = frozenset(shared)
         self.written = written_params(self.trace)
-        """Parameters that the step itself writes to, by their place."""
+        """Indices of the parameters that the step itself writes to."""
         self._carries = self._propagate(stacked_batch)
         self._shared_inputs = [i for i in self._shared if self.members and self._inputs[i] not in self._carries]
         self._instructions = self._build()
 
     def __call__(self, state: Sequence[Tensor], batch: Sequence[Tensor], noise: Noise) -> tuple[Any, dict[str, Tensor]]:
-        """(what the step returned, buffers afterwards), from parameters and buffers in the trace's order."""
+        """Run the step and return (what it returned, the buffers afterwards).
+
+        Args:
+            state: Parameters, then buffers, in the trace's order.
+            noise: Gives the random draws.
+        """
         values: list[Any] = [None] * len(self._position)
         values[: len(state) + len(batch)] = self._enter(state, batch)
         self._noise = noise
@@ -101,13 +115,17 @@ class Program:
     # --- which values carry members ---------------------------------------------------------------------------------
 
     def _propagate(self, stacked_batch: Sequence[bool]) -> set[Node]:
+        """Return the nodes whose values have a member axis.
+
+        A value that a step writes members' values into needs the axis too, so this repeats until nothing changes.
+        """
         if not self.members:
             return set()
-        owned = len(self.trace.params) + len(self.trace.buffers)
-        forced = self._never_shared() if self.deterministic else set()
+        num_state = len(self.trace.params) + len(self.trace.buffers)
+        widened = self._never_shared() if self.deterministic else set()
         while True:
-            stacked = [*(i not in self._shared for i in range(owned)), *stacked_batch]
-            carries = {node for node, carried in zip(self._inputs, stacked, strict=True) if carried} | forced
+            stacked = [*(i not in self._shared for i in range(num_state)), *stacked_batch]
+            carries = {node for node, carried in zip(self._inputs, stacked, strict=True) if carried} | widened
             for index, node in enumerate(self.trace.nodes):
                 if self._varies(index, node) or any(n in carries for n in node.all_input_nodes):
                     carries.add(node)
@@ -118,24 +136,26 @@ class Program:
             }
             if not written:
                 return carries
-            forced |= {origin(node) for node in written} | written
+            widened |= {origin(node) for node in written} | written
 
     def _never_shared(self) -> set[Node]:
-        """What members may or may not have in common, and is given to each of them so that it makes no difference."""
-        owned = len(self.trace.params) + len(self.trace.buffers)
+        """Return the nodes that always get a member axis in a deterministic program, whether or not members share
+        them."""
+        num_state = len(self.trace.params) + len(self.trace.buffers)
         constants = [node for node in self.trace.nodes if node.op == "get_attr"]
-        return {*self._inputs[owned:], *(n for n in constants if self.trace.constant(n).is_floating_point())}
+        return {*self._inputs[num_state:], *(n for n in constants if self.trace.constant(n).is_floating_point())}
 
     def _widened(self, node: Node) -> bool:
-        """Must a value that no member's own data went into be given the member axis all the same?"""
+        """Return whether a value gets a member axis although it depends on no member's own data."""
         varies = self._varies(self._position[node], node)
         return node in self._carries and not varies and not any(n in self._carries for n in node.all_input_nodes)
 
     def _varies(self, index: int, node: Node) -> bool:
-        """Do members' own numbers, constants or draws go in here?"""
+        """Return whether a node reads members' own numbers, constants or random draws."""
         return any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
 
     def _enter(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+        """Return the program's inputs, with the member axis removed from shared ones and added where it is needed."""
         values = [*state, *batch]
         for index in self._shared_inputs:
             values[index] = values[index][0]
@@ -144,6 +164,7 @@ class Program:
         return values
 
     def _leave(self, node: Any, values: list[Any]) -> Any:
+        """Return an output of the program, always with a member axis."""
         if not isinstance(node, Node):
             return node
         value = values[self._position[node]]
@@ -154,7 +175,8 @@ class Program:
     # --- from nodes to instructions ---------------------------------------------------------------------------------
 
     def _build(self) -> list[_Instruction]:
-        owned = len(self.trace.params) + len(self.trace.buffers)
+        """Translate the nodes into instructions."""
+        num_state = len(self.trace.params) + len(self.trace.buffers)
         self._outputs: list[Any] = list(self.trace.nodes[-1].args[0])  # type: ignore[arg-type]
         for (node_index, _, path), number in self._scalars.items():
             if node_index == len(self.trace.nodes) - 1:  # a plain number that the step returns, such as a log
@@ -171,7 +193,7 @@ class Program:
                 dead = tuple(self._position[n] for n in last_use.get(node, ()))
                 instructions.append(_Instruction(run, args, index, dead))
         for index, node in enumerate(self._inputs):
-            if index >= owned and node in self._carries and self._is_forced_input(node, index - owned):
+            if index >= num_state and node in self._carries and self._is_forced_input(node, index - num_state):
                 self._copied_inputs.append(index)
         return instructions
 
@@ -179,6 +201,7 @@ class Program:
         return self._widened(node) and not self._stacked_batch[leaf]
 
     def _constant(self, index: int, node: Node) -> Tensor:
+        """Return the value of a constant of the graph, stacked if members differ in it."""
         if any(rules.mutates(user) and user.all_input_nodes[0] is node for user in node.users) and node.users:
             raise NotStackable("it changes a tensor that is neither a parameter nor a buffer")
         if index in self._constants:
@@ -187,12 +210,13 @@ class Program:
         return value.unsqueeze(0).repeat(self.members, *[1] * value.dim()) if self._widened(node) else value
 
     def _instruction(self, index: int, node: Node) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the function of a node's instruction, and its arguments."""
         if node.target is operator.getitem or not hasattr(node.target, "_schema"):
             return node.target, self._slots(node.args)  # type: ignore[return-value]
         rules.refuse_side_writes(node.target)
         arguments = self._arguments(index, node)
-        ruled = self._is_random(node) or node.target in rules.ALONE
-        if not ruled and (node not in self._carries or self._widened(node)):
+        needs_rule = self._is_random(node) or node.target in rules.ALONE
+        if not needs_rule and (node not in self._carries or self._widened(node)):
             run = _plain(node.target, node, self.members if self._widened(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
         ctx = OpContext(
@@ -208,7 +232,7 @@ class Program:
         return self._noise(index)
 
     def _arguments(self, index: int, node: Node) -> tuple[Any, ...]:
-        """All arguments in the schema's order, with members' own numbers put in."""
+        """Return all arguments in the schema's order, with members' own numbers filled in."""
         values = []
         for slot, value in arguments_of(node):
             for (position, name, path), number in self._scalars.items():
@@ -230,21 +254,21 @@ class Program:
         return value
 
     def _last_use(self) -> dict[Node, list[Node]]:
-        """For every node, the values that are read there for the last time."""
+        """Return, for each node, the values that are read there for the last time."""
         needed = {node for node in self._outputs if isinstance(node, Node)} | set(self._inputs)
-        last = {
+        last_user = {
             node: max(node.users, key=self._position.__getitem__)
             for node in self.trace.nodes
             if node.users and node not in needed
         }
         last_uses: dict[Node, list[Node]] = {}
-        for node, user in last.items():
+        for node, user in last_user.items():
             last_uses.setdefault(user, []).append(node)
         return last_uses
 
 
 class _Nested(list[Any]):
-    """A list argument with computed values in it."""
+    """A list argument that contains computed values."""
 
 
 def _resolve(arg: Any, values: list[Any]) -> Any:
@@ -254,7 +278,11 @@ def _resolve(arg: Any, values: list[Any]) -> Any:
 
 
 def _plain(op: Any, node: Node, widen: int) -> Callable[..., Any]:
-    """An operator on shared values, with its keyword arguments; repeated for each member when written to later."""
+    """Return a function that calls an operator on shared values.
+
+    Args:
+        widen: Repeat the result for so many members, since the step writes to it later; 0: do not.
+    """
     count, keys = len(node.args), list(node.kwargs)
 
     def run(*args: Any) -> Any:
@@ -264,7 +292,7 @@ def _plain(op: Any, node: Node, widen: int) -> Callable[..., Any]:
     return run
 
 
-# Where operators that may draw keep their rate and their training flag.
+# The indices of the rate and of the training flag among the arguments of operators that may draw random numbers.
 _RATES = {
     "dropout": (1, 2), "dropout_": (1, 2), "feature_dropout": (1, 2), "feature_dropout_": (1, 2),
     "alpha_dropout": (1, 2), "feature_alpha_dropout": (1, 2), "alpha_dropout_": (1, 2),
@@ -274,7 +302,7 @@ _RATES = {
 
 
 def _draws(node: Node, arguments: tuple[Any, ...]) -> bool:
-    """Does this call draw random numbers, with these arguments?"""
+    """Return whether this call draws random numbers, with these arguments."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     rate_at, training_at = _RATES.get(str(node.target).split(".")[1], (None, None))
@@ -286,7 +314,8 @@ def _draws(node: Node, arguments: tuple[Any, ...]) -> bool:
 
 
 def _check_alike(traces: Sequence[Trace]) -> None:
-    """Graphs of one training step may still differ in eval mode, or on batches of another shape."""
+    """Raise NotStackable unless the graphs are alike. Equal training steps may still differ in eval mode or on other
+    shapes."""
     distinct = list({id(other): other for other in traces}.values())
     first = skeleton(distinct[0]) if len(distinct) > 1 else None
     for other in distinct[1:]:
@@ -295,7 +324,7 @@ def _check_alike(traces: Sequence[Trace]) -> None:
 
 
 def as_column(value: Any, rows: int) -> Tensor:
-    """A step's log as one number per row of the stack."""
+    """Return a logged value as one number for each row of the stack."""
     if isinstance(value, Tensor) and value.dim():
         return value.detach().reshape(rows, -1).mean(1) if value.dim() > 1 else value.detach()
     return torch.full((rows,), float(value), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""What members must have in common to be one stack, worked out once for all of them.
+"""What members need in common to be one stack, computed once for all of them.
 
-A recipe is a job's training as far as the stack is concerned: its step as a graph for every batch shape it will see,
-and its optimizer as a rule. Members with equal recipe keys are one stack, whatever their optimizers; why a member has
-no recipe is an `Untraceable` with the reason.
+A recipe describes a job's training as a stack sees it: its step as a graph for every batch shape that it will get, and
+its optimizer as a rule. Members with equal recipe keys can be one stack, even with different optimizers. A member
+without a recipe raises `Untraceable` with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MOST_PROGRAMS = 256
-"""Compositions of stacks whose programs stay in the cache."""
+"""The most stacked programs that stay in the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +47,12 @@ class Recipe:
 
     member: Member
     steps: dict[int, Trace]
-    """Rows in a batch -> the step as a graph."""
+    """The graph of the step, by the number of rows in a batch."""
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
-    """Of the computation, which all members of a stack share; optimizers may differ."""
+    """Identifies the computation. Members of one stack have the same key; their optimizers may differ."""
     shared: frozenset[int] = frozenset()
-    """Of parameters, then buffers: those that a stack keeps once for all its members; see `frozen`."""
+    """Indices into parameters, then buffers, of those that a stack keeps once for all its members; see `frozen`."""
 
     def __post_init__(self) -> None:
         job, member = self.member.job, self.member
@@ -65,13 +65,13 @@ class Recipe:
         if job.average is not None:
             self.key = (self.key, "average", job.average.use_buffers)
 
-    def share(self, places: Sequence[int], number: int) -> None:
-        """Have these weights in common with all recipes of this number."""
-        self.shared = frozenset(places)
-        self.key = (self.key, "shared", tuple(places), number)
+    def share(self, indices: Sequence[int], number: int) -> None:
+        """Share the weights at these indices with all recipes of the same `number`."""
+        self.shared = frozenset(indices)
+        self.key = (self.key, "shared", tuple(indices), number)
 
     def same_steps(self, other: Recipe | None) -> bool:
-        """Whether the steps are the same, number for number."""
+        """Return whether the steps of both recipes are the same, including their numbers."""
         if other is None or self.key != other.key:
             return False
         return all(same_graph(graph, other.steps[rows]) for rows, graph in self.steps.items())
@@ -79,70 +79,79 @@ class Recipe:
 
 @dataclass(slots=True)
 class Proofs:
-    """What has been proven in a run."""
+    """Results of the proofs of a run, so that each kind of step is proven once."""
 
     reasons: dict[Hashable, str] = field(default_factory=dict)
-    """By kind: why it may not be stacked; empty where it may."""
+    """For each kind of step, why it may not be stacked; empty if it may."""
     lifted: dict[Hashable, set[Path | int]] = field(default_factory=dict)
-    """By graph: the numbers and constants that were proven with different values for different members."""
+    """For each graph, the numbers and constants that were proven with different values for different members."""
     steps: int = 0
-    """Steps of users' own code that were run for it."""
+    """How many steps of users' code were run for the proofs."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, key: Hashable) -> int:
-        """A number for a key, which may be long."""
+        """Return a short number for a key, which may be long."""
         return self._numbers.setdefault(key, len(self._numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Something to be computed in eval mode, without gradients."""
+    """A computation in eval mode, without gradients."""
 
     function: Hashable
-    """What it is, for Python: equal for the same code."""
+    """Identifies the Python code; equal for the same code."""
     call: Call
     precision: str | None = None
 
     @classmethod
     def forward(cls, precision: str | None = None) -> Evaluation:
-        """A model's outputs; a batch is the tuple of its inputs."""
+        """Return an evaluation of a model's outputs. A batch is the tuple of its inputs."""
         return cls("forward", lambda model, batch: model(*batch), precision)
 
     @classmethod
-    def validation(cls, job: Job, wanted: bool) -> Evaluation:
-        """A job's step on a validation batch: `((loss, logs), outputs)`; outputs only if wanted."""
+    def validation(cls, job: Job, with_outputs: bool) -> Evaluation:
+        """Return an evaluation of a job's step on a validation batch, as `((loss, logs), outputs)`.
+
+        Args:
+            with_outputs: Whether the outputs are needed, for metrics; otherwise they are None.
+        """
 
         def call(model: nn.Module, batch: Any) -> Any:
             if job.step is not None:
-                return run_step(job, model, batch), call_model(model, batch) if wanted else None
+                return run_step(job, model, batch), call_model(model, batch) if with_outputs else None
             assert job.loss is not None
             outputs = call_model(model, batch)
-            return (job.loss(outputs, targets_of(batch)), {}), outputs if wanted else None
+            return (job.loss(outputs, targets_of(batch)), {}), outputs if with_outputs else None
 
-        return cls(("validation", job.step, job.loss, wanted), call, job.precision)
+        return cls(("validation", job.step, job.loss, with_outputs), call, job.precision)
 
 
 _Code = tuple[Hashable, Hashable, str, str | None, bool]
-"""What is recorded, for Python: model, function, how batches are folded, precision, whether it is evaluated."""
+"""Identifies recorded code: model, function, structure of the batch, precision, whether it is an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What was recorded."""
+    """The result of one recording."""
 
     made: Trace | Untraceable
     read: Watch
-    """What else it read: globals, classes, what closures hold."""
+    """Watches other Python state that the code read: globals, classes, contents of closures."""
     held: list[Any]
-    """Objects whose ids are in its key: while they live, no others have them."""
+    """Objects whose ids are in the key. They are kept alive so that no other object gets the same id."""
 
 
 class TraceCache:
-    """Makes recipes, tracing each distinct step once."""
+    """Makes recipes, and traces each distinct step once."""
 
     def __init__(self, *, deterministic: bool = False, share: bool = False) -> None:
-        """`deterministic`: programs whose bits for a member depend on that member alone. `share`: members with the same
-        frozen weights may have them in common, where nobody changes one member's while it trains."""
+        """Create an empty cache.
+
+        Args:
+            deterministic: Make programs in which a member's bits depend on that member alone.
+            share: Let members with equal frozen weights share them. Use it only if no member's weights are changed from
+                outside while it trains.
+        """
         self.deterministic = deterministic
         self.share = share and not deterministic
         self.frozen = FrozenWeights()
@@ -151,38 +160,39 @@ class TraceCache:
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """Objects whose ids are in the fingerprints."""
         self._known: dict[_Code, Trace] = {}
-        """Code that was recorded already, and its first trace."""
+        """The first trace of each recorded code."""
         self._kinds: dict[Hashable, int] = {}
-        """Code, whatever the floating-point numbers in it."""
+        """A number for each kind of code, which does not depend on the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
-        """What was recorded, by kind and the shapes of the batch."""
+        """Recorded traces, by kind and by the shapes of the batch."""
         self._shapes: dict[Hashable, tuple[str, str]] = {}
-        """Of two batches of a streamed source."""
+        """The shapes of the first and last batch of each streamed source."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
-        """Compiled steps, for `captured`: by what they compute and its shape."""
+        """Compiled steps of the `captured` tier, by what they compute and its shape."""
 
     def recipe(self, member: Member, *, brief: bool = False) -> Recipe:
-        """The member's recipe.
+        """Return the member's recipe.
 
-        `brief`: for one that is not stacked, of which only that it can be traced is to be known: its step on a full
-        batch, recorded once.
+        Args:
+            brief: Only find out whether the member can be traced, for one that is not stacked: its step on a full batch
+                is recorded once.
 
         Raises:
-            Untraceable: with the reason why it cannot be stacked.
+            Untraceable: With the reason why it cannot be stacked.
         """
         sizes = batch_sizes(member)[: 1 if brief else None]
         steps = {rows: self.step(member, rows, twice=not brief) for rows in sizes}
-        used: list[Sequence[bool]] = []
+        used_by_size: list[Sequence[bool]] = []
         for graph in steps.values():
             try:
-                used.append(used_params(graph))
+                used_by_size.append(used_params(graph))
             except Exception as error:
                 raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
-        touched = [any(flags) for flags in zip(*used, strict=True)]
-        if optimizer.flags is not None and not optimizer.began_together(member, touched):
+        gets_grad = [any(flags) for flags in zip(*used_by_size, strict=True)]
+        if optimizer.flags is not None and not optimizer.began_together(member, gets_grad):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
@@ -194,10 +204,10 @@ class TraceCache:
         device: torch.device,
         shared: frozenset[int] = frozenset(),
     ) -> Program:
-        """The stacked program of these traces of mine, made once for each composition of a stack; see `Program`.
+        """Return the stacked program of these traces, made once for each composition of a stack; see `Program`.
 
         Raises:
-            NotStackable: when an operator has no exact member axis.
+            NotStackable: If an operator has no exact member axis.
         """
         from shoal.engine.recipes.program import Program
 
@@ -211,14 +221,14 @@ class TraceCache:
         return self._programs[key]
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
-        """The training step on a batch of so many rows: `((loss, logs), buffers)`; `twice`: see `trace`."""
+        """Trace the training step on a batch of so many rows: `((loss, logs), buffers)`. `twice`: see `trace`."""
         batch = sample(member, rows)
         if member.data.source.streamed and not member.batched:
             self._refuse_other_shapes(member, rows, batch)
         return self.step_on(member, batch, twice=twice)
 
     def _refuse_other_shapes(self, member: Member, rows: int, batch: Any) -> None:
-        """Untraceable where a batch of other rows has other shapes, as one that is padded to its longest row has."""
+        """Raise Untraceable if other rows give a batch of other shapes, as padding to the longest row does."""
         view = member.data
         key = (id(view.source), rows, len(view))
         if key not in self._shapes:
@@ -228,19 +238,19 @@ class TraceCache:
             raise Untraceable(f"its batches have different shapes ({first}, {last})")
 
     def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
-        """The training step on a batch like this one; `twice`: see `trace`."""
+        """Trace the training step on a batch like this one. `twice`: see `trace`."""
         job = member.job
         call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
         return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
 
     def evaluation(self, model: nn.Module, what: Evaluation, batch: Any, *, twice: bool = True) -> Trace:
-        """What is evaluated, on a batch like this one; `twice`: see `trace`."""
+        """Trace an evaluation on a batch like this one. `twice`: see `trace`."""
         return self.graph(
             model, what.function, what.call, batch, precision=what.precision, evaluating=True, twice=twice
         )
 
     def validations(self, member: Member) -> list[Trace]:
-        """The member's validation on a batch of each size that it has; none where it has no validation data."""
+        """Trace the member's validation on a batch of each size that occurs; an empty list without validation data."""
         if member.val is None:
             return []
         what, full = Evaluation.validation(member.job, bool(member.job.metrics)), member.job.batch_size
@@ -252,10 +262,10 @@ class TraceCache:
         return [self.evaluation(member.model, what, batch) for batch in batches]
 
     def forget(self, model: nn.Module) -> None:
-        """Python state that this model's step reads has changed: what was recorded of it holds no longer."""
-        look = self._prints.pop(model, None)
-        self._traces = {key: made for key, made in self._traces.items() if key[0][0] != look}
-        self._known = {code: made for code, made in self._known.items() if code[0] != look}
+        """Drop what was recorded of this model, since Python state that its step reads has changed."""
+        model_print = self._prints.pop(model, None)
+        self._traces = {key: made for key, made in self._traces.items() if key[0][0] != model_print}
+        self._known = {code: made for code, made in self._known.items() if code[0] != model_print}
         self._by_kind.clear()
 
     def graph(
@@ -269,7 +279,8 @@ class TraceCache:
         evaluating: bool = False,
         twice: bool = True,
     ) -> Trace:
-        """`call(model, batch)` as a graph, traced once for all models, functions and batches that look the same."""
+        """Return `call(model, batch)` as a graph, traced once for all models, functions and batches that look the
+        same."""
         leaves, spec = pytree.tree_flatten(batch)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise Untraceable("its batches hold something that is not a tensor")
@@ -285,13 +296,13 @@ class TraceCache:
             kind = without_floats(code)
             made: Trace | Untraceable
             watch = Watch()
-            watch.add(0, {"step": function}, model, private=True)  # what is the model's own is in its fingerprint
+            watch.add(0, {"step": function}, model, private=True)  # the model's own attributes are in its fingerprint
             try:
-                there = _beside(model, leaves)
+                model_on_device = _beside(model, leaves)
                 known = self._by_kind.setdefault((kind, shapes), [])
-                derived = derive(known, code, there, call, batch, reached=function, evaluating=evaluating)
+                derived = derive(known, code, model_on_device, call, batch, reached=function, evaluating=evaluating)
                 made = derived or trace(
-                    there, call, batch, precision=precision, evaluating=evaluating, reached=function,
+                    model_on_device, call, batch, precision=precision, evaluating=evaluating, reached=function,
                     twice=twice and kind not in self._kinds,
                 )  # fmt: skip
                 if derived is None:
@@ -310,7 +321,7 @@ class TraceCache:
 
 
 def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
-    """The model where the batch is: a stack on a GPU keeps its members' own models on the CPU meanwhile."""
+    """Return the model on the batch's device. The models of members in a stack on a GPU stay on the CPU."""
     first = next(model.parameters(), None)
     if first is None or not leaves or first.device == leaves[0].device:
         return model
@@ -318,7 +329,8 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
 
 
 def _reads(member: Member) -> Hashable:
-    """How a member reads its data. Those that read a DataLoader together get the same batches all the way."""
+    """Return what members need in common to read batches together. Members that share a DataLoader get all its
+    batches."""
     source = member.data.source
     if isinstance(source, LoaderSource):
         return source.number, member.job.order_seed
@@ -326,8 +338,10 @@ def _reads(member: Member) -> Hashable:
 
 
 def batch_sizes(member: Member) -> list[int]:
-    """The sizes of the batches a member will see: the full one, and the short last one where it comes to that. Of a
-    DataLoader: the first kind of batch; others are looked at when they come."""
+    """Return the sizes of the batches that a member will get: the full size, and that of a short last batch.
+
+    For a DataLoader it is the first kind of batch; other kinds are traced when they occur.
+    """
     job, n = member.job, member.shape_rows
     if member.batched:
         return [1]
@@ -339,10 +353,10 @@ def batch_sizes(member: Member) -> list[int]:
 
 
 def sample(member: Member, rows: int, last: bool = False) -> Any:
-    """A batch of so many rows, for its shapes: the first ones, or the last.
+    """Read a batch of so many rows, for its shapes: the first rows, or the last.
 
     Raises:
-        Untraceable: when they cannot be read.
+        Untraceable: If they cannot be read.
     """
     start = len(member.data) - rows if last else 0
     source = member.data.source
@@ -353,7 +367,7 @@ def sample(member: Member, rows: int, last: bool = False) -> Any:
 
 
 def _shapes(batch: Any) -> str:
-    """The shapes of a batch, in words."""
+    """Format the shapes of a batch for a message."""
     return ", ".join(
         str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)
     )

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: members are more rows of the batch."""
+"""Scaled dot-product attention: members are additional rows of the batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _WHOLE = (torch.float32, torch.float64)
 
 @rule(aten.scaled_dot_product_attention.default, steady=True)
 def attention(ctx: OpContext) -> Run:
-    """Torch's own operator over the members' batches; plain operators where weights are dropped. With `deterministic`
-    plain operators always: other members of the stack may drop some."""
+    """Use torch's operator with the members' batches joined, and plain operators if there is dropout.
+
+    With `deterministic` it always uses plain operators, since other members of the stack may have dropout.
+    """
     drops = any(p > 0 for p in numbers_of(ctx.args[4], max(ctx.members, 1)))
     steady = ctx.deterministic and ctx.members > 0
     if steady and not in_full_precision(ctx):
@@ -38,8 +40,8 @@ def attention(ctx: OpContext) -> Run:
     if not ctx.members:
         return ctx.call
     ndim = ctx.ndim(0)
-    alike = len({tuple(ctx.meta(i).shape[:-2]) for i in range(3)}) == 1 or ctx.args[7]
-    if ndim < 3 or ctx.varies or not alike:
+    same_leading = len({tuple(ctx.meta(i).shape[:-2]) for i in range(3)}) == 1 or ctx.args[7]
+    if ndim < 3 or ctx.varies or not same_leading:
         return once_per_member(ctx)
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
     has_mask = ctx.args[3] is not None
@@ -60,7 +62,7 @@ def attention(ctx: OpContext) -> Run:
 
 
 def _by_hand(ctx: OpContext, drops: bool) -> Run:
-    """Attention as torch's own reference computes it, with the member's own draws where weights are dropped."""
+    """Compute attention like torch's reference, with each member's own random draws for dropout."""
     members, grouped = ctx.members, bool(ctx.args[7])
     q_meta, k_meta, v_meta = (ctx.meta(i) for i in range(3))
     ndim = q_meta.dim()
@@ -76,8 +78,8 @@ def _by_hand(ctx: OpContext, drops: bool) -> Run:
 
     softmax = _softmax if ctx.args[3] is None else _masked_softmax
 
-    def lead(x: Tensor, ndim_of_x: int, times: int) -> Tensor:
-        """All leading dimensions of the result; heads that queries share are written out."""
+    def expand_leading(x: Tensor, ndim_of_x: int, times: int) -> Tensor:
+        """Expand all leading dimensions to those of the result; heads that queries share are repeated."""
         x = x.repeat_interleave(times, -3) if times > 1 else x
         x = pad_dims(x, ndim_of_x, len(shape)) if members else x
         wide = (*([members] if members else []), *shape[:-2], *x.shape[-2:])
@@ -87,15 +89,17 @@ def _by_hand(ctx: OpContext, drops: bool) -> Run:
         if members:
             q, k, v = (widened(x, flag, members) for x, flag in zip((q, k, v), flags[:3], strict=True))
         dims = (ndim, k_meta.dim(), v_meta.dim())
-        q, k, v = (lead(x, ndim_of_x, times) for x, ndim_of_x, times in zip((q, k, v), dims, repeats, strict=True))
+        q, k, v = (
+            expand_leading(x, ndim_of_x, times) for x, ndim_of_x, times in zip((q, k, v), dims, repeats, strict=True)
+        )
         if causal:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             mask = pad_dims(mask, mask_ndim, len(shape)) if flags[3] else mask
             if mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -math.inf)
-        known = mask is None or not mask.requires_grad
-        if known and q.dtype in _WHOLE and not torch.is_autocast_enabled(q.device.type):
+        constant_mask = mask is None or not mask.requires_grad
+        if constant_mask and q.dtype in _WHOLE and not torch.is_autocast_enabled(q.device.type):
             out: Tensor = Attention.apply(q, k, v, mask, draw(), scale, softmax)  # type: ignore[no-untyped-call]
             return out
         if mask is not None and ctx.deterministic:
@@ -114,13 +118,13 @@ def _softmax(weights: Tensor) -> Tensor:
 
 
 def _masked_softmax(weights: Tensor) -> Tensor:
-    """Rows that see nothing at all are zero, as torch has it, not NaN."""
+    """Return the softmax, with zeros instead of NaN for rows in which everything is masked, as in torch."""
     share: Tensor = aten._safe_softmax(weights, -1)
     return share
 
 
 def _scale(ctx: OpContext) -> Any:
-    """What the products are multiplied by: a number, or a column of them."""
+    """Return the factor of the products: a number, or a column of one number per member."""
     given, width = ctx.args[6], ctx.meta(0).shape[-1]
     if isinstance(given, PerMember):
         return ctx.column(given, len(ctx.out.shape), ctx.out.dtype)
@@ -128,7 +132,7 @@ def _scale(ctx: OpContext) -> Any:
 
 
 class Attention(torch.autograd.Function):
-    """Softmax of scaled products, some of it dropped, times the values; with few operators both ways."""
+    """Softmax of scaled products with dropout, times the values, with few operators in both passes."""
 
     @staticmethod
     def forward(
@@ -138,14 +142,14 @@ class Attention(torch.autograd.Function):
         queries, keys, values = (x.flatten(0, -3) for x in (q, k, v))
         weights = product(queries, keys.mT).view(*q.shape[:-1], k.shape[-2]).mul_(scale)
         share = softmax(weights if mask is None else weights.add_(mask))
-        rest = share if dropout is None else share * dropout
-        ctx.save_for_backward(queries, keys, values, share, dropout, rest)
+        dropped = share if dropout is None else share * dropout
+        ctx.save_for_backward(queries, keys, values, share, dropout, dropped)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
-        return product(rest.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
+        return product(dropped.flatten(0, -3), values).view(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        queries, keys, values, share, dropout, rest = ctx.saved_tensors
+        queries, keys, values, share, dropout, dropped = ctx.saved_tensors
         of_q, of_k, of_v, *_ = ctx.needs_input_grad
         shapes = ctx.shapes
         grad = grads[0].flatten(0, -3)
@@ -157,6 +161,6 @@ class Attention(torch.autograd.Function):
         return (
             product(of_weights, keys).view(shapes[0]) if of_q else None,
             product(of_weights.mT, queries).view(shapes[1]) if of_k else None,
-            product(rest.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
+            product(dropped.flatten(0, -3).mT, grad).view(shapes[2]) if of_v else None,
             None, None, None, None,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Convolutions and pooling.
 
-On a CPU a convolution runs once per member: it is its own kernel, long enough to hide the loop, and its bits do not
-depend on the pack. On a GPU patches of the images are the rows of one batched product; where that cannot be, members
+On a CPU a convolution runs once per member: each kernel is long enough to hide the loop, and its bits do not depend on
+the pack. On a GPU, patches of the images become the rows of one batched product; if that is not possible, members
 become groups of one convolution.
 """
 
@@ -29,7 +29,7 @@ _CONV = {
     **dict.fromkeys((aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input), 2),
     **dict.fromkeys((aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose3d.input), 3),
 }
-"""Spatial dimensions of every convolution."""
+"""The number of spatial dimensions of each convolution operator."""
 
 
 @rule(*_CONV)
@@ -55,29 +55,31 @@ def convolution(ctx: OpContext) -> Run:
             out = _convolved(x, weight, bias, window)
             if out is not None:
                 return out
-        wide = x.transpose(0, 1).flatten(1, 2)  # [B, M*C, ...]
+        grouped = x.transpose(0, 1).flatten(1, 2)  # [B, M*C, ...]
         bias = None if bias is None else widened(bias, has_b, members).flatten()
         arguments = (*rest[: group_at - 3], groups * members, *rest[group_at - 2 :])
-        out = op(wide, weight.flatten(0, 1), bias, *arguments)
-        apart: Tensor = out.unflatten(1, (members, out.shape[1] // members)).transpose(0, 1)  # [M, B, O, ...]
-        return apart
+        out = op(grouped, weight.flatten(0, 1), bias, *arguments)
+        stacked: Tensor = out.unflatten(1, (members, out.shape[1] // members)).transpose(0, 1)  # [M, B, O, ...]
+        return stacked
 
     return run
 
 
 def _one_filter_for_all(ctx: OpContext, spatial: int) -> bool:
-    """Whether all members have the same filter, on a GPU; on a CPU a member's bits would depend on the others'."""
-    differ = any(ctx.args[place] is not None and ctx.stacked(place) for place in (1, 2))
+    """Return whether all members have the same filter, on a GPU; on a CPU a member's bits would depend on the
+    others."""
+    differ = any(ctx.args[i] is not None and ctx.stacked(i) for i in (1, 2))
     return ctx.device.type != "cpu" and not ctx.varies and not differ and ctx.ndim(0) == spatial + 2
 
 
 def _as_more_rows(ctx: OpContext) -> Run:
+    """Run the operator with the members' images as one batch."""
     op, members = ctx.call, ctx.members
     return lambda x, *rest: unfold(op(fold(x), *rest), members)
 
 
 def _window(ctx: OpContext) -> Window | None:
-    """How the filter moves, where the convolution can be a product of patches; else None."""
+    """Return how the filter moves if the convolution can be a product of patches; else None."""
     if ctx.varies or ctx.out.dtype not in DTYPES:
         return None
     if ctx.op not in (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding):
@@ -89,23 +91,23 @@ def _window(ctx: OpContext) -> Window | None:
     stride, dilation = (_each(value, len(size)) for value in (stride, dilation))
     if isinstance(padding, str):
         spans = [gap * (side - 1) for side, gap in zip(size, dilation, strict=True)]
-        if padding == "same" and any(span % 2 for span in spans):  # more on one side than on the other
+        if padding == "same" and any(span % 2 for span in spans):  # asymmetric padding
             return None
         padding = [span // 2 if padding == "same" else 0 for span in spans]
     values = [size, stride, _each(padding, len(size)), dilation]
-    if len(size) == 1:  # an image of one row
+    if len(size) == 1:  # treated as an image of one row
         values = [(fill, *value) for fill, value in zip((1, 1, 0, 1), values, strict=True)]
     return Window.of([number for pair in values for number in pair])
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
-    """A number of every dimension, or one that stands for all of them."""
+    """Return a number for every dimension; a single number stands for all of them."""
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * count if len(numbers) == 1 else numbers
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
-    """[M, B, C, ...] by [M, O, C, ...], as a product; None where there is no kernel for these."""
+    """Convolve [M, B, C, ...] with [M, O, C, ...] as a product; None if there is no kernel for these."""
     lines = x.dim() == 4
     if lines:
         x, weight = x.unsqueeze(3), weight.unsqueeze(3)
@@ -116,7 +118,8 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -
 
 
 class Convolution(torch.autograd.Function):
-    """Every member's convolution. The patches are taken again in the backward pass: they are many times the images."""
+    """The convolutions of all members as one product. Patches are taken again in the backward pass, since they are many
+    times larger than the images."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -145,14 +148,14 @@ class Convolution(torch.autograd.Function):
 
 
 def _rows(x: Tensor, window: Window) -> Tensor:
-    """The patches; of images that all members share, once."""
+    """Return the patches, taken once if all members share the images."""
     shared = x.stride(0) == 0 and x.shape[0] > 1
     rows: Tensor = patches(x[:1] if shared else x, window.numbers, True)
     return rows.expand(x.shape[0], -1, -1) if shared else rows
 
 
 def _matrix(weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """[M, O, columns]: weights in the order of a patch, the bias behind them."""
+    """Return [M, O, columns]: the weights in the order of a patch, followed by the bias."""
     flat = weight.movedim(2, -1).flatten(2)
     spare = window.columns(weight.shape[2]) - flat.shape[2]
     if bias is None:
@@ -178,32 +181,32 @@ _ROWWISE = {
     4: "max_pool3d avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d max_pool3d_with_indices "
     "adaptive_max_pool3d",
 }
-"""Operators that treat every leading row alike, by how many dimensions belong to one sample."""
+"""Operators that treat every leading row alike, by the number of dimensions of one sample."""
 _SAMPLE_DIMS = {op: dims for dims, names in _ROWWISE.items() for op in _rowwise(*names.split())}
 
 
 def _only_picks(ctx: OpContext) -> bool:
-    """Largest numbers, and those that are only put elsewhere."""
+    """Return whether the operator only selects or moves numbers."""
     return ctx.name.split(".")[0].startswith(("max_pool", "adaptive_max_pool", "pixel_", "channel_shuffle"))
 
 
 @rule(*_SAMPLE_DIMS, steady=_only_picks)
 def rowwise(ctx: OpContext) -> Run:
-    """Members are more rows of the batch."""
+    """Run the operator with members as additional rows of the batch."""
     sample = _SAMPLE_DIMS[ctx.op]
     if ctx.varies or ctx.ndim(0) not in (sample, sample + 1):
         return once_per_member(ctx)
     op, members, batched = ctx.call, ctx.members, ctx.ndim(0) == sample + 1
-    side_by_side = _side_by_side(ctx) if batched else None
-    if side_by_side is not None and ctx.device.type == "cuda":
-        pooling.prepare(ctx.out.dtype, ctx.meta(0).shape[1:], side_by_side)
+    tiles = _side_by_side(ctx) if batched else None
+    if tiles is not None and ctx.device.type == "cuda":
+        pooling.prepare(ctx.out.dtype, ctx.meta(0).shape[1:], tiles)
 
     def unfolded(value: Any) -> Any:
         return unfold(value, members) if batched and isinstance(value, Tensor) else value
 
     def run(x: Tensor, *rest: Any) -> Any:
-        if side_by_side is not None and not is_traced() and pooling.suits(images := fold(x), side_by_side):
-            return unfold(pooling.MaxPool.apply(images, side_by_side), members)  # type: ignore[no-untyped-call]
+        if tiles is not None and not is_traced() and pooling.suits(images := fold(x), tiles):
+            return unfold(pooling.MaxPool.apply(images, tiles), members)  # type: ignore[no-untyped-call]
         out = op(fold(x) if batched else x, *rest)
         return tuple(unfolded(value) for value in out) if isinstance(out, tuple) else unfolded(out)
 
@@ -211,7 +214,7 @@ def rowwise(ctx: OpContext) -> Run:
 
 
 def _side_by_side(ctx: OpContext) -> tuple[int, int] | None:
-    """The windows of a max pooling, where they neither overlap nor leave anything out between them; else None."""
+    """Return the window size of a max pooling whose windows neither overlap nor leave gaps; else None."""
     if ctx.op is not aten.max_pool2d.default:
         return None
     _, size, stride, padding, dilation, ceil = ctx.args

@@ -1,4 +1,4 @@
-"""Matrix products: one batched product over the members. Look-ups: the members' tables become one long table."""
+"""Matrix products become one batched product over the members. Embeddings become a lookup in one long table."""
 
 from __future__ import annotations
 
@@ -16,46 +16,50 @@ from shoal.engine.rules.op_context import NotStackable, OpContext, Run, pad_dims
 aten = torch.ops.aten
 
 ALONE = (aten.embedding_renorm_.default,)
-"""Operators whose rule also serves a member that runs alone."""
+"""Operators whose rule is also used for a member that runs alone."""
 
 
 def widened(x: Tensor, stacked: bool, members: int) -> Tensor:
-    """A shared tensor gets a member axis without a copy."""
+    """Give a shared tensor a member axis, without a copy."""
     return x if stacked else x.unsqueeze(0).expand(members, *x.shape)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[M, ..., K] as [M, rows, K]; none of them may be empty for `reshape` to know how many rows there are."""
+    """Reshape [M, ..., K] to [M, rows, K]. The number of rows is computed, since `reshape` cannot infer it for empty
+    tensors."""
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
 @rule(aten.linear.default, steady=in_full_precision)
 def linear(ctx: OpContext) -> Run:
+    """Stack `F.linear` as one batched product."""
     members, (has_x, has_w) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     has_b = ctx.args[2] is not None and ctx.stacked(2)
-    lead = tuple(ctx.out.shape[:-1])
-    common = _in_common(ctx, 1, 2)
+    leading = tuple(ctx.out.shape[:-1])
+    shares_weights = _in_common(ctx, 1, 2)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if common:
+        if shares_weights:
             return F.linear(x, weight, bias)
         x = widened(x, has_x, members)
-        rows = x if len(lead) == 1 else as_rows(x)
+        rows = x if len(leading) == 1 else as_rows(x)
         bias = None if bias is None else widened(bias, has_b, members)
         out = affine(rows, widened(weight, has_w, members), bias)
-        return out if len(lead) == 1 else out.view(members, *lead, out.shape[-1])
+        return out if len(leading) == 1 else out.view(members, *leading, out.shape[-1])
 
     return run
 
 
-def _in_common(ctx: OpContext, *places: int) -> bool:
-    """Whether these are shared, and what a member has of its own may be more rows for them: not on a CPU, where its
-    bits would depend on the other members."""
-    return ctx.device.type != "cpu" and not any(ctx.args[place] is not None and ctx.stacked(place) for place in places)
+def _in_common(ctx: OpContext, *indices: int) -> bool:
+    """Return whether these arguments are shared, so that members' inputs can be more rows of one product.
+
+    It is False on a CPU, where a member's bits would depend on the other members.
+    """
+    return ctx.device.type != "cpu" and not any(ctx.args[i] is not None and ctx.stacked(i) for i in indices)
 
 
 def cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """A Function does not see the casts that autocast gives a product."""
+    """Apply the casts of autocast, which a custom autograd Function does not get."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -64,7 +68,7 @@ def cast(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:
-    """`torch.bmm` of stacked matrices; on a CPU with bits that do not depend on the pack."""
+    """Compute `torch.bmm` of stacked matrices; on a CPU with bits that do not depend on the pack."""
     if x.device.type != "cpu":
         return torch.bmm(x, y)
     out: Tensor = Product.apply(*cast(x, y))  # type: ignore[no-untyped-call]
@@ -72,13 +76,13 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[M, B, I] by [M, O, I], and a bias [M, O]; on a CPU with bits that do not depend on the pack."""
+    """Multiply [M, B, I] by [M, O, I] and add a bias [M, O]; on a CPU with bits that do not depend on the pack."""
     out: Tensor = Linear.apply(*cast(x, weight, bias))  # type: ignore[no-untyped-call]
     return out
 
 
 def batched(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y` of stacked tensors with the same leading dimensions, likewise."""
+    """Compute `x @ y` of stacked tensors with the same leading dimensions, with the bits of `bmm`."""
     return bmm(x.flatten(0, -3), y.flatten(0, -3)).view(*x.shape[:-1], y.shape[-1])
 
 
@@ -87,10 +91,10 @@ def addmm(ctx: OpContext) -> Run:
     if ctx.varies or any(value != 1 for value in ctx.args[3:]):
         return general(ctx)
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
-    common = _in_common(ctx, 0, 2) and ctx.ndim(0) == 1
+    shares_weights = _in_common(ctx, 0, 2) and ctx.ndim(0) == 1
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
-        if common:
+        if shares_weights:
             return torch.addmm(bias, x.flatten(0, 1), y).view(*x.shape[:2], -1)
         ndim = bias.dim() - flags[0]
         bias = pad_dims(widened(bias, flags[0], members), ndim, 2)
@@ -108,10 +112,10 @@ def matmul(ctx: OpContext) -> Run:
         return once_per_member(ctx)
     members, (has_a, has_b) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     out_shape = tuple(ctx.out.shape)
-    common = _in_common(ctx, 1) and a > 1 and b == 2
+    shares_weights = _in_common(ctx, 1) and a > 1 and b == 2
 
     def run(x: Tensor, y: Tensor) -> Tensor:
-        if common:
+        if shares_weights:
             return torch.matmul(x, y)
         x, y = widened(x, has_a, members), widened(y, has_b, members)
         x = x.unsqueeze(1) if a == 1 else x
@@ -122,8 +126,8 @@ def matmul(ctx: OpContext) -> Run:
             width = max(a, b, 2)
             x, y = pad_dims(x, max(a, 2), width), pad_dims(y, max(b, 2), width)
             if x.device.type == "cpu":
-                lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
-                x, y = x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])
+                leading = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
+                x, y = x.expand(*leading, *x.shape[-2:]), y.expand(*leading, *y.shape[-2:])
                 out = bmm(x.flatten(0, -3), y.flatten(0, -3))
             else:
                 out = torch.matmul(x, y)
@@ -134,7 +138,7 @@ def matmul(ctx: OpContext) -> Run:
 
 @rule(aten.einsum.default)
 def einsum(ctx: OpContext) -> Run:
-    """The member axis is one more letter, in front of every stacked operand and of the result."""
+    """Add a letter for the member axis in front of every stacked operand and of the result."""
     equation, operands = ctx.args[0], ctx.args[1]
     letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -155,16 +159,17 @@ def embedding(ctx: OpContext) -> Run:
         raise NotStackable("an Embedding with sparse gradients")
     if by_frequency:
         return once_per_member(ctx)
-    if not weight_stacked:  # one table for all members' rows
+    if not weight_stacked:  # all members share the table
         return lambda weight, indices, *_: F.embedding(indices, weight, padding if padding >= 0 else None)
     members, rows = ctx.members, ctx.meta(0).shape[0]
     ndim = ctx.ndim(1)
     offset = (torch.arange(members, device=ctx.device) * rows).view(-1, *[1] * ndim)
 
     def run(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
-        outside = (indices < 0) | (indices >= rows)  # must raise as it does alone, not read the next member's table
+        # must raise as for a member alone, not read the next member's table
+        outside = (indices < 0) | (indices >= rows)
         out = F.embedding(torch.where(outside, members * rows, indices + offset), weight.flatten(0, 1))
-        if padding >= 0:  # that row is read but never trained
+        if padding >= 0:  # that row gets no gradient
             blank = (indices == padding).unsqueeze(-1)
             out = torch.where(blank, out.detach(), out)
         return out
@@ -174,18 +179,24 @@ def embedding(ctx: OpContext) -> Run:
 
 @rule(aten.embedding_renorm_.default)
 def embedding_renorm(ctx: OpContext) -> Run:
-    """On a GPU for all members at once, and for one alone too: torch's kernel there scales a row once or twice where a
-    batch has its index twice, as the timing of its blocks will have it."""
+    """On a GPU, renormalise all members' rows at once; also for a member alone.
+
+    Torch's kernel scales a row once or twice if its index is in a batch twice, depending on the timing of its blocks.
+    """
     if ctx.device.type == "cpu" or (ctx.members and not ctx.stacked(0)):
         return once_per_member(ctx) if ctx.members else ctx.call
     has_index = ctx.stacked(1)
 
     def run(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-        wide = weight if ctx.members else weight.unsqueeze(0)  # [M, R, D]
-        index = indices.reshape(wide.shape[0], -1) if has_index else indices.reshape(1, -1).expand(wide.shape[0], -1)
-        norm = torch.linalg.vector_norm(wide, norm_type, dim=2)
-        read = torch.zeros_like(norm, dtype=torch.bool).scatter(1, index, True)
-        factor = torch.where(read & (norm > max_norm), max_norm / (norm + 1e-7), 1.0)
+        weight_MRD = weight if ctx.members else weight.unsqueeze(0)  # [M, R, D]
+        index = (
+            indices.reshape(weight_MRD.shape[0], -1)
+            if has_index
+            else indices.reshape(1, -1).expand(weight_MRD.shape[0], -1)
+        )
+        norm = torch.linalg.vector_norm(weight_MRD, norm_type, dim=2)
+        used_rows = torch.zeros_like(norm, dtype=torch.bool).scatter(1, index, True)
+        factor = torch.where(used_rows & (norm > max_norm), max_norm / (norm + 1e-7), 1.0)
         return weight.mul_(factor.to(weight.dtype).view(*weight.shape[:-1], 1))
 
     return run

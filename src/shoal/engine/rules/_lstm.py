@@ -1,11 +1,13 @@
-"""One direction of an LSTM layer over time, with a hand-written backward pass: few operators for every time step.
+"""One direction of an LSTM layer over time, with a hand-written backward pass that needs few operators per time step.
 
-On a CPU a member's matrices lie feature by feature, [features, B]: a gate is then one run of memory, and what a step
-reads (its state, its input and a row of ones for the bias) is one matrix, so that all of its gates are one product.
-Every tensor that an inexact operator sees is a slice out of a wider one: its loops end where the member's own numbers
-end, and so no bit depends on the other members. Sides are padded to what `_product` asks for.
+On a CPU a member's matrices are stored feature by feature, [features, B]. A gate is then contiguous, and what a step
+reads (its state, its input, and a row of ones for the bias) is one matrix, so all its gates are one product. Every
+tensor that goes through an inexact operator is a slice of a wider one, so loops end where the member's own numbers end,
+and no bit depends on the other members. Sizes are padded as `_product` requires.
 
-On a GPU and in compiled code it lies row by row, as torch's own fused cell wants it.
+On a GPU and in compiled code the matrices are stored row by row, as torch's fused cell requires.
+
+In backward passes, `of_x` is the gradient of `x`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ aten = torch.ops.aten
 
 
 def lstm(x_MTBD: Tensor, h_MBH: Tensor, c_MBH: Tensor, params: list[Tensor], reverse: bool) -> tuple[Tensor, Tensor]:
-    """Outputs [M, T, B, H] and the last cell state; `params` as torch keeps them: both weights, then both biases."""
+    """Return outputs [M, T, B, H] and the last cell state. `params` has torch's order: both weights, then both
+    biases."""
     kind = Columns if x_MTBD.device.type == "cpu" else Rows
     w_ih, w_hh = params[:2]
     bias = params[2] + params[3] if len(params) == 4 else None
@@ -33,16 +36,17 @@ def lstm(x_MTBD: Tensor, h_MBH: Tensor, c_MBH: Tensor, params: list[Tensor], rev
 
 
 def _up(size: int) -> int:
+    """Round up to a multiple of `SIDE`."""
     return size + -size % SIDE
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one layer, its input D wide; K: rows that a step reads (state, input, a one for the bias, padding), P: columns
-    (batch, padding).
+    """The sizes of one layer: members M, time steps T, batch B, input width D, hidden width H.
 
-    Buffers over time have T+1 places: a step reads state and input at one and leaves its new state at the next, which
-    is the one before where time runs backwards.
+    K is the number of rows that a step reads (state, input, a one for the bias, padding), and P the number of columns
+    (batch, padding). Buffers over time have T+1 entries: a step reads state and input at one entry, and writes its new
+    state to the next one, or to the previous one if time runs backwards.
     """
 
     M: int
@@ -63,16 +67,18 @@ class _Sizes:
 
     @property
     def steps(self) -> list[tuple[int, int, int]]:
-        """(time, place that is read, place that is written), in order."""
+        """(time, entry that is read, entry that is written) of each step, in order."""
         times = range(self.T - 1, -1, -1) if self.reverse else range(self.T)
         return [(t, t + self.reverse, t + 1 - self.reverse) for t in times]
 
     @property
     def read(self) -> slice:
+        """The entries that steps read."""
         return slice(int(self.reverse), self.T + self.reverse)
 
     @property
     def written(self) -> slice:
+        """The entries that steps write."""
         return slice(1 - self.reverse, self.T + 1 - self.reverse)
 
 
@@ -97,17 +103,17 @@ class Columns(torch.autograd.Function):
         first = sizes.steps[0][1]
         reads[first, :, :H, :B] = h.mT
         cells[first, :, :H, :B] = c.mT
-        states, cell, squashed = (v.unbind(0) for v in (reads[:, :, :H], cells[:, :, :H], cells[:, :, H:]))
-        both, o = gates[:, :, : 2 * H].unbind(0), gates[:, :, 3 * H :].unbind(0)
+        states, cell, cell_tanh = (v.unbind(0) for v in (reads[:, :, :H], cells[:, :, :H], cells[:, :, H:]))
+        input_and_forget, o = gates[:, :, : 2 * H].unbind(0), gates[:, :, 3 * H :].unbind(0)
         i, f, g = (gates[:, :, k * H : (k + 1) * H].unbind(0) for k in range(3))
-        read, whole = reads.unbind(0), gates.unbind(0)
+        step_inputs, all_gates = reads.unbind(0), gates.unbind(0)
         for t, old, new in sizes.steps:
-            torch.bmm(w_MGK, read[old], out=whole[t])
-            both[t].sigmoid_()
+            torch.bmm(w_MGK, step_inputs[old], out=all_gates[t])
+            input_and_forget[t].sigmoid_()
             g[t].tanh_()
             o[t].sigmoid_()
             torch.mul(f[t], cell[old], out=cell[new]).addcmul_(i[t], g[t])
-            torch.mul(o[t], torch.tanh(cell[new], out=squashed[new]), out=states[new])
+            torch.mul(o[t], torch.tanh(cell[new], out=cell_tanh[new]), out=states[new])
         ctx.save_for_backward(w_MGK, reads, cells, gates)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
@@ -121,8 +127,8 @@ class Columns(torch.autograd.Function):
         n: _Sizes = ctx.sizes
         M, H, B = n.M, n.H, n.B
         of_x, of_h, of_c, *of_weights, _ = ctx.needs_input_grad
-        slopes, through = _slopes(n, cells, gates)
-        rows = n.K if of_x else _up(H)  # of what a step reads, those whose gradient is of use
+        slopes, cell_slopes = _slopes(n, cells, gates)
+        rows = n.K if of_x else _up(H)  # the rows of a step's input whose gradient is needed
         back_MRG = w_MGK[:, :, :rows].mT
         of_reads = reads.new_zeros(n.T + 1, M, rows, n.P)
         of_cell = reads.new_zeros(M, 2 * H, n.P)[:, :H]
@@ -131,19 +137,19 @@ class Columns(torch.autograd.Function):
         if grads[1] is not None:
             of_cell[:, :, :B] = grads[1].mT
         of_w = torch.zeros_like(w_MGK)
-        whole, of_states = of_reads.unbind(0), of_reads[:, :, :H].unbind(0)
+        of_steps, of_states = of_reads.unbind(0), of_reads[:, :, :H].unbind(0)
         of_cells, of_out = slopes[:, :, :3].unbind(0), slopes[:, :, 3].unbind(0)
         of_gates, forget = slopes.flatten(2, 3).unbind(0), gates[:, :, H : 2 * H].unbind(0)
-        read = reads.mT.unbind(0)
-        wide = of_cell.unsqueeze(1)
+        step_inputs = reads.mT.unbind(0)
+        of_cell_wide = of_cell.unsqueeze(1)
         for t, old, new in reversed(n.steps):
-            of_cell.addcmul_(of_states[new], through[t])
-            of_cells[t].mul_(wide)
+            of_cell.addcmul_(of_states[new], cell_slopes[t])
+            of_cells[t].mul_(of_cell_wide)
             of_out[t].mul_(of_states[new])
             of_cell.mul_(forget[t])
-            whole[old].baddbmm_(back_MRG, of_gates[t])
+            of_steps[old].baddbmm_(back_MRG, of_gates[t])
             if any(of_weights):
-                of_w.baddbmm_(of_gates[t], read[old])
+                of_w.baddbmm_(of_gates[t], step_inputs[old])
         first = n.steps[0][1]
         end = H + n.D
         return (
@@ -158,23 +164,23 @@ class Columns(torch.autograd.Function):
 
 
 def _slopes(n: _Sizes, cells: Tensor, gates: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """For all steps at once: how the state depends on each gate [T, M, 4, H, P], and on the new cell [T, M, H, P].
+    """Return the derivatives of all steps: with respect to each gate [T, M, 4, H, P], and to the new cell [T, M, H, P].
 
-    A gate's slope is with respect to the cell, the last one's with respect to the output.
+    The first three gates' derivatives are those of the cell, the output gate's is that of the output.
     """
     H = n.H
     i, f, g, o = (gates[:, :, k * H : (k + 1) * H] for k in range(4))
-    squashed = cells[n.written, :, H:]
+    cell_tanh = cells[n.written, :, H:]
     slopes = torch.empty_like(gates).view(n.T, n.M, 4, H, n.P)
     aten.sigmoid_backward(g, i, grad_input=slopes[:, :, 0])
     aten.sigmoid_backward(cells[n.read, :, :H], f, grad_input=slopes[:, :, 1])
     aten.tanh_backward(i, g, grad_input=slopes[:, :, 2])
-    aten.sigmoid_backward(squashed, o, grad_input=slopes[:, :, 3])
-    return slopes, aten.tanh_backward(o, squashed).unbind(0)
+    aten.sigmoid_backward(cell_tanh, o, grad_input=slopes[:, :, 3])
+    return slopes, aten.tanh_backward(o, cell_tanh).unbind(0)
 
 
 class Rows(torch.autograd.Function):
-    """The layer on a GPU, and where it is recorded to be compiled."""
+    """The layer on a GPU, and while it is traced to be compiled."""
 
     @staticmethod
     def forward(
@@ -185,10 +191,10 @@ class Rows(torch.autograd.Function):
         inputs = torch.bmm(rows, w_ih.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, w_ih.mT)
         inputs = inputs.view(M, T, B, 4 * H).transpose(0, 1).contiguous()
         ctx.fused = x.device.type == "cuda" and not is_traced() and not isinstance(inputs, FakeTensor)
-        back = w_hh.mT
+        w_hh_T = w_hh.mT
         outs, cells, gates = [], [c.contiguous()], []
-        for row in reversed(inputs.unbind(0)) if reverse else inputs.unbind(0):
-            h, cell, gate = _cell(row, torch.bmm(h, back), cells[-1], ctx.fused)
+        for gates_in in reversed(inputs.unbind(0)) if reverse else inputs.unbind(0):
+            h, cell, gate = _cell(gates_in, torch.bmm(h, w_hh_T), cells[-1], ctx.fused)
             outs.append(h)
             cells.append(cell)
             gates.append(gate)
@@ -214,32 +220,32 @@ class Rows(torch.autograd.Function):
             of_gate, of_c = _cell_backward(of_h, of_c, cells[k], cells[k + 1], gates[k], ctx.fused)
             of_h = torch.bmm(of_gate, w_hh)
             of_gates.append(of_gate)
-        whole = torch.stack(of_gates if reverse else of_gates[::-1], 1)  # [M, T, B, 4H]
-        return (*_of_inputs(ctx.needs_input_grad, x, first, w_ih, out, whole, reverse, (of_h, of_c)), None)
+        of_all_gates = torch.stack(of_gates if reverse else of_gates[::-1], 1)  # [M, T, B, 4H]
+        return (*_of_inputs(ctx.needs_input_grad, x, first, w_ih, out, of_all_gates, reverse, (of_h, of_c)), None)
 
 
 def _of_inputs(
     needed: tuple[bool, ...], x: Tensor, first: Tensor, w_ih: Tensor, out: Tensor, of_gates: Tensor, reverse: bool,
     of_state: tuple[Tensor | None, Tensor | None],
 ) -> list[Tensor | None]:  # fmt: skip
-    """All gradients, once those of the gates are known; the products go over all steps at once."""
+    """Return the gradients of all inputs from those of the gates, with products over all steps at once."""
     flat = of_gates.flatten(1, 2)
-    parts = [out[:, 1:], first.unsqueeze(1)] if reverse else [first.unsqueeze(1), out[:, :-1]]
+    states = [out[:, 1:], first.unsqueeze(1)] if reverse else [first.unsqueeze(1), out[:, :-1]]
     return [
         torch.bmm(flat, w_ih).view(x.shape) if needed[0] else None,
         of_state[0] if needed[1] else None,
         of_state[1] if needed[2] else None,
         torch.bmm(flat.mT, x.reshape(x.shape[0], -1, x.shape[3])) if needed[3] else None,
-        torch.bmm(flat.mT, torch.cat(parts, 1).flatten(1, 2)) if needed[4] else None,
+        torch.bmm(flat.mT, torch.cat(states, 1).flatten(1, 2)) if needed[4] else None,
         flat.sum(1) if needed[5] else None,
     ]
 
 
 def _cell(row: Tensor, hidden: Tensor, c: Tensor, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(new state, new cell, gates after squashing) of [M, B, .]."""
+    """Return (new state, new cell, gates after their activation) of [M, B, ...]."""
     if fused:
-        done = aten._thnn_fused_lstm_cell(row.flatten(0, 1), hidden.flatten(0, 1), c.flatten(0, 1))
-        h, cell, gate = (value.view(*c.shape[:2], -1) for value in done)
+        results = aten._thnn_fused_lstm_cell(row.flatten(0, 1), hidden.flatten(0, 1), c.flatten(0, 1))
+        h, cell, gate = (value.view(*c.shape[:2], -1) for value in results)
         return h, cell, gate
     i, f, g, o = (row + hidden).chunk(4, -1)
     i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
@@ -250,21 +256,21 @@ def _cell(row: Tensor, hidden: Tensor, c: Tensor, fused: bool) -> tuple[Tensor, 
 def _cell_backward(
     of_h: Tensor, of_c: Tensor | None, c: Tensor, cell: Tensor, gate: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the gates before they are squashed, and of the cell before this step."""
+    """Return the gradients of the gates before their activation, and of the cell before this step."""
     if fused:
         flat = [None if value is None else value.flatten(0, 1) for value in (of_h, of_c, c, cell, gate)]
-        of_gate, before, _ = aten._thnn_fused_lstm_cell_backward_impl(*flat, False)
-        return of_gate.view(gate.shape), before.view(c.shape)
+        of_gate, of_previous_cell, _ = aten._thnn_fused_lstm_cell_backward_impl(*flat, False)
+        return of_gate.view(gate.shape), of_previous_cell.view(c.shape)
     i, f, g, o = gate.chunk(4, -1)
-    squashed = torch.tanh(cell)
-    through = of_h * o * (1 - squashed * squashed)
-    of_cell = through if of_c is None else through + of_c
+    cell_tanh = torch.tanh(cell)
+    via_output = of_h * o * (1 - cell_tanh * cell_tanh)
+    of_cell = via_output if of_c is None else via_output + of_c
     of_gate = torch.cat(
         [
             of_cell * g * i * (1 - i),
             of_cell * c * f * (1 - f),
             of_cell * i * (1 - g * g),
-            of_h * squashed * o * (1 - o),
+            of_h * cell_tanh * o * (1 - o),
         ],
         -1,
     )

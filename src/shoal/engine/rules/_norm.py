@@ -1,4 +1,4 @@
-"""Normalisation. Every member has its own statistics, its own affine parameters and its own running averages."""
+"""Normalisation layers. Every member has its own statistics, affine parameters and running averages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @rule(aten.layer_norm.default)
 def layer_norm(ctx: OpContext) -> Run:
-    """Rows are normalised alike; scale and shift are the member's own."""
+    """Normalise the rows of all members in one call, then apply each member's scale and shift."""
     if ctx.varies or not ctx.stacked(0):
         return once_per_member(ctx)
     ndim, flags = ctx.ndim(0), [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
@@ -71,18 +71,20 @@ def group_norm(ctx: OpContext) -> Run:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Half precision is rounded once, at the end, as inside the operator; the end is in `_registry.in_own_dtype`."""
+    """Convert half precision to float32, so that the result is rounded once, as inside the operator;
+    `_registry.in_own_dtype` converts it back."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _channel(value: Tensor, stacked: bool, ndim: int) -> Tensor:
-    """[M, C] or [C] against [M, B, C, ...]."""
+    """Reshape [M, C] or [C] to broadcast against [M, B, C, ...]."""
     return value.reshape(value.shape[0] if stacked else 1, 1, -1, *[1] * (ndim - 2))
 
 
 @rule(aten.batch_norm.default, aten.instance_norm.default, steady=True)
 def batch_norm(ctx: OpContext) -> Run:
-    """On CPU the operator itself, once per member; on a GPU statistics over [M, C] at once, ready to be fused."""
+    """On a CPU, call the operator once per member; on a GPU, compute statistics over [M, C] at once, in operators that
+    can be fused."""
     if op_context.one_by_one(ctx) or ctx.op is aten.instance_norm.default or not ctx.stacked(0) or ctx.ndim(0) < 2:
         return once_per_member_in_place(ctx)
     members, ndim = ctx.members, ctx.ndim(0)
@@ -96,8 +98,8 @@ def batch_norm(ctx: OpContext) -> Run:
 
     channel_sums.prepare(dtype, ctx.meta(0).shape[1])
 
-    def track(mean: Tensor | None, var: Tensor | None, m: Tensor, v: Tensor, count: int) -> None:
-        """Move the running averages."""
+    def update_running(mean: Tensor | None, var: Tensor | None, m: Tensor, v: Tensor, count: int) -> None:
+        """Update the running averages."""
         if mean is not None and var is not None:
             with torch.no_grad():
                 mean.lerp_(m.detach().reshape(mean.shape).to(mean.dtype), momentum.to(mean.dtype))
@@ -111,16 +113,16 @@ def batch_norm(ctx: OpContext) -> Run:
             weight = None if weight is None else widened(weight, flags[1], members)
             bias = None if bias is None else widened(bias, flags[2], members)
             out, m, v = BatchNorm.apply(x, weight, bias, eps.view(-1, 1))  # type: ignore[no-untyped-call]
-            track(mean, var, m, v, count)
+            update_running(mean, var, m, v, count)
             normalised: Tensor = out
             return normalised
-        wide = _wide(x)
+        x_float = _wide(x)
         if from_batch:
-            v, m = torch.var_mean(wide, axes, correction=0, keepdim=True)
-            track(mean, var, m, v, count)
+            v, m = torch.var_mean(x_float, axes, correction=0, keepdim=True)
+            update_running(mean, var, m, v, count)
         else:
             m, v = _channel(mean, flags[3], ndim), _channel(var, flags[4], ndim)
-        out = (wide - m) * torch.rsqrt(v + eps.to(v.dtype))
+        out = (x_float - m) * torch.rsqrt(v + eps.to(v.dtype))
         if weight is not None:
             out = out * _channel(weight, flags[1], ndim)
         if bias is not None:
@@ -132,8 +134,10 @@ def batch_norm(ctx: OpContext) -> Run:
 
 
 class BatchNorm(torch.autograd.Function):
-    """Batch norm of [M, B, C, ...] by the batch's own statistics, with channels last in memory: two passes over it for
-    them and one for the result; one pass and one for the gradients. Gives the result, and mean and variance [M, C]."""
+    """Batch norm of [M, B, C, ...] by the batch's statistics, with channels last in memory.
+
+    It needs three passes over the input forward, and two backward. It returns the result, and mean and variance [M, C].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor) -> tuple[Tensor, ...]:
@@ -155,20 +159,20 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, eps, mean, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is differentiated again
+        if torch.is_grad_enabled():  # double backward
             return _gradients_by_autograd(x, weight, bias, eps, grads[0], ctx.needs_input_grad)
         grad = grads[0].to(x.dtype).movedim(2, -1).contiguous().movedim(-1, 2)
         rows, rows_of_grad = channel_sums.rows_of(x), channel_sums.rows_of(grad)
-        total, along = channel_sums.channel_sums(rows, rows_of_grad, mean).unbind(0)
+        grad_sum, centered_sum = channel_sums.channel_sums(rows, rows_of_grad, mean).unbind(0)
         count, ndim = rows.shape[1], x.dim() - 1
         factor = scale if weight is None else scale * weight
-        slope = along * scale.square() / count
+        slope = centered_sum * scale.square() / count
         centered = _wide(x) - _channel(mean, True, ndim)
-        inner = _wide(grad) - _channel(total / count, True, ndim) - centered * _channel(slope, True, ndim)
+        inner = _wide(grad) - _channel(grad_sum / count, True, ndim) - centered * _channel(slope, True, ndim)
         return (
             (inner * _channel(factor, True, ndim)).to(x.dtype),
-            None if weight is None else (along * scale).to(weight.dtype),
-            None if bias is None else total.to(bias.dtype),
+            None if weight is None else (centered_sum * scale).to(weight.dtype),
+            None if bias is None else grad_sum.to(bias.dtype),
             None,
         )
 
@@ -176,6 +180,7 @@ class BatchNorm(torch.autograd.Function):
 def _gradients_by_autograd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor, grad: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
+    """Return gradients that can be differentiated again."""
     ndim = x.dim() - 1
     v, m = torch.var_mean(_wide(x), [1, *range(3, ndim + 1)], correction=0, keepdim=True)
     out = (_wide(x) - m) * torch.rsqrt(v + _channel(eps.to(v.dtype), True, ndim))
@@ -187,18 +192,18 @@ def _gradients_by_autograd(
 
 
 def once_per_member_in_place(ctx: OpContext) -> Run:
-    """The operator once per member. It writes the running averages without its schema saying so."""
+    """Call the operator once per member. It writes the running averages although its schema does not say so."""
     members, op = ctx.members, ctx.call
     flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
     columns = [numbers_of(value, members) if i > 4 else None for i, value in enumerate(ctx.args)]
 
     def run(*args: Any) -> Tensor:
-        wide = [
+        per_member_args = [
             widened(value, flags[i], members).unbind(0)
             if isinstance(value, Tensor)
             else columns[i] or (value,) * members
             for i, value in enumerate(args)
         ]
-        return torch.stack([op(*[column[m] for column in wide]) for m in range(members)])
+        return torch.stack([op(*[column[m] for column in per_member_args]) for m in range(members)])
 
     return run

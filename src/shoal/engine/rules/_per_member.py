@@ -1,8 +1,8 @@
-"""Members one at a time, with bits that depend on the member alone: for `deterministic=True`.
+"""Run operators one member at a time, with bits that depend on that member alone: for `deterministic=True`.
 
-A kernel may choose its way by where a tensor starts, how its dimensions lie in memory, and how long the whole of it is.
-So what belongs to one member is copied to memory of its own, laid out as it is when the job runs alone, before an
-operator sees it; the same holds for its gradients on the way back.
+A kernel may compute differently depending on where a tensor starts, on the order of its dimensions in memory, and on
+its total size. So each member's part is copied to its own memory, with the layout that it has when the job runs alone,
+before an operator gets it; the same holds for its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Layout = tuple[int, ...] | None
 
 
 def layout_of(meta: Tensor) -> Layout:
-    """The layout of a tensor like this one that fills its memory; contiguous where this one does not."""
+    """Return the strides of a dense tensor like this one; None (contiguous) if this one is not dense."""
     expected = 1
     for stride, size in sorted(zip(meta.stride(), meta.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -28,7 +28,7 @@ def layout_of(meta: Tensor) -> Layout:
 
 
 def rows(x_M: Tensor, layout: Layout = None) -> list[Tensor]:
-    """Each member's part of a stacked tensor in memory of its own, at the start of an allocation."""
+    """Return each member's part of a stacked tensor in its own memory, at the start of an allocation."""
     if torch.is_grad_enabled() and x_M.requires_grad:
         parts: tuple[Tensor, ...] = Apart.apply(x_M, layout)  # type: ignore[no-untyped-call]
         return list(parts)
@@ -36,7 +36,7 @@ def rows(x_M: Tensor, layout: Layout = None) -> list[Tensor]:
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:
-    """Members' own tensors as one; each gets its gradient in memory of its own."""
+    """Stack members' tensors. Each gets its gradient in its own memory."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         stacked: Tensor = Together.apply(*parts)  # type: ignore[no-untyped-call]
         return stacked
@@ -60,14 +60,14 @@ class Apart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
-        known = next((grad for grad in grads if grad is not None), None)
-        if known is None:
+        any_grad = next((grad for grad in grads if grad is not None), None)
+        if any_grad is None:
             return None, None
-        return torch.stack([known.new_zeros(ctx.shape[1:]) if grad is None else grad for grad in grads]), None
+        return torch.stack([any_grad.new_zeros(ctx.shape[1:]) if grad is None else grad for grad in grads]), None
 
 
 class Together(torch.autograd.Function):
-    """`stack`, whose gradient comes in copies."""
+    """`stack`, whose gradients are copies."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
@@ -79,8 +79,11 @@ class Together(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """`expand` of everything but the member axis. The gradient is summed in an order that only its own shape says:
-    torch would choose another one for a gradient that is itself expanded."""
+    """`expand` of all dimensions but the member axis.
+
+    The gradient is summed in an order that depends only on its shape; torch would choose another order for a gradient
+    that is itself expanded.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_M: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -95,10 +98,10 @@ class Spread(torch.autograd.Function):
 
 
 def spread(x_M: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A stacked tensor with its own dimensions expanded to these."""
+    """Expand a stacked tensor's dimensions after the member axis to `shape`."""
     if tuple(x_M.shape[1:]) == shape:
         return x_M
     if torch.is_grad_enabled() and x_M.requires_grad:
-        wide: Tensor = Spread.apply(x_M, shape)  # type: ignore[no-untyped-call]
-        return wide
+        expanded: Tensor = Spread.apply(x_M, shape)  # type: ignore[no-untyped-call]
+        return expanded
     return x_M.expand(x_M.shape[0], *shape)

@@ -1,4 +1,4 @@
-"""Elementwise operators: line the member axis up and call the operator itself."""
+"""Elementwise operators: align the member axis and call the operator itself."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from shoal.engine.tracing.signature import PerMember
 aten = torch.ops.aten
 
 _LANES = 64
-"""A member's elements must be a multiple of this for a vectorised CPU loop over the pack to have no remainder in it."""
+"""If a member's number of elements is a multiple of this, a vectorised CPU loop over the pack has no remainder within a
+member."""
 
-# IEEE arithmetic: the same bits in the vector part of a loop and in its remainder.
+# IEEE arithmetic, with the same bits in the vectorised part of a loop and in its remainder.
 _EXACT = frozenset(
     [
         "add",
@@ -85,12 +86,13 @@ _EXACT = frozenset(
     ]
 )
 _HALF = (torch.bfloat16, torch.float16)
-# A number per member can be passed where these take a tensor: same arithmetic in the tensor's own dtype.
+# These take a tensor of one number per member instead of a number, with the same arithmetic in the tensor's dtype.
 _TAKES_COLUMN = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 
 
 def _is_steady(ctx: OpContext) -> bool:
-    """IEEE arithmetic, or whole vectors of a function that no number of the member's own goes into."""
+    """Return whether this is IEEE arithmetic, or a function on whole vectors without numbers that differ between
+    members."""
     if not in_full_precision(ctx):
         return False
     return (_exact(ctx) and not _fuses(ctx)) or (ctx.out.numel() % _LANES == 0 and not ctx.could_vary)
@@ -98,14 +100,14 @@ def _is_steady(ctx: OpContext) -> bool:
 
 @rule("pointwise", steady=_is_steady)
 def pointwise(ctx: OpContext) -> Run:
-    """Any operator tagged elementwise, in place or not."""
+    """Stack any operator that torch tags as elementwise, in place or not."""
     out = ctx.out
     if ctx.varies and not (_takes_columns(ctx) and out.dtype in (torch.float32, torch.float64)):
         return once_per_member(ctx)
     if _rounds_late(ctx):
         return once_per_member(ctx)
     if ctx.device.type == "cpu" and out.numel() % _LANES and not _exact(ctx):
-        return once_per_member(ctx)  # the remainder of the loop would fall on the last member and give it other bits
+        return once_per_member(ctx)  # the remainder of the loop would give the last member other bits
     plans = [_plan(ctx, index, value) for index, value in enumerate(ctx.args)]
     op = ctx.call
 
@@ -116,9 +118,10 @@ def pointwise(ctx: OpContext) -> Run:
 
 
 def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`op` elementwise over a pack, with bits that do not depend on a member's place in it.
+    """Apply `op` elementwise to a pack, with bits that do not depend on a member's position in it.
 
-    On CPU the remainder of a vectorised loop has other bits than the rest; padded, every member begins a new vector.
+    On a CPU the remainder of a vectorised loop has other bits than the rest; with padding, every member begins a new
+    vector.
     """
     size = x[0].numel()
     if x.device.type != "cpu" or size % _LANES == 0:
@@ -127,51 +130,52 @@ def aligned(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _takes_columns(ctx: OpContext) -> bool:
-    """Can a tensor be passed for every number that differs (not, say, for `alpha`)?"""
+    """Return whether a tensor can be passed for every number that differs (it cannot for `alpha`, for example)."""
     types = [str(argument.type) for argument in ctx.op._schema.arguments]
     varying = [kind for kind, value in zip(types, ctx.args, strict=True) if isinstance(value, PerMember)]
     return ctx.op in _TAKES_COLUMN and all("Tensor" in kind for kind in varying)
 
 
 def _plan(ctx: OpContext, index: int, value: Any) -> Any:
-    """How one argument is lined up; None where it is passed as it is."""
+    """Return a function that aligns one argument; None if it is passed as it is."""
     if isinstance(value, PerMember):
         column = ctx.column(value, ctx.out.dim(), ctx.out.dtype)
         return lambda _: column
     if not isinstance(value, Node):
         return None
-    ndim, wanted, stacked = ctx.ndim(index), ctx.out.dim(), ctx.carries(value)
+    ndim, out_ndim, stacked = ctx.ndim(index), ctx.out.dim(), ctx.carries(value)
     dtype = _common_dtype(ctx) if ndim == 0 and _promotes(ctx, index) else None
     if dtype == ctx.meta(index).dtype:
         dtype = None
-    wanted = wanted if stacked else ndim
+    out_ndim = out_ndim if stacked else ndim
     shape = tuple(ctx.out.shape)
     spreads = ctx.deterministic and stacked and tuple(ctx.meta(index).shape) != shape
-    if dtype is None and ndim == wanted and not spreads:
+    if dtype is None and ndim == out_ndim and not spreads:
         return None
 
-    def plan(x: Tensor) -> Tensor:
-        x = pad_dims(x if dtype is None else x.to(dtype), ndim, wanted)
+    def align(x: Tensor) -> Tensor:
+        x = pad_dims(x if dtype is None else x.to(dtype), ndim, out_ndim)
         return spread(x, shape) if spreads else x
 
-    return plan
+    return align
 
 
 def _rounds_late(ctx: OpContext) -> bool:
-    """Half precision on a CPU takes a number of more digits as it is, and rounds the result alone."""
+    """Return whether half precision on a CPU is combined with a scalar tensor of higher precision, where torch rounds
+    only the result."""
     if ctx.device.type != "cpu":
         return False
-    wide = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(ctx))
-    return wide and _common_dtype(ctx) in _HALF
+    has_wide_scalar = any(t.dim() == 0 and t.dtype not in _HALF for t in _promoted(ctx))
+    return has_wide_scalar and _common_dtype(ctx) in _HALF
 
 
 def _promotes(ctx: OpContext, index: int) -> bool:
-    """Does this argument take part in type promotion? Masks do not."""
+    """Return whether this argument takes part in type promotion. Masks do not."""
     return ctx.op._schema.arguments[index].name not in ("condition", "mask")
 
 
 def _promoted(ctx: OpContext) -> list[Tensor]:
-    """The arguments that take part in type promotion."""
+    """Return the arguments that take part in type promotion."""
     return [
         ctx.meta(i)
         for i, value in enumerate(ctx.args)
@@ -180,29 +184,31 @@ def _promoted(ctx: OpContext) -> list[Tensor]:
 
 
 def _common_dtype(ctx: OpContext) -> torch.dtype:
-    """The dtype in which the operator computes for one member.
+    """Return the dtype in which the operator computes for one member.
 
-    A tensor without dimensions has less of a say in it than others, or none. With a member axis it would have the same
-    say as they; so it is cast beforehand to what they agree on alone.
+    A tensor without dimensions has less influence on type promotion than others. With a member axis it would count like
+    them, so it is cast beforehand to the dtype that results for one member.
     """
     tensors = _promoted(ctx)
     if mutates(ctx.node):
         return tensors[0].dtype
-    wide, weak = ({t.dtype for t in tensors if bool(t.dim()) == has_dims} for has_dims in (True, False))
-    agreed = [reduce(torch.promote_types, dtypes) for dtypes in (wide, weak) if dtypes]
-    if len(agreed) == 1:
-        return agreed[0]
-    return torch.result_type(torch.empty(1, dtype=agreed[0]), torch.empty((), dtype=agreed[1]))
+    dim_dtypes, scalar_dtypes = ({t.dtype for t in tensors if bool(t.dim()) == has_dims} for has_dims in (True, False))
+    promoted = [reduce(torch.promote_types, dtypes) for dtypes in (dim_dtypes, scalar_dtypes) if dtypes]
+    if len(promoted) == 1:
+        return promoted[0]
+    return torch.result_type(torch.empty(1, dtype=promoted[0]), torch.empty((), dtype=promoted[1]))
 
 
 def _fuses(ctx: OpContext) -> bool:
-    """Is there a sum of a product in it, which a compiler may round once in one part of a loop and twice in another?"""
+    """Return whether the operator adds a product, which a compiler may round once in one part of a loop and twice in
+    another."""
     names = [argument.name for argument in ctx.op._schema.arguments]
     scaled = "alpha" in names and ctx.args[names.index("alpha")] != 1
     return scaled or ctx.name.split(".")[0].rstrip("_") in ("addcmul", "addcdiv", "lerp")
 
 
 def _exact(ctx: OpContext) -> bool:
+    """Return whether the operator is IEEE arithmetic, see `_EXACT`."""
     name = ctx.name.split(".")[0]
     return name.rstrip("_") in _EXACT or name in _EXACT
 
@@ -214,9 +220,10 @@ def in_place(ctx: OpContext) -> Run:
 
 @rule(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 def filled(ctx: OpContext) -> Run:
-    """With a tensor of one number, of which each member may have its own: torch takes nothing with dimensions there."""
-    place = len(ctx.args) - 1
-    return once_per_member(ctx) if ctx.stacked(place) else pointwise(ctx)
+    """Fill with a tensor of one number. Torch takes only a tensor without dimensions, so members with their own numbers
+    run one by one."""
+    value_index = len(ctx.args) - 1
+    return once_per_member(ctx) if ctx.stacked(value_index) else pointwise(ctx)
 
 
 def _cast_like(x: Tensor, other: Tensor) -> Tensor:
@@ -231,16 +238,17 @@ def _cast_like(x: Tensor, other: Tensor) -> Tensor:
     steady=True,
 )  # fmt: skip
 def same_shape(ctx: OpContext) -> Run:
-    """One tensor in, one of the same shape out; a memory format means nothing with one more dimension in front."""
+    """Stack operators with one tensor in and one of the same shape out. A memory format is dropped, since it does not
+    apply with one more dimension."""
     if ctx.varies:
         return once_per_member(ctx)
     names = [argument.name for argument in ctx.op._schema.arguments]
     if "memory_format" in names:
-        place = names.index("memory_format")
-        if ctx.args[place] not in (None, torch.contiguous_format, torch.preserve_format):
+        format_index = names.index("memory_format")
+        if ctx.args[format_index] not in (None, torch.contiguous_format, torch.preserve_format):
             plain = torch.contiguous_format if ctx.op is aten.contiguous.default else None
             call = ctx.call
-            return lambda *args: call(*args[:place], plain, *args[place + 1 :])
+            return lambda *args: call(*args[:format_index], plain, *args[format_index + 1 :])
     return ctx.call
 
 
@@ -251,7 +259,7 @@ def type_as(ctx: OpContext) -> Run:
 
 @rule(aten.prelu.default, steady=in_full_precision)
 def prelu(ctx: OpContext) -> Run:
-    """The slope runs along dimension 1 (the channels) of the input."""
+    """Stack PReLU, whose slope belongs to dimension 1 (the channels) of the input."""
     if not ctx.stacked(0) or not ctx.stacked(1):
         return once_per_member(ctx)
     ndim, count, dtype = ctx.ndim(0), ctx.meta(1).numel(), ctx.out.dtype

@@ -1,10 +1,11 @@
-"""Batched products: gradients laid out as the operands, and on a CPU bits that do not depend on a member's place.
+"""Batched products with gradients laid out like the operands, and on a CPU with bits that do not depend on a member's
+position.
 
-A BLAS may sum in another order when a matrix starts elsewhere than on a boundary of its vectors; a member's matrices
-start wherever its place puts them. So every matrix here starts on such a boundary: operands and results whose size is
-not a multiple of it are padded with zeros, which depends on the job's own shapes alone.
+A BLAS may sum in another order if a matrix does not start on a boundary of its vectors, and where a member's matrices
+start depends on its position. So every matrix here starts on such a boundary: operands and results whose size is not a
+multiple of it are padded with zeros, which depends only on the job's own shapes.
 
-The gradient of a complex product takes the other operand conjugated, as torch's own does; a real one is left as it is.
+As in torch, the gradient of a complex product uses the conjugate of the other operand.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 from shoal.engine.optim.compile_fence import is_traced
 
 _BOUNDARY = 16
-"""Elements; 64 bytes of float32, the longest vector and the alignment of every allocation."""
+"""In elements: 64 bytes of float32, which is the longest vector and the alignment of every allocation."""
 SIDE = 4
-"""Both sides a multiple of this make a matrix a multiple of the boundary."""
+"""If both sides of a matrix are multiples of this, its size is a multiple of the boundary."""
 
 
 def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tensor:
-    """`bmm`, with a bias added to every row."""
+    """Compute `bmm`, with a bias added to every row."""
     n, k, o = a_MNK.shape[1], a_MNK.shape[2], b_MKO.shape[2]
     on_cpu = a_MNK.device.type == "cpu"
     if not on_cpu or ((n * o) % _BOUNDARY == 0 and _steady(a_MNK) and _steady(b_MKO)):
@@ -38,8 +39,8 @@ def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tens
 
 
 def _biased(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None) -> Tensor:
-    """In a compiled step on a GPU the bias is added apart: there it fuses with what comes next, while a product that
-    adds would have the bias spread out in memory first."""
+    """Compute a product with a bias. In a compiled step on a GPU the addition is separate, since it fuses with the next
+    operators; `baddbmm` would expand the bias in memory first."""
     if bias_MO is None:
         return torch.bmm(a_MNK, b_MKO)
     if a_MNK.device.type != "cpu" and is_traced():
@@ -48,22 +49,25 @@ def _biased(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """So many rows and columns more; a matrix that all members share is padded once."""
+    """Append so many rows and columns of zeros. A matrix that all members share is padded once."""
     if x.stride(0) == 0 and x.shape[0] > 1:
         return _padded(x[:1], rows, columns).expand(x.shape[0], -1, -1)
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x.contiguous()
 
 
 def _steady(x: Tensor) -> bool:
-    """Whether all members' matrices start on a boundary, as they are."""
+    """Return whether all members' matrices start on a boundary without padding."""
     member, row, column = x.stride()
-    member = member or x.shape[1] * x.shape[2]  # shared by all members: as if each had it, whatever the other members
+    member = member or x.shape[1] * x.shape[2]  # a shared matrix counts as if each member had a copy
     return member % _BOUNDARY == 0 and ((column == 1 and row >= x.shape[2]) or (row == 1 and column >= x.shape[1]))
 
 
 class Linear(torch.autograd.Function):
-    """`x @ weight.mT + bias`. The product's own backward gives the weight's gradient transposed, and every pass of the
-    optimizer over it is then several times slower; here it lies in memory as the weight does."""
+    """`x @ weight.mT + bias`, with the weight's gradient laid out like the weight.
+
+    The backward of torch's own product gives a transposed gradient, and every pass of the optimizer over it is several
+    times slower.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MBI: Tensor, weight_MOI: Tensor, bias_MO: Tensor | None) -> Tensor:
@@ -83,7 +87,7 @@ class Linear(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """`a @ b`."""
+    """`a @ b`, with the bits of `product` in both passes."""
 
     @staticmethod
     def forward(ctx: Any, a_MNK: Tensor, b_MKO: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random operators: every member draws from its own stream, as it would alone."""
+"""Random operators: every member draws from its own random stream, as it would alone."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from shoal.utils.randomness import Draw
 
 aten = torch.ops.aten
 
-_ALPHA = 1.7580993408473766  # the constant of SELU that alpha dropout keeps
+_ALPHA = 1.7580993408473766  # the constant of SELU that alpha dropout uses
 
 
 def _rates(ctx: OpContext) -> tuple[tuple[float], ...]:
-    """The dropout rate(s): one for all where they agree."""
+    """Return the dropout rates: one for each member, or a single one if they are equal."""
     value = ctx.args[1]
     return tuple((p,) for p in value.values) if isinstance(value, PerMember) else ((value,),)
 
 
 def _dense(meta: Tensor) -> tuple[int, ...]:
-    """The layout of a fresh tensor like this one, which may be a view with gaps or an expanded one."""
+    """Return the strides of a new tensor like this one, which may be a view with gaps or an expanded tensor."""
     return tuple(torch.empty_like(meta).stride())
 
 
 def _lone(ctx: OpContext, x: Tensor) -> Tensor:
-    """A shared tensor needs the member axis before members' own noise meets it."""
+    """Give a shared tensor a member axis, before it is combined with members' own noise."""
     return x if not ctx.members or ctx.stacked(0) else x.unsqueeze(0)
 
 
@@ -65,7 +65,7 @@ def alpha_dropout(ctx: OpContext) -> Run:
     feature = "feature" in ctx.name
     shape = (*meta.shape[:2], *[1] * (meta.dim() - 2)) if feature else tuple(meta.shape)
     stride = None if feature else _dense(meta)
-    draw = ctx.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # of rate 0 or 1 it draws nothing, as torch
+    draw = ctx.draw(Draw("dropout", shape, meta.dtype, stride, rates))  # with rate 0 or 1 it draws nothing, as in torch
     a = tuple(0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5 for (p,) in rates)
     columns = [
         _numbers(ctx, values, meta)
@@ -83,11 +83,12 @@ def alpha_dropout(ctx: OpContext) -> Run:
 
 
 def _numbers(ctx: OpContext, values: tuple[float, ...], meta: Tensor) -> Any:
+    """Return the values as a column, or as a single number if there is one."""
     return values[0] if len(values) == 1 else ctx.column(PerMember(values), meta.dim(), meta.dtype)
 
 
 def _plain(ctx: OpContext, kind: str, numbers: tuple[float, ...]) -> Run:
-    """A tensor made of fresh draws, of the shape and layout it has alone."""
+    """Stack an operator that returns a tensor of random numbers, with the shape and layout that it has alone."""
     out = ctx.out
     if "generator" in ctx.op._schema.overload_name and ctx.args[1] is not None:
         raise NotStackable(f"{ctx.name} draws from a generator of its own")
@@ -139,5 +140,6 @@ def fill(ctx: OpContext) -> Run:
 
 @rule(aten.bernoulli.default, steady=True)
 def bernoulli(ctx: OpContext) -> Run:
-    """A coin per element with its own probability: alone on CPU, torch compares a uniform draw with it."""
+    """Refuse `torch.bernoulli` of a tensor of probabilities. For one member on a CPU, torch compares uniform draws with
+    them."""
     raise NotStackable("torch.bernoulli of a tensor of probabilities")

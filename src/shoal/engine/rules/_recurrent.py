@@ -1,4 +1,4 @@
-"""RNN, LSTM and GRU, and their cells: one recurrence in which every product is batched over the members."""
+"""RNN, LSTM and GRU layers and cells: one recurrence in which every product is batched over the members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Tensor, State], State]
-"""(gates from the input [M,B,G], gates from the state [M,B,G], state) -> new state; state[0] is the output."""
+"""(gates from the input [M, B, G], gates from the state [M, B, G], state) -> new state. The first entry of the state is
+the output."""
 
 _WHOLE = (torch.float32, torch.float64)
 
@@ -65,6 +66,7 @@ _CELLS: dict[Any, Cell] = {
 
 @rule(*_CELLS, steady=in_full_precision)
 def cell(ctx: OpContext) -> Run:
+    """Stack a single cell step (LSTMCell, GRUCell, RNNCell)."""
     step = _CELLS[ctx.op]
     if ctx.ndim(0) != 2:
         return once_per_member(ctx)
@@ -87,7 +89,7 @@ def cell(ctx: OpContext) -> Run:
 
 @rule(*_LAYERS, steady=True)
 def layers(ctx: OpContext) -> Run:
-    """Stacked, bidirectional layers with dropout between them, as torch lays them out."""
+    """Stack the multi-layer, bidirectional layers with dropout between them, laid out as in torch."""
     step = _LAYERS[ctx.op]
     is_lstm = step is _lstm
     _, hx, weights, biases, count, rate, training, bidirectional, batch_first = ctx.args
@@ -99,8 +101,8 @@ def layers(ctx: OpContext) -> Run:
         if draws:
             raise NotStackable(f"{ctx.name} with dropout between its layers")
         return ctx.call
-    odd = len(weights) != count * directions * per_cell or ctx.ndim(0) != 3
-    if odd or (ctx.deterministic and not in_full_precision(ctx)):
+    unusual = len(weights) != count * directions * per_cell or ctx.ndim(0) != 3
+    if unusual or (ctx.deterministic and not in_full_precision(ctx)):
         if draws:
             raise NotStackable(f"{ctx.name} with dropout between its layers, in half precision or with projections")
         return once_per_member(ctx)
@@ -134,7 +136,7 @@ def layers(ctx: OpContext) -> Run:
 
 
 def _over_time(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bool) -> tuple[Tensor, State]:
-    """One direction of one layer: its outputs [M, T, B, H] and its last state."""
+    """Run one direction of one layer, and return its outputs [M, T, B, H] and its last state."""
     if step is _lstm and all(value.dtype == x.dtype in _WHOLE for value in (*state, *params)):
         out, cell = lstm(x, state[0], state[1], params, reverse)
         return out, (out[:, 0 if reverse else -1], cell)
@@ -143,7 +145,7 @@ def _over_time(step: Cell, x: Tensor, state: State, params: list[Tensor], revers
 
 
 def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bool) -> list[State]:
-    """One direction of one layer over time; states in the order they were computed."""
+    """Run one direction of one layer over time, and return the states in the order of computation."""
     w_ih, w_hh, b_ih, b_hh = (*params, None, None)[:4]
     assert w_ih is not None and w_hh is not None
     members, steps, batch, width = x.shape
@@ -158,7 +160,7 @@ def _scan(step: Cell, x: Tensor, state: State, params: list[Tensor], reverse: bo
 def _between_layers(
     ctx: OpContext, rates: tuple[float, ...], training: bool, count: int, directions: int, batch_first: bool
 ) -> list[Callable[[], Tensor]]:
-    """A dropout mask for the outputs of every layer but the last; torch drops them in time-major order."""
+    """Register a dropout mask for the outputs of every layer but the last. Torch drops them in time-major order."""
     if not training or count < 2 or all(rate == 0 for rate in rates):
         return []
     x = ctx.meta(0)

@@ -1,4 +1,4 @@
-"""Which rule serves an operator: its own, the one for all elementwise operators, or the general path."""
+"""Find the rule of an operator: its own, the one for all elementwise operators, or the general path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.engine.rules.op_context import NotStackable, OpContext, Rule, Run, pe
 from shoal.engine.tracing.signature import PerMember
 
 Steady = Callable[[OpContext], bool]
-"""Whether a rule gives a member the same bits whatever the other members, on a CPU with one thread."""
+"""Returns whether a rule gives a member the same bits whatever the other members are, on a CPU with one thread."""
 
 _RULES: dict[Any, Rule] = {}
 _STEADY: dict[Any, Steady] = {}
@@ -26,8 +26,10 @@ _STEADY: dict[Any, Steady] = {}
 def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
     """Register a rule for these operators.
 
-    `steady`: no bit of a member's results and gradients depends on the other members of the stack, nor on whether a
-    number differs there. Under `deterministic=True` an operator without such a rule runs once for every member.
+    Args:
+        steady: Whether no bit of a member's results and gradients depends on the other members of the stack, nor on
+            whether a number differs there. With `deterministic=True` an operator without such a rule runs once for
+            every member.
     """
 
     def register(function: Rule) -> Rule:
@@ -41,17 +43,17 @@ def rule(*ops: Any, steady: bool | Steady = False) -> Callable[[Rule], Rule]:
 
 
 def is_steady(ctx: OpContext) -> bool:
-    """Whether the rule that serves this operator is steady here."""
+    """Return whether the rule of this operator is steady here."""
     key = ctx.op if ctx.op in _RULES else "pointwise" if torch.Tag.pointwise in ctx.op.tags else None
     return key is not None and _STEADY[key](ctx)
 
 
 WHOLE = (torch.float32, torch.float64)
-"""Dtypes whose arithmetic is the same in the vector part of a loop and in its remainder."""
+"""Dtypes whose arithmetic has the same bits in the vectorised part of a loop and in its remainder."""
 
 
 def in_full_precision(ctx: OpContext) -> bool:
-    """Are all numbers here whole numbers, truth values or floats of full precision?"""
+    """Return whether all tensors here are integers, booleans or floats of full precision."""
     leaves = [*pytree.tree_leaves(ctx.args, is_leaf=_is_node), ctx.node]
     values = [value for leaf in leaves if _is_node(leaf) for value in pytree.tree_leaves(leaf.meta.get("val"))]
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -59,20 +61,19 @@ def in_full_precision(ctx: OpContext) -> bool:
 
 
 def find(ctx: OpContext) -> Run:
-    """This operator with a member axis.
+    """Return this operator with a member axis.
 
     Raises:
-        NotStackable: when nothing exact is known.
+        NotStackable: If no exact way is known.
     """
     return in_own_dtype(ctx, _find(ctx))
 
 
 def refuse_side_writes(op: Any) -> None:
-    """Refuse an operator that changes more than its first argument: observers and running statistics, whose changes
-    would be lost, or could be of another size than a row of the stack. One with a rule of its own keeps them.
+    """Raise NotStackable if an operator without its own rule changes more than its first argument.
 
-    Raises:
-        NotStackable: naming the argument.
+    These are observers and running statistics, whose changes would be lost or could have another size than a row of the
+    stack.
     """
     written = side_writes(op)
     if written and op not in _RULES:
@@ -80,16 +81,16 @@ def refuse_side_writes(op: Any) -> None:
 
 
 def side_writes(op: Any) -> list[str]:
-    """Names of the arguments beyond the first that an operator changes in place; results (`out=`) are none of them.
+    """Return the names of the arguments beyond the first that an operator changes in place, without `out=`.
 
-    Statistics of a normalisation count too: its older operators change them without saying so in their schema.
+    Running statistics of normalisations count too: older operators change them although their schema does not say so.
     """
     return [
         argument.name
-        for place, argument in enumerate(op._schema.arguments)
+        for i, argument in enumerate(op._schema.arguments)
         if not argument.is_out
         and (
-            (place and argument.alias_info is not None and argument.alias_info.is_write)
+            (i and argument.alias_info is not None and argument.alias_info.is_write)
             or (argument.name in _STATISTICS and "backward" not in str(op) and "functional" not in str(op))
         )
     ]
@@ -122,26 +123,28 @@ _MIXED: weakref.WeakKeyDictionary[Graph, bool] = weakref.WeakKeyDictionary()
 
 
 def in_own_dtype(ctx: OpContext, run: Run) -> Run:
-    """Half precision: compute in the dtype in which the operator itself computes, and return the dtype it returns.
+    """For half precision: compute in the dtype in which the operator itself computes, and return the dtype that it
+    returns.
 
-    Autocast knows operators by name: it runs a cross entropy in float32, but not the softmax and gather that a rule
-    makes of it, and a product that it leaves alone may become one that it rounds. What the operator did when it was
-    traced is in the dtypes of its inputs and of its result.
+    Autocast knows operators by name: it runs cross entropy in float32, but not the softmax and gather that a rule
+    replaces it with. What the operator did when it was traced shows in the dtypes of its inputs and its result.
     """
     if not _mixed(ctx.node.graph) or mutates(ctx.node) or _is_view(ctx):
         return run
     outputs = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
-    wide = all(value.dtype not in _HALF for value in outputs)
+    full_result = all(value.dtype not in _HALF for value in outputs)
     inputs = pytree.tree_leaves(ctx.args, is_leaf=_is_node)
-    narrow = wide and any(_is_node(node) and getattr(node.meta.get("val"), "dtype", None) in _HALF for node in inputs)
+    half_inputs = full_result and any(
+        _is_node(node) and getattr(node.meta.get("val"), "dtype", None) in _HALF for node in inputs
+    )
 
-    def widened(value: Any) -> Any:
+    def to_float(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
     def with_dtypes(*args: Any) -> Any:
-        if narrow:
-            args = pytree.tree_map(widened, args)
-        with torch.autocast(ctx.device.type, enabled=False) if wide else nullcontext():
+        if half_inputs:
+            args = pytree.tree_map(to_float, args)
+        with torch.autocast(ctx.device.type, enabled=False) if full_result else nullcontext():
             flat, spec = pytree.tree_flatten(run(*args))
         dtypes = iter(outputs)
         return pytree.tree_unflatten([v.to(next(dtypes).dtype) if isinstance(v, Tensor) else v for v in flat], spec)
@@ -150,7 +153,7 @@ def in_own_dtype(ctx: OpContext, run: Run) -> Run:
 
 
 def _mixed(graph: Graph) -> bool:
-    """Is there anything in half precision in this graph?"""
+    """Return whether anything in this graph is in half precision."""
     if graph not in _MIXED:
         values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
         _MIXED[graph] = any(isinstance(value, Tensor) and value.dtype in _HALF for value in values)
@@ -162,19 +165,19 @@ def _is_node(value: Any) -> bool:
 
 
 def general(ctx: OpContext) -> Run:
-    """vmap where it has a rule for the operator, otherwise the operator once per member.
+    """Use vmap if it has a rule for the operator, otherwise call the operator once per member.
 
-    With `deterministic` vmap is for views alone, which compute nothing.
+    With `deterministic`, vmap is used only for views, which compute nothing.
     """
-    moves = _is_view(ctx) or torch.Tag.inplace_view in ctx.op.tags
-    if ctx.varies or (ctx.deterministic and not moves):
+    is_view = _is_view(ctx) or torch.Tag.inplace_view in ctx.op.tags
+    if ctx.varies or (ctx.deterministic and not is_view):
         return once_per_member(ctx)
     batched = vmapped(ctx)
     return once_per_member(ctx) if batched is None or not _works(ctx, batched) else batched
 
 
 def once_per_member(ctx: OpContext) -> Run:
-    """The operator once per member; refused for a view that a later in-place operator could be writing through."""
+    """Call the operator once per member. A view through which a later in-place operator may write is refused."""
     if any(argument.is_out for argument in ctx.op._schema.arguments):
         raise NotStackable(f"{ctx.name} writes its result into another tensor (out=)")
     if _is_view(ctx) and any(mutates(node) for node in ctx.node.graph.nodes):
@@ -185,7 +188,7 @@ def once_per_member(ctx: OpContext) -> Run:
 
 
 def vmapped(ctx: OpContext) -> Run:
-    """The operator under `torch.vmap`, members first in every stacked argument and in every result."""
+    """Return the operator under `torch.vmap`, with the member axis first in stacked arguments and results."""
     in_dims = tuple(_in_dims(ctx, value) for value in ctx.args)
 
     def run(*args: Any) -> Any:
@@ -203,17 +206,17 @@ def _in_dims(ctx: OpContext, value: Any) -> Any:
 
 
 def _works(ctx: OpContext, run: Run) -> bool:
-    """Try it on fake tensors: right shapes, and no warning that vmap falls back to its own slow loop."""
+    """Return whether `run` gives the right shapes on fake tensors, without vmap falling back to its slow loop."""
     fake = next(value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor))
     mode = getattr(fake, "fake_mode", None)
     assert mode is not None
 
-    def widen(value: Any) -> Any:
+    def add_axis(value: Any) -> Any:
         if isinstance(value, Node):
             meta = value.meta["val"]
             return meta.new_empty((ctx.members, *meta.shape)) if ctx.carries(value) else meta
         if isinstance(value, list | tuple):
-            return [widen(item) for item in value]
+            return [add_axis(item) for item in value]
         return value
 
     functorch: Any = torch._C._functorch
@@ -222,15 +225,15 @@ def _works(ctx: OpContext, run: Run) -> bool:
     try:
         with mode, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("error")
-            result = run(*(widen(value) for value in ctx.args))
+            result = run(*(add_axis(value) for value in ctx.args))
     except Exception:
         return False
     finally:
         functorch._set_vmap_fallback_enabled(slow_loop)
     results = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-    alone = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
-    return len(results) == len(alone) and all(
-        a.shape == (ctx.members, *b.shape) and a.dtype == b.dtype for a, b in zip(results, alone, strict=True)
+    solo_results = [value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor)]
+    return len(results) == len(solo_results) and all(
+        a.shape == (ctx.members, *b.shape) and a.dtype == b.dtype for a, b in zip(results, solo_results, strict=True)
     )
 
 
@@ -239,10 +242,11 @@ def _is_view(ctx: OpContext) -> bool:
 
 
 def mutates(node: Node) -> bool:
+    """Return whether the node's operator changes an argument in place."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
 
 def numbers_of(value: Any, members: int) -> tuple[float, ...]:
-    """A number of the trace, one per member."""
+    """Return a number of the trace as one number per member."""
     return tuple(value.values) if isinstance(value, PerMember) else (value,) * members

@@ -1,4 +1,5 @@
-"""Views, reductions and the rest of the operators that name dimensions: the same operator, one dimension further."""
+"""Views, reductions and other operators that name dimensions: the same operator, with dimensions counted one
+further."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _overloads(names: str) -> list[Any]:
-    """All functional overloads of these operators whose dimensions are numbers (not names)."""
+    """Return all functional overloads of these operators whose dimensions are numbers, not names."""
     ops = []
     for name in names.split():
         packet = getattr(aten, name)
@@ -65,9 +66,9 @@ _MOVES = frozenset((
     "permute", "flip", "roll", "flatten", "unflatten", "diagonal", "tensor_split", "squeeze", "amax", "amin", "max",
     "min", "argmax", "argmin", "all", "any", "sort", "argsort", "topk",
 ))  # fmt: skip
-"""Those that compute nothing: they move numbers, or pick some of them."""
+"""Operators that compute nothing: they move numbers or select some of them."""
 _BY_ROW = frozenset(("sum", "mean", "softmax", "log_softmax"))
-"""Those that go through a member's own elements in an order that its own shape says."""
+"""Operators that go through a member's elements in an order that depends only on the member's shape."""
 
 
 def _is_steady(ctx: OpContext) -> bool:
@@ -77,23 +78,26 @@ def _is_steady(ctx: OpContext) -> bool:
 
 @rule(*_BY_DIM, aten.squeeze.dim, aten.squeeze.dims, steady=_is_steady)
 def by_dim(ctx: OpContext) -> Run:
-    """Dimensions count from the member's own first one; a reduction over everything spares the member axis."""
+    """Stack an operator with a `dim` argument. A reduction over everything keeps the member axis."""
     packet = ctx.name.split(".")[0]
     names = [argument.name for argument in ctx.op._schema.arguments]
-    places = [i for i, name in enumerate(names) if name in _DIM_NAMES]
+    dim_indices = [i for i, name in enumerate(names) if name in _DIM_NAMES]
     ndim = ctx.ndim(0)
     if packet == "roll" and ndim == 0:
-        return lambda x, *_: x  # vmap would roll the members
-    if ctx.varies or ndim == 0 or (packet == "roll" and not ctx.args[2]) or (packet == "norm" and not places):
+        return lambda x, *_: x  # vmap would roll over the member axis
+    if ctx.varies or ndim == 0 or (packet == "roll" and not ctx.args[2]) or (packet == "norm" and not dim_indices):
         return general(ctx)
-    if not places:
+    if not dim_indices:
         return _over_everything(ctx, packet)
-    if packet in ("all", "any", "prod", "argmax", "argmin", "cumsum", "count_nonzero") and ctx.args[places[0]] is None:
+    if (
+        packet in ("all", "any", "prod", "argmax", "argmin", "cumsum", "count_nonzero")
+        and ctx.args[dim_indices[0]] is None
+    ):
         return general(ctx)
     args = list(ctx.args)
-    for place in places:
-        args[place] = _moved(args[place], ctx.op._schema.arguments[place], ndim, packet)
-        if args[place] is None:
+    for dim_index in dim_indices:
+        args[dim_index] = _moved(args[dim_index], ctx.op._schema.arguments[dim_index], ndim, packet)
+        if args[dim_index] is None:
             return general(ctx)
     if packet == "select" and _all_are_selected(ctx):
         return _part(ctx, args[1])
@@ -105,7 +109,8 @@ def by_dim(ctx: OpContext) -> Run:
 
 
 def _all_are_selected(ctx: OpContext) -> bool:
-    """Whether every place along this dimension is taken once by a `select`, as attention does with its projections."""
+    """Return whether each index along this dimension is taken once by a `select`, as attention does with its
+    projections."""
     source, dim, size = ctx.args[0], ctx.args[1] % ctx.ndim(0), ctx.meta(0).shape[ctx.args[1]]
     picks = [node for node in source.users if node.target is aten.select.int]
     dims = {node.args[1] % ctx.ndim(0) for node in picks}
@@ -114,20 +119,22 @@ def _all_are_selected(ctx: OpContext) -> bool:
 
 
 _PARTS: weakref.WeakKeyDictionary[Node, tuple[Tensor, dict[int, Tensor]]] = weakref.WeakKeyDictionary()
-"""Of a tensor that is taken apart: itself, and those of its parts that have not been asked for yet."""
+"""For a tensor that is being split: the tensor, and its parts that have not been used yet."""
 
 
 def _part(ctx: OpContext, dim: int) -> Run:
-    """One `unbind` for all: the gradients of its parts are put together once, instead of filled up with zeros, each
-    to the size of the whole, and added."""
+    """Replace all `select`s of one tensor by one `unbind`.
+
+    Its gradient is assembled once, instead of padding each part's gradient with zeros to the full size and adding them.
+    """
     source: Node = ctx.args[0]
-    place = ctx.args[2] % ctx.meta(0).shape[ctx.args[1]]
+    index = ctx.args[2] % ctx.meta(0).shape[ctx.args[1]]
 
     def run(x: Tensor, *_: Any) -> Tensor:
-        whole, parts = _PARTS.pop(source, (None, {}))
-        if whole is not x or place not in parts:
+        split_tensor, parts = _PARTS.pop(source, (None, {}))
+        if split_tensor is not x or index not in parts:
             parts = dict(enumerate(x.unbind(dim)))
-        part = parts.pop(place)
+        part = parts.pop(index)
         if parts:
             _PARTS[source] = (x, parts)
         return part
@@ -136,6 +143,7 @@ def _part(ctx: OpContext, dim: int) -> Run:
 
 
 def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
+    """Convert a `dim` argument to the stacked tensor's dimensions; None if the operator needs the general path."""
     if value is None or (isinstance(value, list | tuple) and len(value) == 0):
         return dims(None, ndim) if packet in _ALL_IF_MISSING else None
     if isinstance(value, int):
@@ -153,7 +161,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def _over_everything(ctx: OpContext, packet: str) -> Run:
-    """sum(), mean(), max(): over all of a member's own elements."""
+    """Stack `sum()`, `mean()`, `max()` without `dim`: they reduce over all of a member's elements."""
     ndim, args = ctx.ndim(0), ctx.args
     over = list(range(1, ndim + 1))
     if packet in ("sum", "mean"):
@@ -164,12 +172,12 @@ def _over_everything(ctx: OpContext, packet: str) -> Run:
         return lambda x, *_: reduce(x, over, dtype=dtype)
     if packet in ("max", "min"):
         reduce = _REDUCTIONS["a" + packet]
-        return lambda x, *_: reduce(x, over)  # equal elements share the gradient, as in max(); vmap's goes to one
+        return lambda x, *_: reduce(x, over)  # equal elements share the gradient as in max(); with vmap one gets it all
     return once_per_member(ctx) if packet in ("median", "nanmedian", "aminmax") else general(ctx)
 
 
 def _keeps_numbers(ctx: OpContext) -> bool:
-    """Everything but `repeat` and `tile`, whose gradient is a sum in an order of torch's choice."""
+    """Return True for all but `repeat` and `tile`, whose gradient torch sums in an order of its choice."""
     return ctx.name.split(".")[0] not in ("repeat", "tile")
 
 
@@ -178,7 +186,7 @@ def _keeps_numbers(ctx: OpContext) -> bool:
     steady=_keeps_numbers,
 )
 def reshaped(ctx: OpContext) -> Run:
-    """The result's own shape is known; put the members in front."""
+    """Stack views and expansions: the result's shape is known, and the member axis is put in front."""
     packet = ctx.name.split(".")[0]
     shape, members, ndim = tuple(ctx.out.shape), ctx.members, ctx.ndim(0)
     if packet == "view" and ctx.op is not aten.view.default:
@@ -222,13 +230,14 @@ def squeeze(ctx: OpContext) -> Run:
 
 @rule(aten.cat.default, aten.stack.default, steady=True)
 def joined(ctx: OpContext) -> Run:
+    """Stack `cat` and `stack`."""
     values, members = ctx.args[0], ctx.members
     flags = [ctx.carries(value) for value in values]
     ndim = ctx.out.dim()
     dim = (ctx.args[1] if len(ctx.args) > 1 else 0) % ndim + 1
     join = torch.cat if ctx.op is aten.cat.default else torch.stack
     keep, dtype = list(range(len(values))), ctx.out.dtype
-    if ctx.op is aten.cat.default:  # it takes an empty tensor without dimensions of its own, and leaves it out
+    if ctx.op is aten.cat.default:  # cat ignores empty tensors of shape (0,)
         keep = [i for i in keep if tuple(values[i].meta["val"].shape) != (0,)]
         if not keep:
             return once_per_member(ctx)
@@ -237,7 +246,8 @@ def joined(ctx: OpContext) -> Run:
 
 @rule(aten.pad.default, aten.constant_pad_nd.default, steady=True)
 def padded(ctx: OpContext) -> Run:
-    """Padding counts from the last dimension; only modes that look at the number of dimensions need care."""
+    """Stack padding. It counts from the last dimension; only modes that depend on the number of dimensions take the
+    general path."""
     mode = ctx.args[2] if ctx.op is aten.pad.default and len(ctx.args) > 2 else "constant"
     if ctx.varies or mode != "constant":
         return general(ctx)
@@ -256,7 +266,8 @@ def gathered(ctx: OpContext) -> Run:
 
 @rule(aten.as_strided.default, aten.as_strided_scatter.default, steady=True)
 def strided(ctx: OpContext) -> Run:
-    """Counts in the memory behind a tensor, so a member's part of it must lie as it does alone."""
+    """Stack `as_strided`, which indexes the tensor's memory, so a member's part must have the layout that it has
+    alone."""
     whole = ctx.meta(0).is_contiguous() and ctx.meta(0).storage_offset() == 0
     if ctx.op is not aten.as_strided.default or not whole or any(map(mutates, ctx.node.graph.nodes)):
         raise NotStackable(f"{ctx.name} of a tensor that lies in memory as it happens to")
@@ -274,7 +285,7 @@ def strided(ctx: OpContext) -> Run:
     aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor,
 )  # fmt: skip
 def scattered(ctx: OpContext) -> Run:
-    """Under vmap the gradient of these goes astray, or the number of one member goes to all."""
+    """Run these once per member: with vmap their gradient is wrong, or one member's number is used for all."""
     return once_per_member(ctx)
 
 

@@ -1,4 +1,4 @@
-"""One operator call of a traced step, seen by the rule that gives it a member axis."""
+"""One operator call of a traced step, as seen by the rule that gives it a member axis."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from shoal.utils.randomness import Draw
 
 
 class NotStackable(Exception):
-    """This operator cannot be given a member axis exactly; the message says why."""
+    """Raised if an operator cannot be given an exact member axis; the message says why."""
 
 
 Run = Callable[..., Any]
-"""What a rule returns: called with the node's arguments, members first wherever `OpContext.stacked` says so."""
+"""The function that a rule returns. It is called with the node's arguments, which have the member axis first if
+`OpContext.stacked` says so."""
 Rule = Callable[["OpContext"], Run]
 
 
 @dataclass(slots=True)
 class OpContext:
-    """What is known before the first step: the operator, its arguments' shapes alone, which of them carry members."""
+    """What a rule knows before the first step: the operator, the shapes of its arguments for one member, and which of
+    them have a member axis."""
 
     node: Node
     args: tuple[Any, ...]
-    """The node's arguments, also the keyword ones, in the order of its schema; missing ones have their default."""
+    """The node's arguments, including keyword arguments, in the order of the schema; missing ones have their
+    default."""
     members: int
     device: torch.device
     carries: Callable[[Node], bool]
+    """Returns whether a node's value has the member axis."""
     draws: list[Draw] = field(default_factory=list)
     noise: Callable[[int], Tensor] = field(default=lambda index: torch.empty(0))
     deterministic: bool = False
-    """Must a member's bits depend on the member alone?"""
+    """Whether a member's bits must depend on that member alone."""
 
     @property
     def op(self) -> Any:
@@ -46,7 +50,7 @@ class OpContext:
 
     @property
     def call(self) -> Run:
-        """The operator, taking all its arguments by position, those that are keyword-only too."""
+        """The operator as a function that takes all arguments by position, including keyword-only ones."""
         op, schema = self.node.target, self.op._schema.arguments
         named = [(i, argument.name) for i, argument in enumerate(schema) if argument.kwarg_only]
         count = len(schema) - len(named)
@@ -60,12 +64,12 @@ class OpContext:
         return str(self.node.target).removeprefix("aten.")
 
     def stacked(self, index: int) -> bool:
-        """Does this argument (or anything in it) have the member axis?"""
+        """Return whether this argument, or anything in it, has the member axis."""
         leaves = pytree.tree_leaves(self.args[index], is_leaf=lambda v: isinstance(v, Node))
         return any(isinstance(leaf, Node) and self.carries(leaf) for leaf in leaves)
 
     def meta(self, index: int) -> Tensor:
-        """The argument's fake tensor: shape, strides and dtype as they are for one member alone."""
+        """Return the argument's fake tensor, with shape, strides and dtype for one member alone."""
         return meta_of(self.args[index])
 
     def ndim(self, index: int) -> int:
@@ -73,19 +77,20 @@ class OpContext:
 
     @property
     def out(self) -> Tensor:
+        """The fake tensor of the operator's first result, for one member alone."""
         value = self.node.meta["val"]
         first: Tensor = value[0] if isinstance(value, list | tuple) else value
         return first
 
     @property
     def varies(self) -> bool:
-        """Does a number differ between members?"""
+        """Whether a number differs between members."""
         leaves = pytree.tree_leaves(self.args, is_leaf=lambda v: isinstance(v, PerMember | Node))
         return any(isinstance(leaf, PerMember) for leaf in leaves)
 
     @property
     def could_vary(self) -> bool:
-        """Is there a number that may differ for another member, whichever are in this stack?"""
+        """Whether there is a number that may differ between members of some stack, even if it does not in this one."""
         return any(
             isinstance(leaf, PerMember) or liftable(leaf, str(argument.type))
             for argument, value in zip(self.op._schema.arguments, self.args, strict=True)
@@ -93,18 +98,20 @@ class OpContext:
         )
 
     def column(self, value: PerMember, ndim: int, dtype: torch.dtype) -> Tensor:
-        """A number per member as [M, 1, ...], ready to broadcast against a stacked tensor of `ndim` own dimensions."""
+        """Return a number per member as [M, 1, ...], to broadcast against a stacked tensor with `ndim` further
+        dimensions."""
         return torch.tensor(value.values, dtype=dtype, device=self.device).view(-1, *[1] * ndim)
 
     def draw(self, draw: Draw) -> Callable[[], Tensor]:
-        """Register a random draw; the returned function gives its value, members first, while the step runs."""
+        """Register a random draw. The returned function gives its value, members first, while the step runs."""
         self.draws.append(draw)
         index = len(self.draws) - 1
         return lambda: self.noise(index)
 
 
 def one_by_one(ctx: OpContext) -> bool:
-    """Whether large kernels run once per member: on a CPU, where each is long enough and its bits are then its own."""
+    """Return whether large kernels run once per member. They do on a CPU, where each is long enough, and its bits do
+    not depend on the pack."""
     return ctx.device.type == "cpu"
 
 
@@ -116,14 +123,15 @@ def meta_of(value: Any) -> Tensor:
 
 
 def dims(value: int | Sequence[int] | None, ndim: int) -> list[int]:
-    """Dimensions of one member's tensor as dimensions of the stacked one; None means all of them."""
+    """Convert dimensions of one member's tensor to those of the stacked tensor; None means all of them."""
     if value is None or (not isinstance(value, int) and len(value) == 0):
         return list(range(1, ndim + 1))
     return [d % max(ndim, 1) + 1 for d in ([value] if isinstance(value, int) else value)]
 
 
 def pad_dims(x: Tensor, ndim: int, wanted: int) -> Tensor:
-    """[M, ...] with `ndim` dimensions after M, as [M, 1, ..., ...] with `wanted` of them, so that it broadcasts."""
+    """Insert dimensions of size 1 after the member axis until there are `wanted` instead of `ndim`, so that it
+    broadcasts."""
     for _ in range(wanted - ndim):
         x = x.unsqueeze(1)
     return x
@@ -136,15 +144,15 @@ def fold(x: Tensor) -> Tensor:
 
 def unfold(x: Tensor, members: int) -> Tensor:
     """[M*B, ...] -> [M, B, ...]."""
-    wide: Tensor = x.unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
-    return wide
+    unfolded: Tensor = x.unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
+    return unfolded
 
 
 def per_member(op: Run, ctx: OpContext) -> Run:
-    """The operator itself, once for every member: exact for whatever the operator is, and as slow as running alone.
+    """Return a function that calls the operator once for every member: always exact, and as slow as running alone.
 
-    Stacked arguments are unbound and results stacked, so that autograd pays one copy each way; with `deterministic`
-    they are copied apart, see `apart`.
+    Stacked arguments are unbound and results stacked, so autograd needs one copy each way. With `deterministic` they
+    are copied to separate memory, see `_per_member`.
     """
     members, target = ctx.members, ctx.op._schema.arguments[:1]
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in target)
@@ -168,7 +176,7 @@ def per_member(op: Run, ctx: OpContext) -> Run:
 
 
 def _picker(ctx: OpContext, value: Any) -> Callable[[Any], Sequence[Any]]:
-    """Takes one argument apart, a value for each member."""
+    """Return a function that splits one argument into a value for each member."""
     members = ctx.members
     if isinstance(value, PerMember):
         return lambda _: value.values
@@ -178,27 +186,30 @@ def _picker(ctx: OpContext, value: Any) -> Callable[[Any], Sequence[Any]]:
         layout = layout_of(meta_of(value))
         return lambda x: rows(x, layout)
     if isinstance(value, list | tuple):
-        inner = [_picker(ctx, item) for item in value]
+        pickers = [_picker(ctx, item) for item in value]
 
-        def picked(values: Any) -> Sequence[Any]:
-            columns = [pick(item) for pick, item in zip(inner, values, strict=True)]
+        def pick_all(values: Any) -> Sequence[Any]:
+            columns = [pick(item) for pick, item in zip(pickers, values, strict=True)]
             return [type(value)(column[m] for column in columns) for m in range(members)]
 
-        return picked
+        return pick_all
     return lambda x: (x,) * members
 
 
 def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], ctx: OpContext) -> Tensor:
-    """An operator that changes its first argument. Where autograd looks on, members have it to themselves until all are
-    through: it does not let one of many views be written to, nor anything that was written next to what it keeps."""
-    rest = [[column[m] for column in others] for m in range(ctx.members)]
-    tensors = [target, *pytree.tree_leaves(rest)]
-    watched = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    if not watched and not ctx.deterministic:
-        for row, arguments in zip(target.unbind(0), rest, strict=True):
+    """Call an operator that changes its first argument in place, once for every member.
+
+    If autograd records it, each member's part is copied, and written back when all are done: autograd does not allow
+    writing to one of several views, nor to memory next to what it has saved.
+    """
+    member_args = [[column[m] for column in others] for m in range(ctx.members)]
+    tensors = [target, *pytree.tree_leaves(member_args)]
+    records_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if not records_grad and not ctx.deterministic:
+        for row, arguments in zip(target.unbind(0), member_args, strict=True):
             op(row, *arguments)
         return target
     copies = rows(target, layout_of(meta_of(ctx.args[0])))
-    for copy, arguments in zip(copies, rest, strict=True):
+    for copy, arguments in zip(copies, member_args, strict=True):
         op(copy, *arguments)
     return target.copy_(together(copies))

@@ -1,4 +1,4 @@
-"""When members are saved: all that run now and then, those that leave or pause at once."""
+"""Decides when members are saved: running ones at intervals, those that leave or pause at once."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
 
 
 class Checkpointing:
-    """Saves a run's members in its folder; without one it does nothing."""
+    """Saves a run's members in its folder; without a folder it does nothing."""
 
     def __init__(self, folder: RunFolder | None, every: float, members: Iterable[Member]) -> None:
-        """`every`: seconds. `members`: those that the folder knows."""
+        """Save running members every `every` seconds. `members` are those that the folder knows."""
         self._folder, self._every = folder, every
         self._known = {member.index for member in members}
         self._last = time.monotonic()
         self._left: list[Member] = []
 
     def add(self, members: Sequence[Member], recipes: Mapping[int, Recipe]) -> None:
-        """These came while the run was under way."""
+        """Add members that joined while the run was in progress to the folder."""
         if self._folder is not None and self._folder.grows:
             watch_state(members, recipes)
             self._folder.add(members)
             self._known |= {member.index for member in members}
 
     def know(self, member: Member) -> None:
-        """It came while the run was under way, and the folder has it."""
+        """Note that the folder has this member, which joined while the run was in progress."""
         self._known.add(member.index)
 
     def note(self, member: Member) -> None:
-        """It has left its unit, written back, and is saved at the next opportunity."""
+        """Save this member, which has left its unit and was written back, at the next opportunity."""
         self._left.append(member)
 
     def forget(self, member: Member) -> None:
-        """Do not save what had this member's place before it."""
+        """Do not save an earlier member that had this member's index."""
         self._left = [other for other in self._left if other.index != member.index]
 
-    def save(self, runners: Iterable[UnitRunner], tell: Callable[[int, float], None], *, now: bool = False) -> None:
-        """Save those that have left, and when it is time all that run; `tell`: how many, and in what time."""
+    def save(self, runners: Iterable[UnitRunner], report: Callable[[int, float], None], *, now: bool = False) -> None:
+        """Save members that have left, and all running ones if it is time. `tell` is called with their number and the
+        seconds."""
         if self._folder is None:
             return
         start = time.monotonic()
@@ -62,4 +63,4 @@ class Checkpointing:
         if members:
             self._folder.save_many(members)
         if due:
-            tell(len(members), time.monotonic() - start)
+            report(len(members), time.monotonic() - start)

@@ -1,7 +1,7 @@
 """Messages between a worker and its parent.
 
-A network and its optimizer's state may be gigabytes. Small tensors travel inside a message, as their bytes; large ones
-in memory that the parent maps, where no byte is read twice.
+A network and its optimizer state may be gigabytes. Small tensors are sent in the message as bytes; large ones in shared
+memory that the parent maps, so that they are copied only once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 14
-"""Bytes from which a tensor goes into shared memory."""
+"""From so many bytes on, a tensor is put into shared memory."""
 ALIGNMENT, MOST_AT_ONCE, WRITERS = 64, 1 << 30, 4
 
 
 @dataclass(slots=True)
 class Message:
-    """A message as it came."""
+    """A received message."""
 
     data: bytes
     memory: mmap.mmap | None
     _tensors: dict[int, Tensor] = field(default_factory=dict)
-    """Those in `memory`, by where they begin."""
+    """The tensors in `memory`, by their offset."""
 
     def load(self) -> Any:
-        """What was sent. Its tensors are the receiver's own."""
+        """Return what was sent. The receiver owns its tensors."""
         unpickler = pickle.Unpickler(io.BytesIO(self.data))
         unpickler.persistent_load = self._tensor  # type: ignore[method-assign]
         return unpickler.load()
@@ -66,25 +66,25 @@ def send(pipe: Connection, message: Any) -> None:
 
 
 def receive(pipe: Connection) -> Message:
-    """The next message. EOFError or OSError where there is none any more."""
+    """Receive the next message. Raises EOFError or OSError if there is none any more."""
     shared = pipe.recv_bytes() == b"+"
     data = pipe.recv_bytes()
     if not shared:
         return Message(data, None)
     descriptor = reduction.recv_handle(pipe)
-    try:  # private: what is written to is copied, also where this process forks later
+    try:  # private: written pages are copied, also if this process forks later
         return Message(data, mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(descriptor)
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes: torch's own way takes ten times as long, for each of the hundreds that a member has."""
+    """Pickles tensors as bytes. Torch's own way takes ten times as long, for each of a member's hundreds of tensors."""
 
     def __init__(self, file: io.BytesIO, *, share: bool = hasattr(os, "memfd_create")) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.large: dict[int, tuple[int, Tensor]] = {}
-        """Tensors for shared memory by their ids, and where each begins."""
+        """Tensors for shared memory by their ids, with their offsets."""
         self.size, self._share = 0, share
 
     def persistent_id(self, value: Any) -> Any:
@@ -102,7 +102,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than its bytes: on the CPU, in order, with memory that is all its own."""
+    """Return whether a tensor can be sent as its bytes: on the CPU, contiguous, with a storage of its own."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
@@ -130,14 +130,14 @@ def _write(descriptor: int, offset: int, tensor: Tensor) -> None:
 
 
 def _written(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
-    """A descriptor of memory with these tensors; None where there is no more memory to be had."""
+    """Return a descriptor of memory that holds these tensors; None if no memory is available."""
     try:
         descriptor = os.memfd_create("shoal")
     except OSError:
         return None
     try:
         os.ftruncate(descriptor, size)
-        with ThreadPoolExecutor(WRITERS) as pool:  # a write of a large piece lets other threads run
+        with ThreadPoolExecutor(WRITERS) as pool:  # a large write releases the GIL
             list(pool.map(partial(_write, descriptor), *zip(*tensors, strict=True)))
     except OSError:
         os.close(descriptor)

@@ -1,8 +1,7 @@
-"""When Python values that steps read have changed: members get a new recipe, and a unit that runs it.
+"""Give members new recipes and units after Python values that their steps read have changed.
 
-Between epochs anything may change what a step reads: callbacks, schedules by the epoch, commands to a live run.
-Whatever changes it during an epoch changes it for a step that was recorded before; such a member trains by itself,
-unstacked.
+Between epochs anything may change what a step reads: callbacks, per-epoch schedules, commands to a live run. If it
+changes during an epoch, a recorded step would not see it, so such a member trains by itself, unstacked.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class Renewals:
-    """Sees to it that units compute what their members' steps would compute now."""
+    """Makes sure that units compute what their members' steps would compute now."""
 
     def __init__(self, planning: PlanningContext) -> None:
         self.planning = planning
         self.due = True
-        """Whether code of the user's has run since the last look."""
+        """Whether users' code has run since the last check."""
         self._unstacked: dict[int, str] = {}
         """Members that can no longer be stacked, and why."""
         self._log = ChangeLog()
 
     def look_within(self, runners: Sequence[UnitRunner]) -> None:
-        """After batches, and before any epoch is closed: has something changed what steps read in the meantime?"""
+        """Check after batches, and before any epoch is closed, whether what steps read has changed in the meantime."""
         ending = any(m.place == m.num_batches or not m.batches_left for runner in runners for m in runner.members)
         changes = self.planning.watch.changes() if ending and not self.due else {}
         for runner in runners:
             for member in runner.members:
                 if member.index in changes and member.index not in self._unstacked:
-                    what = say(changes[member.index])
-                    self._unstacked[member.index] = f"what its step reads changes during an epoch ({what})"
+                    where = say(changes[member.index])
+                    self._unstacked[member.index] = f"what its step reads changes during an epoch ({where})"
                     warnings.warn(
-                        f"{member.name}: {what} changed during an epoch, which a stacked step does not see; from here "
+                        f"{member.name}: {where} changed during an epoch, which a stacked step does not see; from here "
                         "on it runs unstacked. Change it between epochs, or inside the step",
                         ShoalWarning,
                         stacklevel=2,
@@ -50,11 +49,11 @@ class Renewals:
         self.due = self.due or ending
 
     def take_out(self, runners: list[UnitRunner], waiting: Iterable[Member]) -> list[Member]:
-        """Take members out of their units whose steps have changed; they have new recipes."""
-        moved = self._renew(runners, waiting)
+        """Remove members whose steps have changed from their units. They have new recipes."""
+        changed = self._renew(runners, waiting)
         members: list[Member] = []
-        for runner in runners if moved else ():
-            slots = [slot for slot, member in enumerate(runner.members) if member.index in moved]
+        for runner in runners if changed else ():
+            slots = [slot for slot, member in enumerate(runner.members) if member.index in changed]
             members += runner.eject(slots) if slots else []
         if members:
             runners[:] = [runner for runner in runners if runner.members]
@@ -62,7 +61,7 @@ class Renewals:
         return members
 
     def _renew(self, runners: Sequence[UnitRunner], waiting: Iterable[Member]) -> set[int]:
-        """New recipes where they are due; whose steps have become others by it."""
+        """Make new recipes if they are due, and return the members whose steps have changed."""
         if not self.due or not all(runner.unit.at_step_boundary for runner in runners):
             return set()
         self.due = False
@@ -77,9 +76,9 @@ class Renewals:
             if slots:
                 runner.unit.write_back(slots)
                 runner.unit.forget_evaluations()
-        moved = self.planning.renew([alive[index] for index in changes], self._unstacked)
-        for index in moved:
+        changed = self.planning.renew([alive[index] for index in changes], self._unstacked)
+        for index in changed:
             reason = self._log.note(index, alive[index].batches, changes[index])
             if reason is not None:
-                self._unstacked.setdefault(index, reason)  # from the next change on
-        return moved
+                self._unstacked.setdefault(index, reason)  # takes effect at the next change
+        return changed

@@ -1,4 +1,4 @@
-"""Jobs opened for stepping: what a benchmark times is the work of `shoal.train`, batch by batch, without its end."""
+"""Run jobs batch by batch for a benchmark: it times the work of `shoal.train`, without what happens at its end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shoal.preparation.checks import prepare
 
 
 class TimedPack:
-    """A pack in the middle of its training; `step(n)` takes every member n batches further."""
+    """A pack in the middle of its training; `step(n)` advances every member by n batches."""
 
     def __init__(self, planning: PlanningContext, members: Sequence[Member], count: int = 1) -> None:
-        ours, *others = deal(members, planning, count) if count > 1 else [list(members)]
+        own_members, *other_shares = deal(members, planning, count) if count > 1 else [list(members)]
         self.plan = planning.propose(members)
         self.device = members[0].device
-        self._helpers = [Child(partial(_serve, planning, share)) for share in others if share]
+        self._helpers = [Child(partial(_serve, planning, share)) for share in other_shares if share]
         self._threads = torch.get_num_threads()
         if self._helpers:
-            torch.set_num_threads(1)  # as each of them has
-        units = planning.units(ours)
+            torch.set_num_threads(1)  # as in each helper
+        units = planning.units(own_members)
         if planning.gpu:
             self.plan = Plan(str(self.device), list({id(part): part for _, part in units}.values()))
         self._ours = _Steps([unit for unit, _ in units], planning.executor)
@@ -39,13 +39,13 @@ class TimedPack:
 
     @property
     def tier(self) -> str:
-        """The tiers in use, and in how many processes."""
+        """The tiers in use, and the number of processes."""
         tiers = ", ".join(dict.fromkeys(part.tier for part in self.plan.parts))
         return f"{tiers}, {1 + len(self._helpers)} processes" if self._helpers else tiers
 
     @property
     def predicted_ms(self) -> float | None:
-        """One step of all members, as predicted."""
+        """Predicted milliseconds of one step of all members; None if not known."""
         seconds = [part.predicted.get("step_seconds") for part in self.plan.parts]
         known = [value for value in seconds if value is not None]
         return 1e3 * sum(known) / (1 + len(self._helpers)) if len(known) == len(seconds) else None
@@ -61,11 +61,11 @@ class TimedPack:
             torch.cuda.synchronize()
 
     def losses(self) -> list[float]:
-        """Every member's loss at its latest batch."""
+        """Return every member's loss at its latest batch."""
         return [self._latest[index] for index in sorted(self._latest)]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """End the helper processes, and restore the number of threads."""
         torch.set_num_threads(self._threads)
         for helper in self._helpers:
             helper.close()
@@ -74,7 +74,7 @@ class TimedPack:
 
 
 class _Steps:
-    """Units taken so many batches further, all of them side by side."""
+    """Advances units by a number of batches, all of them together."""
 
     def __init__(self, units: list[Unit], executor: Executor) -> None:
         self.latest: dict[int, float] = {}
@@ -82,7 +82,7 @@ class _Steps:
         self.executor = executor
 
     def step(self, n: int) -> dict[int, float]:
-        """The members' latest losses, by their places."""
+        """Advance every unit by n batches, and return the members' latest losses by index."""
         left = {id(runner): n for runner in self.runners}
         while ready := [runner for runner in self.runners if left[id(runner)] and runner.ready()]:
             turns = [min(left[id(runner)], runner.next_batches()) for runner in ready]
@@ -96,7 +96,7 @@ class _Steps:
 
 
 def _serve(planning: PlanningContext, members: Sequence[Member], pipe: Connection) -> None:
-    """A helper process: step when asked to."""
+    """Run in a helper process: step whenever the parent asks for it."""
     steps = _Steps([unit for unit, _ in planning.units(members)], Executor())
     while True:
         pipe.send(steps.step(pipe.recv()))

@@ -1,4 +1,4 @@
-"""Members that are added to a run under way: new jobs, jobs with another one's weights, copies of jobs with changes."""
+"""Members that are added to a run in progress: new jobs, warm starts, and clones of jobs with changes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ CHANGEABLE = (
     "schedule_every", "clip_norm", "clip_value", "loss", "step", "precision", "seed", "data", "collate", "data_seed",
     "shuffle", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "config", "owner", "priority",
 )  # fmt: skip
-"""Fields of a job that a clone may have otherwise: all but the network."""
+"""Fields of a job that a clone may change: all but the network."""
 WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
-"""With another one of these, what was best before says nothing."""
+"""If one of these changes, the best value so far is forgotten."""
 
 
 def new_member(run: Run, job: Job, instead: Member | None = None) -> Member:
-    """A member for a job that was not in the run's list; `instead`: with the place of another one."""
+    """Build a member for a job that was not in the run's list. `instead`: it gets the index of this member."""
     index = 1 + max(member.index for member in run.all_members)
     if instead is not None:
         index = instead.index
@@ -59,20 +59,20 @@ def new_member(run: Run, job: Job, instead: Member | None = None) -> Member:
 
 
 def add_to(run: Run, member: Member) -> None:
-    """Add a member to a live run and its folder; where the folder has it from an earlier run, it continues there."""
+    """Add a member to a live run and its folder. If the folder has it from an earlier run, it continues from there."""
     if run.folder is not None:
         run.folder.join(member)
         run.checkpointing.know(member)
     if member.status == "running":
         run.add(member)
         watch_state([member], run.planning.recipes)
-    else:  # it ended there
+    else:  # it ended in the earlier run
         run.all_members.append(member)
         run.tell_leave(member)
 
 
 def warm(member: Member, source: Member) -> None:
-    """The weights of one member into another."""
+    """Load the weights of `source` into `member`."""
     try:
         member.model.load_state_dict(source.model.state_dict())
     except RuntimeError as error:
@@ -87,56 +87,57 @@ def warm(member: Member, source: Member) -> None:
 def clone_of(
     run: Run, source: Member, name: str, changes: Mapping[str, Any], *, instead: Member | None = None
 ) -> Member:
-    """A member that continues where another one is, with some of the job's fields changed.
+    """Return a member that continues from another one's current state, with some of the job's fields changed.
 
-    `instead`: it gets the place of this one, by `run.replace`.
+    Args:
+        instead: The clone gets the index of this member, by `run.replace`.
     """
     fixed = changes.keys() - set(CHANGEABLE)
-    again = run.folder is not None and instead is None and not fixed and run.folder.has_state(name)
-    if not again:
+    resumes = run.folder is not None and instead is None and not fixed and run.folder.has_state(name)
+    if not resumes:
         _check(source, changes)
-    given = _changed(source.job, changes)
-    fields = {**loader_defaults(source.job, given), **given, "hparams": _hparams(source.job, given)}
+    changed = _changed(source.job, changes)
+    fields = {**loader_defaults(source.job, changed), **changed, "hparams": _hparams(source.job, changed)}
     job = dataclasses.replace(source.job, name=name, **fields)
-    with trying(job, step=True):  # a factory may write to what the job that is cloned reads
+    with trying(job, step=True):  # a factory may write to what the cloned job reads
         member = new_member(run, job, instead)
-    member.data = member.data if given.keys() & {"data", "collate"} else source.data
-    member.val = member.val if given.keys() & {"val", "collate"} else source.val
-    if again:  # it began in an earlier run, and its state is in the folder
+    member.data = member.data if changed.keys() & {"data", "collate"} else source.data
+    member.val = member.val if changed.keys() & {"val", "collate"} else source.val
+    if resumes:  # it began in an earlier run, and its state is in the folder
         if source.saved_state.job is not None:
-            _apart(member, source, None, given)
+            _apart(member, source, None, changed)
         return member
     state = copy.deepcopy(run.written(source).state())
-    _check_driver(source, state["python"], given)
+    _check_driver(source, state["python"], changed)
     if source.saved_state.job is not None:
-        state["python"] = _apart(member, source, state["python"], given)
+        state["python"] = _apart(member, source, state["python"], changed)
         share([other.saved_state for other in (*run.all_members, member) if other.status == "running"])
         _warn_of_shared(source, member)
-    if given.keys() & FRESH:
+    if changed.keys() & FRESH:
         state["python"] = {part: saved for part, saved in (state["python"] or {}).items() if part != "driver"} or None
-    change_rows(state, source, job, given)
+    change_rows(state, source, job, changed)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
-    if given.keys() & WATCHED or ("data" in given and job.val is None):
+    if changed.keys() & WATCHED or ("data" in changed and job.val is None):
         member.monitor, member.best = Monitor.of(job), None
     if member.finished():
         raise JobError(
             f"clone: {source.name!r} has had {member.epoch} epochs and {member.step} steps, and the clone's length "
             "counts from its beginning; give it more epochs= or steps="
         )
-    if given.keys() & (READING | BATCHES | {"seed", "epochs", "steps"}):
+    if changed.keys() & (READING | BATCHES | {"seed", "epochs", "steps"}):
         count_batches(member)
     if member.optimizer_state:
-        change_optimizer(member, source.job, given)
+        change_optimizer(member, source.job, changed)
     return member
 
 
 def _changed(before: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the changes that are any."""
+    """Return the changes that differ from the job's fields."""
     return {field: value for field, value in changes.items() if not _is(getattr(before, field), value)}
 
 
 def _is(before: Any, now: Any) -> bool:
-    """Whether a field that was given is as it was."""
+    """Return whether a given field is unchanged."""
     plain = isinstance(now, int | float | str | None) and type(before) is type(now)
     return before is now or (plain and bool(before == now))
 
@@ -165,24 +166,25 @@ COPIED = ("model", "collate", "loss", "step", "optimizer", "params", "schedule",
 """Fields of a job that may hold state."""
 
 
-def _apart(member: Member, source: Member, saved: Any, given: Mapping[str, Any]) -> Any:
-    """Give a clone functions, objects and a network of its own, all as they are now; what its optimizer has to load."""
+def _apart(member: Member, source: Member, saved: Any, changed: Mapping[str, Any]) -> Any:
+    """Give a clone its own copies of functions, objects and network, and return the Python state that its optimizer has
+    to load."""
     copies = PrivateCopies()
-    fields = {name: copies.of(getattr(source.job, name)) for name in COPIED if name not in given}
+    fields = {name: copies.of(getattr(source.job, name)) for name in COPIED if name not in changed}
     member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
     member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
     member.saved_state.begin(member.job, member.model)
     assert source.saved_state.job is not None and member.saved_state.job is not None
-    carried = [] if given.keys() & FRESH else ["optimizer", *([] if given.keys() & SCHEDULE else ["scheduler"])]
-    held = {name: copies.known(source.saved_state.job.at((name,))) for name in carried}
-    member.saved_state.stand_ins = {name: value for name, value in held.items() if value is not None}
+    carried = [] if changed.keys() & FRESH else ["optimizer", *([] if changed.keys() & SCHEDULE else ["scheduler"])]
+    copied_drivers = {name: copies.known(source.saved_state.job.at((name,))) for name in carried}
+    member.saved_state.stand_ins = {name: value for name, value in copied_drivers.items() if value is not None}
     for value in copies.shared:
         member.saved_state.job.problems[f"{type(value).__name__} objects"] = "both read from the same one"
     return {"driver": saved["driver"]} if saved and "driver" in saved else None
 
 
 def _warn_of_shared(source: Member, member: Member) -> None:
-    """Say what a clone and the job that it was taken from both change, since there is only one of it."""
+    """Warn about state that a clone and its source both change, since it could not be copied."""
     theirs, mine = source.saved_state.job, member.saved_state.job
     assert theirs is not None and mine is not None
     changed = theirs.changed_in(mine.handles())
@@ -200,6 +202,7 @@ def _warn_of_shared(source: Member, member: Member) -> None:
 
 
 def _check(source: Member, changes: Mapping[str, Any]) -> None:
+    """Raise a JobError if the source cannot be cloned with these changes."""
     fixed = sorted(changes.keys() - set(CHANGEABLE))
     if fixed:
         raise JobError(
@@ -224,7 +227,7 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
 
 
 def _begins_again(source: Member, changes: Mapping[str, Any]) -> bool:
-    """Whether another seed gives the epoch that was begun another order of rows, so that it begins again."""
+    """Return whether another seed changes the order of rows of the current epoch, so that it starts again."""
     job = source.job
     return (
         bool(source.place) and dataclasses.replace(job, seed=changes.get("seed", job.seed)).order_seed != job.order_seed

@@ -1,4 +1,5 @@
-"""Commands to a run under way, carried out between two turns: given from any thread, or by the run's supervisor."""
+"""Commands to a run in progress, from any thread or from the run's supervisor. They are carried out between two
+turns."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.reporting.events import Event
 
 WORTH = 0.95
-"""What a stack must gain over its members one after another to be kept; of one member alone, nothing is gained."""
+"""A stack is kept if its predicted gain over its members one after another is at least this."""
 
 TOO_FEW = "too few are left to gain from a stack"
 
@@ -26,19 +27,19 @@ Command = Callable[["Run"], Any]
 
 
 class Supervisor(Protocol):
-    """Decides in the middle of a run which members continue, as a search does.
+    """Decides during a run which members continue, as a search does.
 
     It is asked before the first round and after each one, in the run's own thread. A member with `pause_at` stops after
-    that epoch. Where `look` neither moves its `pause_at` nor ends it in the same round, it gives its place to others
-    and is in `run.paused`, until `look` calls `run.unpause`.
+    that epoch. If `look` neither changes its `pause_at` nor ends it in the same round, it gives up its place and is in
+    `run.paused` until `look` calls `run.unpause`.
     """
 
     def look(self, run: Run) -> None:
-        """See what happened, and decide: set `pause_at`, or call `run.end`, `run.unpause`, `run.add`."""
+        """Inspect the run and decide: set `pause_at`, or call `run.end`, `run.unpause`, `run.add`."""
 
 
 def supervise(run: Run, supervisor: Supervisor) -> None:
-    """Let the supervisor decide; members that it leaves at their pauses give their places back."""
+    """Let the supervisor decide. Members that it leaves at their pauses give up their places."""
     supervisor.look(run)
     members = [*(member for runner in run.runners for member in runner.members), *run.waiting.values()]
     run.paused |= {m.index: m for m in run.take_out({m.index for m in members if m.pausing}, "pause")}
@@ -49,7 +50,8 @@ def supervise(run: Run, supervisor: Supervisor) -> None:
 
 
 def _lost(run: Run, runner: UnitRunner) -> bool:
-    """Whether so few are left in a stack that they are faster one by one; never where times may decide nothing."""
+    """Return whether so few members are left in a stack that they are faster one by one; False if times must not
+    decide."""
     planning = run.planning
     if planning.gpu or not planning.timed or runner.unit.tier != "stacked" or not runner.unit.at_step_boundary:
         return False
@@ -58,18 +60,22 @@ def _lost(run: Run, runner: UnitRunner) -> bool:
 
 
 class EndedError(ShoalError, RuntimeError):
-    """A command came too late: the run has ended."""
+    """Raised for a command that came too late: the run has ended."""
 
 
 class Controls:
     """A queue of commands. Each is answered with what it returned or raised."""
 
     def __init__(self, *, keep_open: bool = False, live: Any = None) -> None:
-        """`keep_open`: without anything to train the run waits for commands, until `finish`. `live`: what callbacks
-        give their commands to."""
+        """Create an empty queue.
+
+        Args:
+            keep_open: A run without anything to train waits for commands until `finish`.
+            live: The object to which callbacks give their commands.
+        """
         self.live = live
         self.run: Run | None = None
-        """The run, once it has begun; only its own thread may look at it."""
+        """The run, once it has begun. Only its own thread may use it."""
         self._keep_open = keep_open
         self._commands: queue.SimpleQueue[tuple[Command, Future[Any]]] = queue.SimpleQueue()
         self._open = True
@@ -77,7 +83,7 @@ class Controls:
         self._news, self._num_ends = threading.Condition(), 0
 
     def give(self, command: Command) -> Future[Any]:
-        """Have a command carried out; EndedError in the answer where the run has ended."""
+        """Queue a command and return its answer; the answer is an EndedError if the run has ended."""
         answer: Future[Any] = Future()
         with self._lock:
             if self._open:
@@ -87,29 +93,33 @@ class Controls:
         return answer
 
     def finish(self) -> None:
-        """No more jobs come: the run ends when those that it has have ended."""
+        """Let the run end when its jobs have ended; no more jobs are added."""
         self._keep_open = False
-        self.give(lambda run: None)  # it may be waiting for one
+        self.give(lambda run: None)  # wakes the run if it waits for a command
 
     def carry_out(self, run: Run) -> bool:
-        """Carry out the commands that have come; whether there were any. A run that stays open and has nothing to train
-        waits for some."""
-        self.run, some = run, False
+        """Carry out the queued commands, and return whether there were any.
+
+        A run that stays open and has nothing to train waits for one.
+        """
+        self.run, any_done = run, False
         while not self._commands.empty() or (self._keep_open and _idle(run)):
             if self._commands.empty():
                 run.save()
             command, answer = self._commands.get()
-            some = True
+            any_done = True
             try:
                 result = command(run)
-            except BaseException as error:  # also sys.exit() in a model's code: the thread that gave it gets it
+            except (
+                BaseException
+            ) as error:  # even sys.exit() in users' code is passed to the thread that gave the command
                 answer.set_exception(error)
             else:
                 answer.set_result(result)
-        return some
+        return any_done
 
     def listen(self, event: Event) -> None:
-        """Of the run's events: let those know who wait for a job's end."""
+        """Handle the run's events: notify those who wait for a job to end."""
         if event.kind == "leave":
             self._tell_of_an_end()
 
@@ -120,16 +130,16 @@ class Controls:
 
     @property
     def num_ends(self) -> int:
-        """How many ends there were so far, of jobs and of the run."""
+        """How many jobs, and the run itself, have ended so far."""
         return self._num_ends
 
     def wait_for_an_end(self, num_ends: int, timeout: float | None) -> bool:
-        """Wait until there were more ends than so many; False where it takes longer."""
+        """Wait until more than `num_ends` have ended; returns False on a timeout."""
         with self._news:
             return self._news.wait_for(lambda: self._num_ends > num_ends, timeout)
 
     def close(self) -> None:
-        """Take no more commands; those that were not carried out are answered so."""
+        """Accept no more commands; those that were not carried out are answered with an EndedError."""
         with self._lock:
             self._open = False
         while not self._commands.empty():
@@ -138,7 +148,7 @@ class Controls:
 
 
 def _idle(run: Run) -> bool:
-    """Whether a run has nothing to train, and would end."""
+    """Return whether a run has nothing to train and would end."""
     return not (run.waiting or run.runners or run.interrupted)
 
 

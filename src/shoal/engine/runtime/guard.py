@@ -1,10 +1,9 @@
-"""A run on a GPU, in a process of its own: a device-side assert costs its member and a resume, not the run.
+"""Run on a GPU in a child process, so that a device-side assert ends one member and not the run.
 
-An assert on the device takes the whole CUDA context with it, and does not say whose kernel it was. So the run lives in
-a forked child that saves its members; when the context is lost, another child takes each suspect by itself from its
-last checkpoint, a batch at a time, until one of them loses the context again. That one has failed; a third child
-trains the others. A process can only be forked before it has touched CUDA; afterwards the run is not guarded, and the
-error says so.
+An assert on the device destroys the whole CUDA context, and does not say which member's kernel it was. So the run is in
+a forked child that saves its members. If the context is lost, another child runs each suspect by itself from its last
+checkpoint, batch by batch, until one of them loses the context again. That one has failed; a third child trains the
+others. A process can only be forked before it has used CUDA; afterwards the run is not guarded, and the error says so.
 """
 
 from __future__ import annotations
@@ -36,24 +35,25 @@ MOST_CULPRITS = 64
 
 
 class NotGuarded(ShoalError):
-    """No child process could use the GPU."""
+    """Raised if no child process can use the GPU."""
 
 
 Build = Callable[[Sequence[Member]], PlanningContext]
 """Plans members that are on their device."""
 Make = Callable[..., Run]
-"""Makes a run, given its members, their planning, `tell` and settings of `Run` by name."""
+"""Creates a run from its members, their planning context, `tell`, and settings of `Run` by name."""
 
 
 def can_guard() -> bool:
-    """Whether a forked process could use the GPU: only if this one has not."""
+    """Return whether a forked process can use the GPU: only if this one has not used it."""
     return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def lost_context(error: RuntimeError, *, searching: bool) -> ShoalError:
-    """What to say where the context is lost in this process.
+    """Return the error for a context that was lost in this process.
 
-    A search trains here: what it decides and writes down would have to be sent to a child and back.
+    A search trains in this process, since its decisions and records would otherwise have to be sent to a child and
+    back.
     """
     why = (
         "a search trains in its own process; mend that trial's step, and with out= the same call resumes"
@@ -65,7 +65,7 @@ def lost_context(error: RuntimeError, *, searching: bool) -> ShoalError:
 
 
 def to_device(members: Sequence[Member], device: torch.device) -> None:
-    """Members that were built for the CPU, for this device: their data is moved there, once."""
+    """Move members that were built for the CPU to this device; their data is moved once."""
     pool = Pool(device)
     for member in members:
         member.device = device
@@ -81,10 +81,11 @@ def run_guarded(
     requeue: Requeue,
     tell: Tell,
 ) -> tuple[list[Part], dict[str, Any]]:
-    """Train members that were built for the CPU on a GPU, in a child process; the plan's parts and the environment.
+    """Train members that were built for the CPU on a GPU, in a child process, and return the plan's parts and the
+    environment.
 
     Raises:
-        NotGuarded: before anything has happened.
+        NotGuarded: Before anything has happened.
     """
 
     def make_in_child(share: Sequence[Member], line: Line) -> Run:
@@ -133,7 +134,7 @@ def run_guarded(
 
 
 class Guarded(WorkerHandle):
-    """The child that trains on a GPU, as its parent sees it."""
+    """The child process that trains on a GPU, as its parent sees it."""
 
     def __init__(
         self,
@@ -145,22 +146,22 @@ class Guarded(WorkerHandle):
         super().__init__(members, make, requeue)
         self.device = device
         self.lost: str | None = None
-        """How the context was lost."""
+        """The error with which the context was lost; None if it was not."""
         self.targets: dict[int, int] = {}
-        """Batches that each member may have had when the context was lost."""
+        """For each member, the most batches that it may have trained when the context was lost."""
         self.environment: dict[str, Any] = {}
 
     def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
         self.check()
-        return partial(self._make, members, line)  # on a GPU it takes long, and the parent waits for it like for a turn
+        return partial(self._make, members, line)  # on a GPU this takes long, so it is not part of the start
 
     def check(self) -> None:
-        """Raises where the driver was asked something in the parent: no child can use the GPU then."""
-        current().seconds = {}  # those of this process
+        """Raise if the parent has used the driver, since no child can use the GPU then."""
+        current().seconds = {}  # count only the times of this process
         with timed("device"):
             if self.device.type == "cuda":
                 torch.zeros(1, device=self.device)
-                torch.cuda.set_device(self.device)  # streams and graphs are made on the current one
+                torch.cuda.set_device(self.device)  # streams and graphs are made on the current device
 
     def finish(self, line: Line) -> None:
         line.send("times", current().seconds)
@@ -168,7 +169,7 @@ class Guarded(WorkerHandle):
     def fail(self, error: Exception, line: Line) -> None:
         if context_lost(error):
             line.send("lost", describe(error))
-            os._exit(3)  # whatever tidies up would touch the device
+            os._exit(3)  # any clean-up would use the device
         super().fail(error, line)
 
     def take_message(self, kind: str, *contents: Any) -> None:
@@ -184,17 +185,17 @@ class Guarded(WorkerHandle):
 
 
 def blame(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
-    """The member that loses the context when each trains by itself, from where it was saved to where it may have
+    """Return the member that loses the context when each trains by itself, from its checkpoint to where it may have
     been."""
     suspects = {member.index: member for member in members if targets.get(member.index, 0) > member.batches}
     child = Child(partial(_try_each, list(suspects.values()), device, targets))
     trying: int | None = None
     try:
         while True:
-            said = child.pipe.recv()
-            if said == "none":
+            message = child.pipe.recv()
+            if message == "none":
                 return None
-            trying = said
+            trying = message
     except (EOFError, OSError):
         return None if trying is None else suspects[trying]
     finally:
@@ -203,6 +204,7 @@ def blame(members: Sequence[Member], device: torch.device, targets: dict[int, in
 
 
 def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int, int], pipe: Connection) -> None:
+    """Run in the child: train each member by itself, and exit if it loses the context."""
     to_device(members, device)
     for member in members:
         pipe.send(member.index)
@@ -215,7 +217,7 @@ def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int
 
 
 def _try(member: Member, target: int) -> None:
-    """One member's batches by itself, as far as it may have come."""
+    """Train one member by itself up to batch `target`."""
     unit = SerialUnit(member)
     while member.batches < target:
         deal([member])

@@ -1,8 +1,8 @@
-"""The cores of a CPU for a run with a supervisor: some of its members train in forked processes for a few seconds.
+"""Use all cores of a CPU in a run with a supervisor: some members train in forked processes for a few seconds.
 
-Which members continue is decided here, from all of their values, so nothing can be dealt out for good. A worker gets
-some members as they are now, trains each until it pauses or ends, or until its time is over, and sends them back whole.
-Then those that continue are dealt out anew, by what they have left to do before their next pause.
+The supervisor decides in this process which members continue, from all of their values, so members cannot be assigned
+for good. A worker gets some members in their current state, trains each until it pauses or ends, or until its time is
+over, and sends them back. Then those that continue are assigned again, by their work before the next pause.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
 
 ROUND_SECONDS = 0.25
-"""Of a round while members are lent: so long may a worker that is done wait for more."""
+"""The length of a round while members are lent, which is the longest that an idle worker waits for more."""
 LEAST_SECONDS = 0.3
-"""Work that is worth a process."""
+"""The least seconds of work that are worth a process."""
 HALF = 0.7
-"""Of a stack's work, what half of it may take, if it is to be halved."""
+"""A stack is halved only if half of it takes at most this share of its work."""
 SLICE_SECONDS, OVERHEAD = 5.0, 0.05
-"""A worker's time, at least; longer where starting it and getting its members back took more than this share."""
+"""A worker's time is at least `SLICE_SECONDS`; longer if starting it and getting its members back took more than this
+share."""
 BUSY_SECONDS, LOOK_SECONDS = 1.0, 10.0
-"""After so long it is measured again how many cores are free, at first and at most: other programs come and go."""
+"""After so many seconds the number of free cores is measured again, at first and at most, since the load of the machine
+changes."""
 
 
 def run_lending(
@@ -50,12 +52,12 @@ def run_lending(
     supervisor: Supervisor,
     all_members: list[Member],
 ) -> None:
-    """Train these members in `count` processes, this one included, in which the supervisor decides."""
+    """Train these members in `count` processes, including this one, in which the supervisor decides."""
     lending = Lending(supervisor, planning, count, make, tell)
     planning.budget /= count
     planning.executor.most_threads = 0
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each worker has: more would take their cores
+    torch.set_num_threads(1)  # as in each worker; more would take their cores
     try:
         run = make(members, tell, numbers=lending.numbers(0), all_members=all_members, supervisor=lending)
         run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
@@ -82,7 +84,7 @@ class Lending:
         self._numbers = [itertools.count(1 + place, count) for place in range(count)]
 
     def numbers(self, place: int) -> Any:
-        """Numbers for the units of one of the processes."""
+        """Return numbers for the units of one of the processes."""
         return self._numbers[place]
 
     def look(self, run: Run) -> None:
@@ -108,11 +110,11 @@ class Lending:
                 worker.close()
                 self._workers.remove(worker)
                 _merge(self._planning.plan.parts, worker.parts)
-                spent = worker.start_seconds + time.perf_counter() - start
-                self._slice = max(SLICE_SECONDS, spent / OVERHEAD)
+                overhead = worker.start_seconds + time.perf_counter() - start
+                self._slice = max(SLICE_SECONDS, overhead / OVERHEAD)
 
     def _lend(self, run: Run) -> None:
-        """Deal out the members that train here, where there is enough to do for another process."""
+        """Assign members that train here to other processes, if there is enough work for them."""
         free = self._count - 1 - len(self._workers)
         pieces = _pieces(run) if free > 0 else []
         if sum(piece.weight for piece in pieces) < 2 * LEAST_SECONDS or not self._shares(pieces, free):
@@ -122,12 +124,12 @@ class Lending:
             self._start(run, [member for piece in share for member in piece.members])
 
     def _shares(self, pieces: list[Piece], free: int) -> list[list[Piece]]:
-        """What so many other processes would get; nothing that is not worth a process."""
+        """Return the shares of so many other processes; shares that are not worth a process are left out."""
         shares = even_shares(pieces, self._planning, free + 1, most=HALF)[1:]
         return [share for share in shares if share and load(share) >= LEAST_SECONDS]
 
     def _free_cores(self) -> int:
-        """Cores for this process and its workers; measured while there are none, since others may use them."""
+        """Return the number of cores for this process and its workers; measured while there are no workers."""
         now = time.monotonic()
         if not self._workers and now >= self._look_at and "SHOAL_WORKERS" not in os.environ:
             self._usable = max(1, round(free_cores(self._count)))
@@ -138,7 +140,7 @@ class Lending:
     def _start(self, run: Run, members: list[Member]) -> None:
         lent = run.take_out({member.index for member in members}, "sharing")
         for member in lent:
-            run.checkpointing.forget(member)  # it is the worker's now, which saves it itself
+            run.checkpointing.forget(member)  # the worker saves it
         if run.folder is not None:
             run.folder.flush()
         place = next(p for p in range(1, self._count) if all(worker.place != p for worker in self._workers))
@@ -160,7 +162,7 @@ class Lending:
         return run
 
     def cancel(self) -> None:
-        """Have all workers save their members where they are, and stop."""
+        """Make all workers save their members now, and stop."""
         for worker in self._workers:
             worker.cancel()
         for worker in self._workers:
@@ -176,8 +178,8 @@ class Borrower(WorkerHandle):
     """A worker that has members for a while, as its parent sees it."""
 
     def __init__(self, members: Sequence[Member], make: Any, place: int) -> None:
-        before = {member.index: member.state() for member in members}
-        super().__init__(members, make, lambda member: member.load_state(before[member.index]))
+        states = {member.index: member.state() for member in members}
+        super().__init__(members, make, lambda member: member.load_state(states[member.index]))
         self.place = place
         self.back: list[Member] = []
         """Members that have come back."""
@@ -194,7 +196,7 @@ class Borrower(WorkerHandle):
         return started
 
     def ask_back(self) -> None:
-        """Have it send all of its members back now."""
+        """Make it send all of its members back now."""
         if not self._done and self._child is not None:
             self._child.signal(signal.SIGUSR1)
 
@@ -207,31 +209,32 @@ class Borrower(WorkerHandle):
 
 
 class SendingBack:
-    """The supervisor in a worker: sends members back when they pause, and all of them when the time is over."""
+    """The supervisor in a worker: it sends members back when they pause, and all of them when the time is over."""
 
     def __init__(self, line: Line, until: float) -> None:
         self._line, self._until = line, until
 
     def stop(self) -> None:
+        """Send all members back at the next opportunity."""
         self._until = 0.0
 
     def look(self, run: Run) -> None:
-        over = time.monotonic() >= self._until
-        leaving = {m.index for m in run.waiting.values() if over or m.pausing}
+        time_over = time.monotonic() >= self._until
+        leaving = {m.index for m in run.waiting.values() if time_over or m.pausing}
         for runner in run.runners:
-            all_leave = over and runner.unit.at_step_boundary
+            all_leave = time_over and runner.unit.at_step_boundary
             leaving |= {member.index for member in runner.members if all_leave or member.pausing}
         back = run.take_out(leaving, "sharing")
         if back:
             run.save()
             if run.folder is not None:
-                run.folder.flush()  # before the parent trains and saves them
+                run.folder.flush()  # before the parent continues to train and save them
             for member in back:
                 self._line.give_back(member)
 
 
 def _continue(run: Run, member: Member) -> None:
-    """Let a member that comes back wait for a place, or for what the supervisor says."""
+    """Let a member that comes back wait for a place, or for the supervisor's decision if it pauses."""
     if member.pausing:
         run.paused[member.index] = member
     else:
@@ -239,13 +242,13 @@ def _continue(run: Run, member: Member) -> None:
 
 
 def _in_training(run: Run) -> bool:
-    """Whether members train or wait here that are not about to pause."""
+    """Return whether members that are not about to pause train or wait here."""
     running = itertools.chain(*(runner.members for runner in run.runners))
     return any(not member.pausing for member in (*running, *run.waiting.values()))
 
 
 def _pieces(run: Run) -> list[Piece]:
-    """The units of a run, and what waits for one, with the work of each before its next pause."""
+    """Return the units of a run, and what waits for one, with the work of each before its next pause."""
     pieces = []
     for runner in run.runners:
         if any(member.pausing for member in runner.members) or not runner.unit.at_step_boundary:
@@ -255,18 +258,18 @@ def _pieces(run: Run) -> list[Piece]:
         pieces.append(Piece(list(runner.members), seconds, all(movable(m, run.planning) for m in runner.members)))
     waiting = [member for member in run.waiting.values() if not member.pausing]
     for kind in kinds_of(waiting, run.planning):
-        known = [member.seconds / member.batches * member.batches_to_stop for member in kind if member.batches]
-        seconds = sum(known) if len(known) == len(kind) else weight(kind, run.planning)
+        measured = [member.seconds / member.batches * member.batches_to_stop for member in kind if member.batches]
+        seconds = sum(measured) if len(measured) == len(kind) else weight(kind, run.planning)
         pieces.append(Piece(kind, seconds, movable(kind[0], run.planning)))
     return pieces
 
 
 def _merge(parts: list[Part], more: Iterable[Part]) -> None:
-    """Add a worker's parts of the plan; those of the same members are one."""
+    """Add a worker's parts to the plan's; those of the same members become one."""
     for part in more:
         same = (p for p in parts if p.tier == part.tier and set(p.members) == set(part.members))
-        before = next(same, None)
-        if before is None:
+        existing = next(same, None)
+        if existing is None:
             parts.append(part)
         elif "steps" in part.measured:
-            before.note(part.measured["seconds"], int(part.measured["steps"]))
+            existing.note(part.measured["seconds"], int(part.measured["steps"]))

@@ -1,7 +1,7 @@
-"""What is known of the members before they run, the plan that follows from it, and units for those that run now.
+"""What is known about members before they run, the plan that follows from it, and units for those that run now.
 
-`shoal.train`, resumed and live runs and `shoal.explain` all ask the same: requests for the pure planner, `queue.admit`
-for which of them run now, and units for those.
+`shoal.train`, resumed and live runs and `shoal.explain` all use it: requests for the pure planner, `queue.admit` to
+decide which members run now, and units for those.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class PlanningContext:
-    """What is known of all members before any of them runs, and the plan as it comes about."""
+    """What is known about all members before any of them runs, and the plan as it develops."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class PlanningContext:
         most_threads: int = 0,
         forms_changed: Callable[[dict[int, str]], object] | None = None,
     ) -> None:
-        """Work out what can be known of these members.
+        """Trace, time and group these members.
 
         Args:
             members: All members, before any of them runs.
             timed: Whether measured times may decide tiers.
             deterministic, may_share_weights: See `TraceCache`.
             compile: Whether steps on a GPU may be compiled.
-            budget: Bytes that may be used; None: any number.
-            tiers: Those that members had in the run that is resumed; they get them again.
-            thorough: Work out what no decision needs, too: the bytes where memory is ample, the times of short jobs.
-            may_loop: Whether members for which packing does not pay are looped, untraced; on a CPU.
+            budget: The most bytes that may be used; None: any number.
+            tiers: The tiers that members had in the run that is resumed, by index; they get them again.
+            thorough: Compute also what no decision needs: bytes if memory is ample, and times of short jobs.
+            may_loop: Whether members for which packing does not pay train in a loop without being traced; on a CPU.
             may_share: Whether members may train in other processes, for which they must be traced.
             most_threads: See `Executor`.
             forms_changed: Called with tiers by `note_tiers`, and on a GPU with `forms` when they have changed.
@@ -88,9 +88,9 @@ class PlanningContext:
         self.budget: float = math.inf if budget is None else budget
         self._forms_changed = forms_changed
         self.trace_cache = TraceCache(deterministic=deterministic, share=may_share_weights)
-        self._brief_traces = TraceCache()  # of looped members, recorded once: no stack is made of them
+        self._brief_traces = TraceCache()  # for looped members, which are never stacked
         self.watch = Watch()
-        """What members' steps read in Python, of those that may be run by a recipe."""
+        """Watches the Python state that members' steps read, for members that may run with a recipe."""
         self.changed: set[int] = set()
         """Members whose steps have changed since the run began."""
         self.renewals = Renewals(self)
@@ -108,44 +108,44 @@ class PlanningContext:
         """By the number of the unit's runner."""
         self._taken = 0
         self.forms: dict[int, str] = {}
-        """On a GPU: how members were last run, by their places: a tier, and whether it is compiled."""
+        """On a GPU: how members were last run, by index: a tier, and whether it is compiled."""
         self.add(members)
 
     def add(self, members: Sequence[Member]) -> None:
-        """Work out what is to be known of these members."""
+        """Trace, time and group more members."""
         with timed("traces"):
-            alone = looped([*members, *self._stacked()], self.tiers) if self._may_loop else {}
-            looping = [member for member in members if member.index in alone and not self.thorough]
+            loop_reasons = looped([*members, *self._stacked()], self.tiers) if self._may_loop else {}
+            looping = [member for member in members if member.index in loop_reasons and not self.thorough]
             groups = self._groups([member for member in members if member not in looping])
-            groups = [part for alike in groups for part in set_apart(alike, alone)]
-            groups += looped_groups(looping, alone, self._brief_traces if self._may_share else None)
+            groups = [part for group in groups for part in set_apart(group, loop_reasons)]
+            groups += looped_groups(looping, loop_reasons, self._brief_traces if self._may_share else None)
         with timed("trials"):
-            timing = self.timed and not self.gpu
-            tried = try_out(groups, self.trace_cache, short_too=self.thorough) if timing else {}
+            may_time = self.timed and not self.gpu
+            verdicts = try_out(groups, self.trace_cache, short_too=self.thorough) if may_time else {}
         with timed("costs"):
-            asked = requests(groups, tried, self.tiers, exact=self.thorough or self._matters(groups))
-        self._take(groups, asked)
+            new_requests = requests(groups, verdicts, self.tiers, exact=self.thorough or self._matters(groups))
+        self._take(groups, new_requests)
         for member in members:
             member.saved_state.watched = member.index not in self.recipes
-        known = [member for alike in self.groups for member in alike.members]
-        self._taken = memory.data_bytes(known) + memory.workspace_bytes(self.device)
+        all_members = [member for group in self.groups for member in group.members]
+        self._taken = memory.data_bytes(all_members) + memory.workspace_bytes(self.device)
 
     def _stacked(self) -> list[Member]:
-        """Members that are under way in stacks, which others that are like them may join."""
+        """Return members that run in stacks, which similar members may join."""
         return [
             member
-            for alike in self.groups
-            for member in alike.members
-            if alike.recipes and member.status == "running" and self.request(member).tier == "stacked"
+            for group in self.groups
+            for member in group.members
+            if group.recipes and member.status == "running" and self.request(member).tier == "stacked"
         ]
 
     def note_tiers(self, members: Sequence[Member]) -> None:
-        """Report the tiers of these members, where they are known; on a GPU that is when units are built."""
+        """Report the tiers of these members, if they are known; on a GPU that is when units are built."""
         if not self.gpu and self._forms_changed is not None:
             self._forms_changed({member.index: self.request(member).tier for member in members})
 
     def replace(self, member: Member) -> None:
-        """Know this member instead of the one that has its place in the list."""
+        """Replace the member that has the same index by this one."""
         self.watch.drop({member.index})
         self._drop({member.index})
         self.add([member])
@@ -162,24 +162,25 @@ class PlanningContext:
         self.watch.add(member.index, code, member.model, private=copied)
 
     def _does_the_same(self, member: Member) -> bool:
-        """Whether a member's step is still the one that was traced."""
+        """Return whether a member's step is still the one that was traced."""
         before = self.recipes.get(member.index)
         try:
             return before is not None and self.trace_cache.recipe(member).same_steps(before)
         except Untraceable:
             return False
 
-    def _take(self, groups: list[Group], asked: Sequence[Request]) -> None:
-        self._requests |= {request.index: request for request in asked}
-        self.recipes |= {recipe.member.index: recipe for alike in groups for recipe in alike.recipes}
+    def _take(self, groups: list[Group], new_requests: Sequence[Request]) -> None:
+        self._requests |= {request.index: request for request in new_requests}
+        self.recipes |= {recipe.member.index: recipe for group in groups for recipe in group.recipes}
         self.groups += groups
-        alone = {request.index for request in asked if request.tier == "serial" and not self.gpu}
-        self.watch.drop(alone | {m.index for alike in groups if not alike.recipes for m in alike.members})
+        serial = {request.index for request in new_requests if request.tier == "serial" and not self.gpu}
+        self.watch.drop(serial | {m.index for group in groups if not group.recipes for m in group.members})
 
     def renew(self, members: Sequence[Member], unstacked: Mapping[int, str]) -> set[int]:
-        """Work out anew what is to be known of members whose steps read something that has changed.
+        """Trace members again whose steps read something that has changed; return those whose step differs now.
 
-        `unstacked`: why some of them can no longer be stacked. Returns those whose step is another one now.
+        Args:
+            unstacked: Why some of them can no longer be stacked, by index.
         """
         self.watch.drop(member.index for member in members)
         for member in members:
@@ -187,29 +188,29 @@ class PlanningContext:
         for member in members:
             if member.index not in unstacked:
                 self._look_at(member)
-        moved = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
-        groups = group([m for m in members if m.index in moved and m.index not in unstacked], self.trace_cache)
+        changed = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
+        groups = group([m for m in members if m.index in changed and m.index not in unstacked], self.trace_cache)
         groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
-        self._drop(moved)
-        before = {index: self._requests[index] for index in moved}
-        tiers = {index: request.tier for index, request in before.items()}
-        asked = requests(groups, {}, tiers, exact=self._matters(groups))
+        self._drop(changed)
+        old = {index: self._requests[index] for index in changed}
+        tiers = {index: request.tier for index, request in old.items()}
+        new_requests = requests(groups, {}, tiers, exact=self._matters(groups))
         self._take(
-            groups, [replace(r, most_rows=before[r.index].most_rows, alone=before[r.index].alone) for r in asked]
+            groups, [replace(r, most_rows=old[r.index].most_rows, alone=old[r.index].alone) for r in new_requests]
         )
-        self.changed |= moved
-        return moved
+        self.changed |= changed
+        return changed
 
     def _drop(self, indices: set[int]) -> None:
-        """Take members out of their groups."""
-        rest = {member.index for alike in self.groups for member in alike.members} - indices
-        self.groups = _restricted(self.groups, rest)
+        """Remove members from their groups."""
+        remaining = {member.index for group in self.groups for member in group.members} - indices
+        self.groups = _restricted(self.groups, remaining)
         self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in indices}
 
     def _matters(self, groups: list[Group]) -> bool:
-        """Whether memory could be short, so that it is worth a closer look."""
-        rough = sum(memory.rough(alike.recipes[0]) * len(alike.members) for alike in groups if alike.recipes)
-        return self.budget < math.inf and rough > 0.2 * self.budget  # it counts all that a step computes
+        """Return whether memory could be short, so that exact bytes are worth computing."""
+        rough = sum(memory.rough(group.recipes[0]) * len(group.members) for group in groups if group.recipes)
+        return self.budget < math.inf and rough > 0.2 * self.budget  # it counts all results of a step
 
     def request(self, member: Member) -> Request:
         return self._requests[member.index]
@@ -217,12 +218,12 @@ class PlanningContext:
     # --- what it costs ----------------------------------------------------------------------------------------------
 
     def bytes(self, members: Sequence[Member]) -> float:
-        """All bytes when these members run, the data and the device's libraries included."""
+        """Return the bytes in use if these members run, including the data and the device's libraries."""
         costs = [stack_bytes(stack) for stack in stacks(map(self.request, members))]
         return self._taken + total_bytes(costs, together=self.gpu)
 
     def ticket(self, member: Member, now: float) -> Ticket:
-        """A member that waits, as policies see it."""
+        """Return the ticket of a waiting member, for policies."""
         request, job = self.request(member), member.job
         step = predict([request]).get("step_seconds", math.nan)
         return Ticket(
@@ -232,7 +233,7 @@ class PlanningContext:
         )  # fmt: skip
 
     def propose(self, members: Sequence[Member], policy: Policy | None = None) -> Plan:
-        """The plan for these members, none of which has begun: which run now, with what, and which wait."""
+        """Return the plan for these members, none of which has begun: which run now, in which tier, and which wait."""
         now, by_index = time.monotonic(), {member.index: member for member in members}
         tickets = [self.ticket(member, now) for member in members]
         admission = admit(tickets, policy or Fifo(), lambda some: self.fits([by_index[t.index] for t in some]), now)
@@ -242,39 +243,39 @@ class PlanningContext:
         return Plan(str(self.device), parts, waiting, self.plan.budget, self.bytes(chosen))
 
     def fits(self, members: Sequence[Member]) -> bool:
-        """Whether these members may run at once."""
+        """Return whether these members may run at once."""
         return self.budget == math.inf or self.bytes(members) <= self.budget
 
     def _waiting(self, member: Member, running: Sequence[Member]) -> Waiting:
-        need, over = self.bytes([member]), self.bytes([*running, member]) - self.budget
+        need, missing = self.bytes([member]), self.bytes([*running, member]) - self.budget
         never = need > self.budget
-        reason = self.too_large(member) if never else f"waits for {size(max(0.0, over))} of memory"
+        reason = self.too_large(member) if never else f"waits for {size(max(0.0, missing))} of memory"
         return Waiting(member.index, member.name, reason, never, need)
 
     def too_large(self, member: Member) -> str:
-        """Why a member does not fit, even alone."""
+        """Return why a member does not fit, even alone."""
         return f"needs about {size(self.bytes([member]))} and {size(self.budget)} may be used; raise memory="
 
     def predicted(self, member: Member) -> dict[str, float]:
-        """What is known of a member beforehand."""
+        """Return what is predicted for a member."""
         alone = self.request(member).alone
         return {} if alone is None else {"alone_seconds": alone}
 
     # --- units ------------------------------------------------------------------------------------------------------
 
     def seats(self, runners: Sequence[UnitRunner], members: Sequence[Member]) -> list[tuple[UnitRunner, Recipe]]:
-        """Which units these members may join, all of them together; those that may join none are left out."""
+        """Return which units these members may join together; members that may join none are left out."""
         joining: list[tuple[UnitRunner, Recipe]] = []
         for member in members:
             for runner in (runner for runner in runners if runner.members):
-                recipe = self.seat(runner, member, [other for joined, other in joining if joined is runner])
+                recipe = self.seat(runner, member, [other for target, other in joining if target is runner])
                 if recipe is not None:
                     joining.append((runner, recipe))
                     break
         return joining
 
     def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
-        """The recipe by which a member may join a unit, beside others that are about to; None where it may not."""
+        """Return the recipe with which a member may join a unit together with `beside`; None if it may not."""
         request, recipe, unit = self.request(member), self.recipes.get(member.index), runner.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
@@ -285,31 +286,31 @@ class PlanningContext:
         return recipe if unit.accepts(recipe, beside) else None
 
     def units(self, members: Sequence[Member]) -> list[tuple[Unit, Part]]:
-        """New units for these members, with their parts of the plan."""
+        """Build new units for these members, with their parts of the plan."""
         with timed("units"):
-            return [built for wanted in in_step(members) for built in self._units(wanted)]
+            return [built for indices in in_step(members) for built in self._units(indices)]
 
-    def _units(self, wanted: set[int]) -> list[tuple[Unit, Part]]:
-        groups = _restricted(self.groups, wanted)
+    def _units(self, indices: set[int]) -> list[tuple[Unit, Part]]:
+        groups = _restricted(self.groups, indices)
         if self.gpu:
             from shoal.engine.units.arrange import arrange
 
             parts: list[Part] = []
             units: list[Unit] = []
             for some_groups, compile in self._to_compile(groups):
-                some, built = arrange(some_groups, self.trace_cache, compile, self.tiers)
-                parts, units = parts + some, units + built
+                new_parts, new_units = arrange(some_groups, self.trace_cache, compile, self.tiers)
+                parts, units = parts + new_parts, units + new_units
             self._note_forms(units)
         else:
-            parts = plan(self.request(member) for alike in groups for member in alike.members)
+            parts = plan(self.request(member) for group in groups for member in group.members)
             units = build(parts, groups, self.trace_cache)
         by_member = {index: part for part in parts for index in part.members}
         return [(unit, by_member[unit.members[0].index]) for unit in units]
 
     def _to_compile(self, groups: list[Group]) -> list[tuple[list[Group], bool | Literal["auto"]]]:
-        """Steps that have changed may change again: compiling them would seldom pay."""
-        wanted = {member.index for alike in groups for member in alike.members}
-        parts = ((wanted - self.changed, self.compile), (wanted & self.changed, self.compile is True))
+        """Separate groups by whether to compile: steps that have changed may change again, so it seldom pays."""
+        indices = {member.index for group in groups for member in group.members}
+        parts = ((indices - self.changed, self.compile), (indices & self.changed, self.compile is True))
         return [(_restricted(groups, part), compile) for part, compile in parts if part]
 
     def _note_forms(self, units: Sequence[Unit]) -> None:
@@ -321,58 +322,58 @@ class PlanningContext:
             self._forms_changed(self.forms)
 
     def rehearse(self, proposed: Plan, members: Sequence[Member]) -> None:
-        """On a GPU: build what a plan proposes as training would, and put what the trials showed into the plan.
+        """On a GPU: build what a plan proposes as training would, and add the measurements to the plan.
 
-        Nothing that was built is used afterwards.
+        The units are not used afterwards.
         """
         by_index = {member.index: member for member in members}
         running = [by_index[index] for part in proposed.parts for index in part.members]
         proposed.parts = list({id(part): part for _, part in self.units(running)}.values())
         self.executor.forget()
         for part in proposed.parts:
-            in_part = [by_index[index] for index in part.members]
-            asked = [self._as_built(member, part) for member in in_part]
+            part_members = [by_index[index] for index in part.members]
+            asked = [self._as_built(member, part) for member in part_members]
             try:
-                alone = lone_seconds(in_part[0], rounds=9)
+                alone = lone_seconds(part_members[0], rounds=9)
                 asked = [replace(request, alone=alone) for request in asked]
-            except Exception:  # whatever it is will show in training, where it ends its own member
+            except Exception:  # the same error will end this member in training
                 pass
             part.predicted = predict(asked) | part.predicted
             part.predicted |= gain(part.predicted)
         self.executor.forget()
         figures = [part.predicted for part in proposed.parts]
-        known = [(p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in figures]
-        proposed.memory_bytes = self._taken + total_bytes(known, together=self.gpu)
+        costs_by_part = [(p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in figures]
+        proposed.memory_bytes = self._taken + total_bytes(costs_by_part, together=self.gpu)
 
     def _as_built(self, member: Member, part: Part) -> Request:
-        """A member's request, with the costs of the form that its part was given."""
+        """Return a member's request, with the costs of the form that its part was given."""
         known = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
         return replace(self.request(member), tier=part.tier, **known)
 
     def run_alone(self, member: Member, reason: str) -> Part:
-        """From now on a member trains by itself; its part of the plan."""
+        """Let a member train by itself from now on, and return its part of the plan."""
         self._drop({member.index})
         self.groups.append(Group([member], reason=reason))
         self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
         return plan([self.request(member)])[0]
 
     def add_part(self, runner: UnitRunner, part: Part) -> None:
-        """A unit begins to run."""
-        again = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
-        before = next(again, None)  # the same members, with another step
-        self._parts[runner.number] = before or part
-        if before is None:
+        """Add the part of a unit that starts to run."""
+        same_members = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
+        existing = next(same_members, None)  # the same members, with another step
+        self._parts[runner.number] = existing or part
+        if existing is None:
             self.plan.parts.append(part)
 
     def add_to_part(self, runner: UnitRunner, member: Member) -> None:
-        """A member has joined a unit."""
+        """Add a member that has joined a unit to its part."""
         part = self._parts[runner.number]
         if member.index not in part.members:
             part.members.append(member.index)
             part.names.append(member.name)
 
     def note_turn(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
-        """Add what a turn took to the plan; the bytes in use, where that is known."""
+        """Add the cost of a turn to the plan, and return the bytes in use, if known."""
         used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
         part = self._parts.get(runner.number)
         if part is not None and seconds > 0:
@@ -380,20 +381,20 @@ class PlanningContext:
         return used
 
     def note_full_memory(self, members: Sequence[Member]) -> None:
-        """Remember that memory was full while these ran, so that the next run plans fewer of them."""
+        """Store that memory was full while these members ran, so that the next run plans fewer of them."""
         recipes = [self.recipes[member.index] for member in members if member.index in self.recipes]
         for kind in {perf_cache.digest(recipe) for recipe in recipes} if self.budget < math.inf else ():
             perf_cache.note(kind, tier="stacked", rows=len(members), bytes=int(self.budget))
 
 
-def _restricted(groups: list[Group], wanted: set[int]) -> list[Group]:
-    """Groups with only these members; those that have none are left out."""
+def _restricted(groups: list[Group], indices: set[int]) -> list[Group]:
+    """Return the groups with only these members; groups without any are left out."""
     only = [
         Group(
-            [member for member in alike.members if member.index in wanted],
-            [recipe for recipe in alike.recipes if recipe.member.index in wanted],
-            alike.reason,
+            [member for member in group.members if member.index in indices],
+            [recipe for recipe in group.recipes if recipe.member.index in indices],
+            group.reason,
         )
-        for alike in groups
+        for group in groups
     ]
-    return [alike for alike in only if alike.members]
+    return [group for group in only if group.members]

@@ -32,13 +32,13 @@ class Child:
     """A forked process with one torch thread, which ends with its parent, and the pipe to it."""
 
     _pipes: ClassVar[set[Connection]] = set()
-    """This process's ends of the pipes to its children; a later child must not keep them open."""
+    """This process's ends of the pipes to its children. Later children close them."""
 
     def __init__(self, body: Body) -> None:
         self.pipe, theirs = Pipe()
         flush_output()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child touches none of theirs
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child uses nothing of theirs
             self.pid = os.fork()
         if not self.pid:
             _live(body, theirs, (*self._pipes, self.pipe))
@@ -47,7 +47,7 @@ class Child:
         self._status: int | None = None
 
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether it has not ended yet."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if pid else None
@@ -59,14 +59,14 @@ class Child:
             os.kill(self.pid, number)
 
     def end(self, until: float = 0.0) -> str:
-        """Wait for its end until that moment (of `time.monotonic`), and kill it then. Returns how it ended."""
+        """Wait for its end until that moment (of `time.monotonic`), then kill it. Returns how it ended."""
         while self.alive() and time.monotonic() < until:
             time.sleep(0.005)
         self.signal(signal.SIGKILL)
         return self.wait()
 
     def wait(self) -> str:
-        """Wait for its end. Returns how it ended."""
+        """Wait for its end, and return how it ended."""
         if self._status is None:
             self._status = os.waitpid(self.pid, 0)[1]
         if os.WIFSIGNALED(self._status):
@@ -82,14 +82,15 @@ class Child:
 
 
 def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoReturn:
+    """Run `body` in the child, and exit."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, and says what to do
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for other in inherited:
             other.close()
         _end_with_parent()
-        garbage_collection.freeze(collect=False)  # what the parent has made is of no interest to the collector here
+        garbage_collection.freeze(collect=False)  # the collector need not visit the parent's objects
         torch.set_num_threads(1)
         body(pipe)
         code = 0
@@ -101,7 +102,7 @@ def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoRe
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed."""
+    """Make the kernel end this process when its parent is killed."""
     if sys.platform == "linux":
         import ctypes
 
@@ -109,9 +110,9 @@ def _end_with_parent() -> None:
 
 
 def ask_children(bodies: Iterable[Body]) -> list[Any]:
-    """What children that run at the same time send, one message each; fewer where one could not."""
+    """Run children at the same time, and return one message from each; fewer if some could not run."""
     children: list[Child] = []
-    with suppress(OSError):  # no more processes may be had
+    with suppress(OSError):  # no more processes can be created
         for body in bodies:
             children.append(Child(body))
     answers = []
@@ -130,14 +131,16 @@ class Line:
         self.pipe = pipe
 
     def send(self, *message: Any) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # half a message would be the end of all others
+        """Send a message. SIGTERM is blocked meanwhile, since a partial message would make all later ones
+        unreadable."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # see above
         try:
             _messages.send(self.pipe, message)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tell(self, event: Event) -> None:
-        """Send an event, with what has become of its member."""
+        """Send an event, with the progress of its member."""
         member, left = event.member, event.kind == "leave"
         if member is None or event.kind not in ("epoch", "leave"):
             self.send("event", event.to_wire(), None)
@@ -145,7 +148,7 @@ class Line:
         self._send_member("event", event.to_wire(), member, whole=left)
 
     def give_back(self, member: Member) -> None:
-        """Send a member back that has not ended, with all it has become."""
+        """Send back a member that has not ended, with its complete state."""
         self._send_member("back", member.index, member, whole=True)
 
     def _send_member(self, kind: str, what: Any, member: Member, *, whole: bool) -> None:
@@ -157,13 +160,13 @@ class Line:
             self.send(kind, what, state)
 
     def raised(self, error: Exception) -> None:
-        """Have the parent raise what ended this worker."""
-        ours = isinstance(error, ShoalError)
-        self.send("raised", error if ours else RuntimeError(f"a worker process raised {describe(error)}"))
+        """Make the parent raise the error that ended this worker."""
+        is_own = isinstance(error, ShoalError)
+        self.send("raised", error if is_own else RuntimeError(f"a worker process raised {describe(error)}"))
 
 
 def give(member: Member, *, whole: bool) -> dict[str, Any]:
-    """A member's progress; with `whole`, all it has become."""
+    """Return a member's progress; with `whole`, its complete state."""
     if whole:
         return {"whole": member.state()}
     first = max(0, len(member.history) - 1)
@@ -171,7 +174,7 @@ def give(member: Member, *, whole: bool) -> dict[str, Any]:
 
 
 def take(member: Member, state: dict[str, Any]) -> None:
-    """Make a member what `give` said of it."""
+    """Apply what `give` returned to a member."""
     if "whole" in state:
         member.load_state(state["whole"])
         return

@@ -1,8 +1,8 @@
-"""The loop: members join, train, leave and are saved, while others wait.
+"""The run loop: members join, train, leave and are saved, while others wait.
 
-Each round members that wait may join, every unit gets a turn up to its next event (or for a second or so), and what
-happened is worked off member by member. The loop knows nothing of how a tier trains, and a unit nothing of members
-that wait.
+In each round waiting members may join, every unit runs up to its next event (or for a second or so), and the results
+are processed member by member. The loop does not depend on how a tier trains, and units know nothing of waiting
+members.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.engine.planning.queue import MemberLimit, Queue
 from shoal.engine.runtime._checkpointing import Checkpointing
 from shoal.engine.runtime.commands import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
-from shoal.engine.tiers.unit import Outcome, out_of_memory, words
+from shoal.engine.tiers.unit import Outcome, memory_message, out_of_memory
 from shoal.reporting.events import Event, happened
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.storage.run_folder import RunFolder
 
 TURN_SECONDS = 1.0
-"""A round's length, where nothing happens before."""
+"""The length of a round if no event ends it earlier."""
 
 
 class Run(UnitListener):
@@ -49,27 +49,27 @@ class Run(UnitListener):
         before_turn: Callable[[dict[int, int]], object] | None = None, between: Callable[[], object] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
-        """A run of these members, of which those that have not ended wait.
+        """Create a run of these members. Those that have not ended wait at first.
 
         Args:
-            members: What to train.
-            planning: What is known of them.
-            policy: Which goes first; by default the first that came.
+            members: The members to train.
+            planning: What is known about them.
+            policy: Decides which members run first; by default in order of arrival.
             tell: Called with each event.
-            callbacks: The user's, after each epoch and at each end.
+            callbacks: The user's callbacks, called after each epoch and at each end.
             folder: Where members are saved, every `save_every` seconds.
-            controls: Commands to the run while it is under way.
-            numbers: Of its units; by default 1, 2, 3.
-            all_members: All, those of other processes and those that have ended too; members that are added come last.
-            before_turn: Called before each turn with the batches that each member will have had after it.
+            controls: Commands to the run while it is in progress.
+            numbers: Numbers for its units; by default 1, 2, 3.
+            all_members: All members, also ended ones and those of other processes; added members come last.
+            before_turn: Called before each turn with the number of batches that each member will have trained after it.
             between: Called once a round.
-            supervisor: Decides between rounds what becomes of members that pause.
+            supervisor: Decides between rounds which paused members continue.
         """
         self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
         self.members = {member.index: member for member in members}
         self.saves = folder is not None and not folder.passing
         self.paused: dict[int, Member] = {}
-        """Members without a place, until the supervisor lets them continue or ends them."""
+        """Members that wait until the supervisor lets them continue or ends them."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
         self.runners: list[UnitRunner] = []
         self._listener = tell
@@ -86,7 +86,7 @@ class Run(UnitListener):
             self._queue.add(planning.ticket(member, time.monotonic()))
 
     def go(self) -> None:
-        """Train all members to their ends; what came of them is then in the members."""
+        """Train all members to their ends. The results are in the members."""
         with on_interrupt(self.interrupt) if self.folder is not None else nullcontext():
             try:
                 while self._more():
@@ -122,11 +122,11 @@ class Run(UnitListener):
     # --- which members run --------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let members join that should run now, and send those back that should not."""
-        sliced = self._queue.policy.slice_seconds is not None
+        """Start members that should run now, and move those that should not back to the queue."""
+        has_slices = self._queue.policy.slice_seconds is not None
         if (
             not self.waiting
-            or not (self._changed or sliced)
+            or not (self._changed or has_slices)
             or not all(runner.unit.at_step_boundary for runner in self.runners)
         ):
             return
@@ -147,29 +147,29 @@ class Run(UnitListener):
         return [member for runner in self.runners for member in runner.members]
 
     def _give_up(self) -> None:
-        """No member runs and none fits: those that wait would wait for ever."""
+        """End the waiting members, since none runs and none of them fits."""
         for index in list(self.waiting):
             member = self.waiting.pop(index)
             member.error = f"it {self.planning.too_large(member)}"
             self._fail(member)
 
     def _fail(self, member: Member) -> None:
-        """End a member that never got a place. It is not saved as failed: with more memory a resume trains it."""
+        """End a member that never ran. It is not saved as failed, so that a resume with more memory trains it."""
         member.status = "failed"
         self._queue.remove(member.index)
         self.tell_leave(member)
 
     def _place(self, members: list[Member]) -> None:
-        """Put members into units: beside others that do the same, or new ones."""
+        """Put members into existing units that accept them, or into new ones."""
         joining = self.planning.seats(self.runners, members)
         for runner in {runner: None for runner, _ in joining}:
-            runner.join([recipe for joined, recipe in joining if joined is runner])
+            runner.join([recipe for target, recipe in joining if target is runner])
         for runner, recipe in joining:
             self.planning.add_to_part(runner, recipe.member)
             self._tell_join(runner, recipe.member)
-        placed = {recipe.member.index for _, recipe in joining}
-        rest = [member for member in members if member.index not in placed]
-        built = self._units(rest) if rest else []
+        joined_indices = {recipe.member.index for _, recipe in joining}
+        remaining = [member for member in members if member.index not in joined_indices]
+        built = self._units(remaining) if remaining else []
         for unit, part in built:
             runner = UnitRunner(unit, self, next(self._numbers))
             self.runners.append(runner)
@@ -180,13 +180,13 @@ class Run(UnitListener):
             garbage_collection.freeze()
 
     def _units(self, members: list[Member]) -> list[tuple[Unit, Part]]:
-        """Units of these members; none where memory does not hold them all, and then fewer are tried."""
+        """Build units of these members; none if memory does not hold them all, and then fewer are tried."""
         try:
             return self.planning.units(members)
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            reason = words(error)
+            reason = memory_message(error)
         self._memory_full(members, reason)
         return []
 
@@ -198,7 +198,7 @@ class Run(UnitListener):
         self.waiting |= {member.index: member for member in self._give_up_places(indices, self._queue.policy.name)}
 
     def _give_up_places(self, indices: set[int], by: str) -> list[Member]:
-        """Take members out of their units, written back: they can continue in any unit."""
+        """Remove members from their units, written back, so that they can continue in any unit."""
         ejected: list[Member] = []
         for runner in self.runners:
             slots = [slot for slot, member in enumerate(runner.members) if member.index in indices]
@@ -216,8 +216,8 @@ class Run(UnitListener):
         self._place(self.planning.renewals.take_out(self.runners, self.waiting.values()))
         if not self.runners:
             return
-        apart = 1 if self.planning.gpu else len(self.runners)  # on a CPU one comes after the other
-        seconds = max(min(0.02, self.turn_seconds), self.turn_seconds / apart)
+        num_in_sequence = 1 if self.planning.gpu else len(self.runners)  # on a CPU units run one after another
+        seconds = max(min(0.02, self.turn_seconds), self.turn_seconds / num_in_sequence)
         batches = [runner.next_batches(seconds) for runner in self.runners]
         if self._before_turn is not None:
             pairs = zip(self.runners, batches, strict=True)
@@ -231,7 +231,7 @@ class Run(UnitListener):
             self._memory_full(list(runner.members), detail, runner)
 
     def separate(self, runner: UnitRunner) -> None:
-        """Give units of their own to members that cannot train beside the others any more."""
+        """Give members that cannot train with the others any more their own units."""
         units = runner.separate()
         if units:
             self._tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
@@ -243,11 +243,11 @@ class Run(UnitListener):
         self.runners = [other for other in self.runners if other.members]
 
     def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
-        """Note what a unit's turn took, before its results are worked off."""
+        """Record the cost of a unit's turn, before its results are processed."""
         share = outcome.seconds / max(1, len(runner.members))
         for member in runner.members:
-            left = member.batches_left * runner.batch_seconds / max(1, len(runner.members))
-            self._queue.add_device_time(member.index, share, left)
+            seconds_left = member.batches_left * runner.batch_seconds / max(1, len(runner.members))
+            self._queue.add_device_time(member.index, share, seconds_left)
         size = self.planning.note_turn(runner, outcome.seconds, done)
         self._tell(
             "turn", unit=runner.number, tier=runner.unit.tier, members=len(runner.members), batches=done,
@@ -255,8 +255,8 @@ class Run(UnitListener):
         )  # fmt: skip
 
     def _memory_full(self, members: list[Member], detail: str, runner: UnitRunner | None = None) -> None:
-        """Memory was full while these members joined, or while their unit ran: they wait, and from now on fewer members
-        run at once. One that had the device for itself has failed."""
+        """Handle full memory while these members joined or their unit ran: they wait, and fewer members run at once
+        from now on. A member that had the device to itself has failed."""
         self.planning.executor.forget()
         self._changed = True
         reason, others = f"memory was full ({detail})", [m for m in self._running() if m not in members]
@@ -321,17 +321,17 @@ class Run(UnitListener):
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _more(self) -> bool:
-        """Do what was asked for since the last round; whether there is something to train."""
+        """Carry out commands since the last round, and return whether there is something to train."""
         if self.controls is not None and self.controls.carry_out(self):
             self.planning.renewals.due = True
-        for member in [member for member in self._running() if member.reshaped]:  # its batches are others from here on
+        for member in [member for member in self._running() if member.reshaped]:  # its batches have another shape now
             self.replace(member, "new batches")
         if self._supervisor is not None:
             supervise(self, self._supervisor)
         return bool(self.waiting or self.runners)
 
     def end(self, indices: set[int], status: str, error: str | None = None) -> list[Member]:
-        """End members here and now; those that had not ended yet."""
+        """End members now, and return those that had not ended yet."""
         ended = self.take_out(indices & self.waiting.keys(), status)
         ended += [self.paused.pop(index) for index in sorted(indices & self.paused.keys())]
         for member in ended:
@@ -344,7 +344,7 @@ class Run(UnitListener):
                 member.error = error
             runner.leave(dict.fromkeys(leaving, status))
             ended += leaving.values()
-            for member in leaving.values() if status == "cancelled" else ():  # for good, not until the run is resumed
+            for member in leaving.values() if status == "cancelled" else ():  # for good, also in a resumed run
                 self._queue.remove(member.index)
                 self._changed = True
                 self.checkpointing.note(member)
@@ -352,7 +352,7 @@ class Run(UnitListener):
         return ended
 
     def add(self, *members: Member) -> None:
-        """More members, which wait for their places."""
+        """Add members, which wait for their turn to start."""
         self.planning.add(members)
         self.planning.note_tiers(members)
         self.planning.renewals.due = True
@@ -361,7 +361,7 @@ class Run(UnitListener):
         self.put_back(members)
 
     def replace(self, member: Member, by: str = "a copy") -> None:
-        """Put a member in the place of the one that has its index; it waits for a unit."""
+        """Put a member in the place of the one with its index; it waits for a unit."""
         self.take_out({member.index}, by)
         member.reshaped = False
         self.paused.pop(member.index, None)
@@ -371,7 +371,7 @@ class Run(UnitListener):
         self.put_back([member])
 
     def take_out(self, indices: set[int], by: str) -> list[Member]:
-        """Take members out of their units, written back, or out of the queue."""
+        """Remove members from their units, written back, or from the queue."""
         members = [self.waiting.pop(index) for index in sorted(indices & self.waiting.keys())]
         members += self._give_up_places(indices, by)
         for member in members:
@@ -380,19 +380,19 @@ class Run(UnitListener):
         return members
 
     def put_back(self, members: Sequence[Member]) -> None:
-        """Let members wait for places: new ones, ones that were taken out, or others instead of these."""
+        """Queue members: new ones, ones that were taken out, or replacements."""
         for member in members:
             self._queue.add(self.planning.ticket(member, time.monotonic()))
             self.members[member.index] = self.waiting[member.index] = member
         self._changed = True
 
     def unpause(self, index: int) -> None:
-        """Let a member continue, to its end or its next pause."""
+        """Let a paused member continue, to its end or its next pause."""
         if index in self.paused:
             self.put_back([self.paused.pop(index)])
 
     def written(self, member: Member) -> Member:
-        """A member, with its weights and state written back from its unit."""
+        """Return the member, with its weights and state written back from its unit."""
         for runner in self.runners:
             if member in runner.members:
                 runner.unit.write_back([runner.members.index(member)])

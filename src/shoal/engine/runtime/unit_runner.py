@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shoal.reporting.callbacks import Ending
 
 FIRST = 4
-"""Batches of a unit's first turn, where turns are timed: nothing is known of it yet."""
+"""Batches of a unit's first turn if turns are timed, since its speed is not known yet."""
 STREAM_CHUNK = 8
-"""Batches a turn where data is streamed: readers stay this close, so that a batch is read once for all of them."""
+"""Batches of a turn if data is streamed. Readers stay this close, so that a batch is read once for all of them."""
 
 
 class UnitListener:
@@ -34,24 +34,25 @@ class UnitListener:
     """Whether members are saved at their end, so that another run can train them longer."""
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
-        """A member has ended an epoch; how it must end here, if it must."""
+        """Handle the end of a member's epoch. Returns how the member must end now, or None."""
 
     def left(self, runner: UnitRunner, slot: int) -> Ending | None:
-        """A member is about to leave, written back and with its status; another end for it, if it must be another."""
+        """Handle a member that is about to leave, written back and with its status. Returns another ending for it, or
+        None."""
 
 
 class UnitRunner:
-    """A unit with its members, each at its own place in its own training."""
+    """A unit with its members, each at its own position in its training."""
 
     def __init__(self, unit: Unit, host: UnitListener, number: int = 0) -> None:
         self.unit = unit
         self.host = host
         self.number = number
-        """Different for each unit of a run."""
+        """A number that is different for each unit of a run."""
         self.batch_seconds = 0.0
-        """What a batch of all members took, lately."""
+        """Seconds of a batch of all members in the last turn."""
         self.alone: dict[Member, str] = {}
-        """Members that have to train by themselves after this turn, and why."""
+        """Members that must train by themselves after this turn, and why."""
         self._before: list[int] = []
         self._set_tier()
 
@@ -64,13 +65,13 @@ class UnitRunner:
         return self.unit.members
 
     def ready(self) -> bool:
-        """Let members leave that have had their length; whether any are left."""
+        """Let members that have reached their length leave, and return whether any are left."""
         ended = {s: "done" for s, member in enumerate(self.members) if not member.place and member.finished()}
         self.leave(ended)
         return bool(self.members)
 
     def begin(self) -> None:
-        """Deal rows to members that are at the beginning of an epoch."""
+        """Draw the rows of members that are at the beginning of an epoch."""
         row_order.deal(self.members)
         self.unit.begin_reading()
 
@@ -81,7 +82,7 @@ class UnitRunner:
         self.unit.look_ahead(ending)
 
     def next_batches(self, seconds: float = math.inf) -> int:
-        """How many batches until a member's epoch or training ends, or until so much time is over."""
+        """Return the batches until a member's epoch or training ends, or until so many seconds have passed."""
         batches = min(_next_stop(member) - member.place for member in self.members)
         if any(member.data.source.streamed for member in self.members):
             batches = min(batches, self._whole_steps(STREAM_CHUNK))
@@ -90,21 +91,22 @@ class UnitRunner:
         elif seconds < batches * self.batch_seconds:
             batches = min(batches, self._whole_steps(max(1, int(seconds / self.batch_seconds))))
         if batches > 1 and len({member.rows_in(batches) for member in self.members}) > 1:
-            batches -= 1  # a member's last batch is short: it comes by itself
+            batches -= 1  # a member's last batch is short, and runs by itself
         return batches
 
     def _whole_steps(self, batches: int) -> int:
-        """At least so many batches that they end with an optimizer step."""
+        """Round up so many batches so that they end with an optimizer step."""
         member = self.members[0]
         k = member.job.accumulate
         return -(-(member.place + batches) // k) * k - member.place
 
     def start(self) -> None:
-        """Remember where each member is: `finish_turn` looks at what came after."""
+        """Remember each member's position, which `finish_turn` compares."""
         self._before = [member.place for member in self.members]
 
     def finish_turn(self, outcome: Outcome) -> None:
-        """Take in what a turn did: which members failed or diverged, or are at the end of an epoch or of training."""
+        """Process the results of a turn: members that failed, diverged, or reached the end of an epoch or of
+        training."""
         members = self.members
         ends: dict[int, str] = {}
         done = 0
@@ -118,8 +120,8 @@ class UnitRunner:
         if outcome.error is not None:
             ends[outcome.error.slot] = self._fail(outcome.error)
         ends |= self._failures()
-        moved = [s for s, member in enumerate(members) if s not in ends and member.place > self._before[s]]
-        within = [s for s in moved if _validates_within(members[s])]
+        advanced = [s for s, member in enumerate(members) if s not in ends and member.place > self._before[s]]
+        within = [s for s in advanced if _validates_within(members[s])]
         if within:
             ends |= self._validate_within(within)
         at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
@@ -128,31 +130,33 @@ class UnitRunner:
         self.leave(ends)
 
     def _fail(self, error: MemberError) -> str:
+        """Note the error of a member, and return its status."""
         if context_lost(error.cause):
             raise error.cause from error
         self.members[error.slot].error = describe(error.cause)
         return "failed"
 
     def _failures(self) -> dict[int, str]:
-        """Members that end here, since their optimizer or their schedule raised."""
+        """Return members that end here, since their optimizer or their schedule raised."""
         return {slot: self._fail(MemberError(slot, error)) for slot, error in self.unit.failures().items()}
 
     def separate(self) -> list[tuple[Unit, str]]:
-        """Take members out that cannot stay in this unit: a unit for each, and why."""
+        """Remove members that cannot stay in this unit, and return a unit for each, and why."""
         separated: list[tuple[Unit, str]] = []
         slots = [slot for slot, member in enumerate(self.members) if member in self.alone]
         if slots:
             reasons = [self.alone[self.members[slot]] for slot in slots]
             separated = list(zip(self.unit.alone(slots), reasons, strict=True))
             for unit, _ in separated:
-                if all(member.order is not None for member in unit.members):  # else `begin` does it, with their rows
+                # otherwise `begin` does it when it draws their rows
+                if all(member.order is not None for member in unit.members):
                     unit.begin_reading()
             self.drop(slots)
         self.alone = {}
         return separated
 
     def _end_epoch(self, slots: list[int]) -> dict[int, str]:
-        """Close the epoch for these members: their history rows, validation, schedules, best weights, early stops."""
+        """Close the epoch for these members: history rows, validation, schedules, best weights, early stopping."""
         members, ends = self.members, dict[int, str]()
         rates = [
             rate if member.rate is None else member.rate
@@ -160,7 +164,7 @@ class UnitRunner:
         ]
         if self.host.saves:
             self._save_before_end([slot for slot in slots if closes_early(members[slot])], rates)
-        whole = [slot for slot in slots if members[slot].place == members[slot].num_batches]
+        completed = [slot for slot in slots if members[slot].place == members[slot].num_batches]
         for slot in slots:
             members[slot].epoch += 1
             members[slot].rate = None
@@ -178,17 +182,17 @@ class UnitRunner:
             if member.error is not None:
                 ends[slot] = "failed"
         stops = {slot: self._judge(slot, members[slot].history[-1]) for slot in watched if slot not in ends}
-        self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in whole})
+        self.unit.end_epoch({slot: value for slot, value in watched.items() if slot in completed})
         ends |= self._failures()
         for slot in slots:
-            if slot in whole:
+            if slot in completed:
                 members[slot].close_epoch()
             if slot not in ends:
                 ends |= self._look(slot, stops[slot])
         return ends
 
     def _save_before_end(self, slots: list[int], rates: list[float]) -> None:
-        """Keep the states of members whose last epoch is closed as no other is."""
+        """Keep the states of members whose last epoch is closed differently than other epochs."""
         if slots:
             self.unit.write_back(slots)
         for slot in slots:
@@ -197,7 +201,7 @@ class UnitRunner:
             member.before_end = copy.deepcopy(member.state()) | between
 
     def _validate_within(self, slots: list[int]) -> dict[int, str]:
-        """Validate members that are in the middle of an epoch; those that end here."""
+        """Validate members in the middle of an epoch, and return those that end here."""
         ends = dict[int, str]()
         for slot, values in self._validate(slots).items():
             if isinstance(values, MemberError):
@@ -211,7 +215,7 @@ class UnitRunner:
         return ends
 
     def _judge(self, slot: int, row: dict[str, float]) -> bool:
-        """Copy a member's weights if they are its best; whether it should stop."""
+        """Copy a member's weights if they are its best, and return whether it should stop."""
         member = self.members[slot]
         best, stop = member.monitor.see(row)
         if best and member.job.keep == "best":
@@ -221,7 +225,7 @@ class UnitRunner:
         return stop
 
     def _validate(self, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
-        """What these members' validation gives; where it raises for all together, each is asked by itself."""
+        """Return these members' validation values. If it raises for all together, each is validated by itself."""
         try:
             with self.unit.evaluation_weights(slots):
                 return evaluate(self.unit, slots)
@@ -233,7 +237,7 @@ class UnitRunner:
         return {slot: value for one in slots for slot, value in self._validate([one]).items()}
 
     def _look(self, slot: int, stop: bool) -> dict[int, str]:
-        """After a member's epoch: see whether it is at its end."""
+        """Return how a member ends after this epoch, if it does."""
         member = self.members[slot]
         ending = self.host.epoch(self, slot)
         if ending is not None and ending.status == "failed":
@@ -246,7 +250,7 @@ class UnitRunner:
         return {slot: "stopped"} if stop or ending is not None else {}
 
     def leave(self, ends: dict[int, str]) -> None:
-        """Let members leave, each with its weights and the way it ended."""
+        """Let members leave, each with its weights and its status."""
         if not ends:
             return
         self.unit.write_back(list(ends))
@@ -260,7 +264,7 @@ class UnitRunner:
         self.drop(list(ends))
 
     def eject(self, slots: list[int]) -> list[Member]:
-        """Let members leave before their end: they can continue from here in any unit."""
+        """Let members leave before their end, so that they can continue in any unit."""
         self.unit.write_back(slots)
         ejected = [self.members[slot] for slot in slots]
         self.drop(slots)
@@ -269,7 +273,7 @@ class UnitRunner:
         return ejected
 
     def join(self, recipes: Sequence[Recipe]) -> None:
-        """Take in members, wherever each is in its training."""
+        """Add members, each in its current state."""
         self.unit = self.unit.join(recipes)
         self._set_tier()
 
@@ -286,7 +290,7 @@ class UnitRunner:
                 source.release()
 
     def cancel(self) -> None:
-        """Stop here, with the members' weights as they are now."""
+        """Stop now, with the members' weights as they are."""
         self.leave(dict.fromkeys(range(len(self.members)), "cancelled"))
 
 
@@ -297,9 +301,11 @@ def turn(
     look: Callable[[UnitRunner, Outcome, int], None] | None = None,
     done: Callable[[Sequence[UnitRunner]], None] | None = None,
 ) -> list[Outcome]:
-    """Run so many batches of each unit, work off what came of them, and return the outcomes.
+    """Run so many batches of each unit, process the results, and return the outcomes.
 
-    `done` is called when all have had their batches and before any epoch is closed; `look` sees each before its own is.
+    Args:
+        look: Called with each outcome before its results are processed.
+        done: Called when all units have run and before any epoch is closed.
     """
     for runner in runners:
         runner.begin()
@@ -310,10 +316,10 @@ def turn(
         for runner, count in zip(runners, batches, strict=True):
             runner.look_ahead(count)
 
-    outcomes = executor.run([each for each in work if each[1]], look_ahead)
-    for place, (_, count) in enumerate(work):
-        if not count:  # it was saved at the end of an epoch that is still to be closed
-            outcomes.insert(place, Outcome(0.0))
+    outcomes = executor.run([item for item in work if item[1]], look_ahead)
+    for i, (_, count) in enumerate(work):
+        if not count:  # it was saved at the end of an epoch that is not closed yet
+            outcomes.insert(i, Outcome(0.0))
     if done is not None:
         done(runners)
     for runner, count, outcome in zip(runners, batches, outcomes, strict=True):
@@ -324,7 +330,7 @@ def turn(
 
 
 def _limit(member: Member) -> int:
-    """Batches of this epoch that a member takes part in: all, or up to its last step."""
+    """Return the batches of this epoch that a member trains: all, or up to its last step."""
     job = member.job
     if job.steps is None:
         return member.num_batches
@@ -332,7 +338,7 @@ def _limit(member: Member) -> int:
 
 
 def _next_stop(member: Member) -> int:
-    """Batches of this epoch after which a member is looked at: at its end, or at a validation before that."""
+    """Return the batch of this epoch after which a member ends its epoch or is validated."""
     job, limit = member.job, _limit(member)
     if job.val_every_steps is None:
         return limit
@@ -342,7 +348,7 @@ def _next_stop(member: Member) -> int:
 
 
 def _validates_within(member: Member) -> bool:
-    """Whether a member has come to a validation in the middle of its epoch."""
+    """Return whether a member is due for a validation in the middle of its epoch."""
     job = member.job
     if job.val_every_steps is None or member.place >= _limit(member) or member.place % job.accumulate:
         return False
@@ -350,13 +356,13 @@ def _validates_within(member: Member) -> bool:
 
 
 def _advance(slot: int, member: Member, before: int) -> dict[int, str]:
-    """Count the steps done; a non-finite loss ends the member."""
+    """Count the steps taken; a non-finite loss ends the member."""
     new = member.losses[before:]
-    bad = None if math.isfinite(sum(new)) else next((i for i, x in enumerate(new) if not math.isfinite(x)), None)
-    batches, k = member.place if bad is None else before + bad, member.job.accumulate
-    whole = batches == member.num_batches
-    member.step = member.first_step + (-(-batches // k) if whole else batches // k)
-    if bad is None:
+    bad_index = None if math.isfinite(sum(new)) else next((i for i, x in enumerate(new) if not math.isfinite(x)), None)
+    batches, k = member.place if bad_index is None else before + bad_index, member.job.accumulate
+    epoch_done = batches == member.num_batches
+    member.step = member.first_step + (-(-batches // k) if epoch_done else batches // k)
+    if bad_index is None:
         return {}
-    member.error = f"the loss became {new[bad]} in epoch {member.epoch + 1} after step {member.step}"
+    member.error = f"the loss became {new[bad_index]} in epoch {member.epoch + 1} after step {member.step}"
     return {slot: "diverged"}

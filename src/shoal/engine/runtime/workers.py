@@ -1,9 +1,9 @@
-"""The cores of a CPU, each with its own share of the members: forked processes that read the same data.
+"""Train on all cores of a CPU: forked processes, each with its share of the members, read the same data.
 
-Python lets one thread run at a time, and a step of a small network is mostly Python; a forked process has an
-interpreter of its own and sees the parent's data without a copy. Every worker is a run of its own, with one torch
-thread: it saves its members itself, sends its events, and sends members back whole as they leave. A member's bits do
-not depend on how members are shared. A worker that dies takes only its members with it.
+Python runs one thread at a time, and a step of a small network is mostly Python. A forked process has its own
+interpreter and shares the parent's data without a copy. Every worker is a run of its own with one torch thread: it
+saves its members, sends its events, and sends members back as they leave. A member's bits do not depend on how members
+are shared. If a worker dies, only its members are affected.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from shoal.errors import describe
 from shoal.reporting.events import Event, Wire, happened
 
 READY_SECONDS = 20.0
-"""A worker that has not answered by then is stuck in something it inherited, and its units run here."""
+"""A worker that has not answered by then hangs in something it inherited, and its units run in this process."""
 READER_SECONDS = 20.0
-"""For a worker's last messages to be read; a pipe that another process holds open is left open."""
+"""How long to wait until a worker's last messages are read. A pipe that another process holds open is not closed."""
 
 Tell = Callable[[Event], None]
 Requeue = Callable[[Member], None]
-"""Puts a member that was lost back to where it was last saved, or to its beginning."""
+"""Resets a member that was lost to its last checkpoint, or to its beginning."""
 MakeRun = Callable[..., Run]
-"""Makes a run, given its members, `tell` and settings of `Run` by name."""
+"""Creates a run from its members, `tell`, and settings of `Run` by name."""
 
 
 def run_shared(
@@ -53,35 +53,38 @@ def run_shared(
     all_members: list[Member] | None = None,
     requeue: Requeue = beginning,
 ) -> None:
-    """Train these members in `count` processes, this one included; those that come later are added to `all_members`."""
-    ours, *others = deal(members, planning, count) if count > 1 else [list(members)]
+    """Train these members in `count` processes, including this one. Members that are added later go to
+    `all_members`."""
+    own_members, *other_shares = deal(members, planning, count) if count > 1 else [list(members)]
     planning.budget /= max(1, count)
-    if any(others):
+    if any(other_shares):
         planning.executor.most_threads = 0
 
-    def make_in_child(place: int, share: Sequence[Member], line: Line) -> Run:
+    def make_in_child(number: int, share: Sequence[Member], line: Line) -> Run:
         planning.plan.parts = []
-        return make(share, line.tell, numbers=itertools.count(1 + place, count))
+        return make(share, line.tell, numbers=itertools.count(1 + number, count))
 
     workers = [
-        WorkerHandle(share, partial(make_in_child, place), requeue) for place, share in enumerate(others, 1) if share
+        WorkerHandle(share, partial(make_in_child, number), requeue)
+        for number, share in enumerate(other_shares, 1)
+        if share
     ]
     threads = torch.get_num_threads()
     try:
         for worker in workers:
             if not worker.start():
-                ours += worker.members.values()
+                own_members += worker.members.values()
                 tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
         alive = [worker for worker in workers if worker.started]
         if alive:
-            torch.set_num_threads(1)  # as each of them has: more would take their cores
+            torch.set_num_threads(1)  # as in each worker; more would take their cores
 
         def drain(*, wait: bool) -> None:
             for worker in alive:
                 worker.drain_messages(tell, wait=wait)
 
         run = make(
-            ours, tell, numbers=itertools.count(1, count), between=partial(drain, wait=False),
+            own_members, tell, numbers=itertools.count(1, count), between=partial(drain, wait=False),
             all_members=list(members) if all_members is None else all_members,
         )  # fmt: skip
         try:
@@ -100,20 +103,20 @@ def run_shared(
 
 
 class WorkerHandle:
-    """One worker process, as its parent sees it."""
+    """One worker process, as its parent sees it. Some methods run in the worker."""
 
     def __init__(
         self, members: Sequence[Member], make: Callable[[Sequence[Member], Line], Run], requeue: Requeue
     ) -> None:
-        """`make` is called in the worker."""
+        """Prepare a worker for these members. `make` is called in the worker."""
         self.members = {member.index: member for member in members}
         self._all = dict(self.members)
         self._make, self._requeue = make, requeue
         self.started = False
         self.problem = ""
-        """Why it could not begin."""
+        """Why it could not start."""
         self.parts: list[Part] = []
-        """Its plan, with what was measured; known when it is done."""
+        """Its part of the plan, with measurements; known when it is done."""
         self._child: Child | None = None
         self._reader: threading.Thread | None = None
         self._done = False
@@ -124,25 +127,25 @@ class WorkerHandle:
     # --- in the worker ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise where this process cannot train."""
+        """Raise if this process cannot train."""
         x = torch.ones(1, requires_grad=True)
-        x.sum().backward()  # type: ignore[no-untyped-call]  # raises where autograd's threads were lost in the fork
+        x.sum().backward()  # type: ignore[no-untyped-call]  # raises if autograd's threads were lost in the fork
 
     def finish(self, line: Line) -> None:
-        """The run is over: send what else is to be known."""
+        """Send further results after the run has ended."""
 
     def fail(self, error: Exception, line: Line) -> None:
-        """The run has raised."""
+        """Report an exception that ended the run."""
         line.raised(error)
 
     def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
-        """Do what must succeed before the parent counts on this worker; return how to get its run."""
+        """Do what must succeed before the parent relies on this worker, and return a function that makes its run."""
         self.check()
         run = self._make(members, line)
         return lambda: run
 
     def _live(self, pipe: Connection) -> None:
-        """Train, send events, send members back."""
+        """Run in the worker: train, send events, send members back."""
         line, members = Line(pipe), list(self.members.values())
         try:
             make_run = self._prepare(members, line)
@@ -167,7 +170,7 @@ class WorkerHandle:
     # --- in its parent ----------------------------------------------------------------------------------------------
 
     def start(self) -> bool:
-        """Fork; whether the worker is up and can train."""
+        """Fork, and return whether the worker has started and can train."""
         try:
             self._child = Child(self._live)
         except OSError as error:
@@ -187,7 +190,7 @@ class WorkerHandle:
         return self.started
 
     def _read(self, pipe: Connection, inbox: queue.SimpleQueue[Message | None]) -> None:
-        """Read messages as they come: a worker must not wait for its parent's own training."""
+        """Read messages as they come, so that a worker does not wait while its parent trains."""
         try:
             while True:
                 inbox.put(receive(pipe))
@@ -195,7 +198,7 @@ class WorkerHandle:
             inbox.put(None)
 
     def drain_messages(self, tell: Tell, *, wait: bool) -> None:
-        """Carry what has come from the worker into the members; with `wait`, until it is done."""
+        """Apply messages from the worker to the members; with `wait`, until it is done."""
         while not self._done:
             try:
                 message = self._inbox.get(block=wait)
@@ -216,7 +219,7 @@ class WorkerHandle:
                 self.take_message(kind, *content)
 
     def take_message(self, kind: str, *content: Any) -> None:
-        """Take in a message of another kind."""
+        """Handle a message of another kind."""
 
     def _take_event(self, wire: Wire, state: dict[str, Any] | None, tell: Tell) -> None:
         event = Event.from_wire(wire, self._all)
@@ -227,7 +230,7 @@ class WorkerHandle:
         tell(event)
 
     def _lost(self, tell: Tell) -> None:
-        """The worker has ended without a word. Another one trains its members, once, unless they were cancelled."""
+        """Handle a worker that has died. Another one trains its members, once, unless they were cancelled."""
         how = self._release()
         if not self._restarted and not self._cancelled:
             self._restarted = True
@@ -245,26 +248,29 @@ class WorkerHandle:
         self.members = {}
 
     def cancel(self) -> None:
-        """Ask the worker to stop where it is and send its members back."""
+        """Ask the worker to stop now and send its members back."""
         self._cancelled = True
         if not self._done and self._child is not None:
             self._child.signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End the process, if it has not ended by itself."""
+        """Kill the process if it has not ended."""
         if self._child is not None and not self._done:
             self._child.signal(signal.SIGKILL)
         self._release()
 
     def _release(self) -> str:
-        """Wait for the process's end, and close the pipe once its reader has ended: the next pipe may get its
-        number, and a reader that is late would take what is sent there. Returns how the process ended."""
+        """Wait for the process's end, close the pipe, and return how the process ended.
+
+        The pipe is closed only after its reader has ended: the next pipe may get the same descriptor, and a late reader
+        would read its messages.
+        """
         if self._child is None:
             return ""
         child, self._child = self._child, None
         how = child.wait()
         if self._reader is not None:
-            self._reader.join(READER_SECONDS)  # it reads up to the end, which is there
+            self._reader.join(READER_SECONDS)  # the process has ended, so the reader reaches the end
         if self._reader is None or not self._reader.is_alive():
             child.close()
         return how

@@ -1,9 +1,9 @@
-"""A small network's parameters, updated as one: there the calls cost more than the arithmetic.
+"""Update all parameters of a small network as one tensor, since there the calls cost more than the arithmetic.
 
-On a CPU the optimizer's state of all parameters lies in one [M, elements] tensor, of which each parameter has a view;
-weights and gradients are laid side by side for the step. On a GPU, where a copy of something small is one call for all
-of it, the state too is laid side by side for the step and put back after it. Every rule goes element by element, so
-each element's bits are those it has by itself. On a CPU, whether it is done depends on the member's own shapes alone.
+On a CPU the optimizer state of all parameters lies in one [M, elements] tensor, and each parameter's state is a view of
+it; weights and gradients are copied side by side for each step. On a GPU, where copying many small tensors is one call,
+the state is copied for the step too, and copied back after it. Every rule works element by element, so the results are
+the same bits as without this. On a CPU, the choice depends only on the shapes of one member.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from shoal.engine.optim.rule import Rule
 
 MOST_ELEMENTS = 1 << 14
 LEAST_PARAMS = 3
-"""A member's elements up to which, and parameters from which, one call for all of them wins."""
+"""Limits for a CPU: parameters are updated together up to so many elements of a member, and from so many parameters."""
 MOST_ON_GPU = 1 << 22
-"""Elements of all members up to which copying them costs a GPU less than the calls."""
+"""Limit for a GPU: up to so many elements of all members together, copying costs less than the calls."""
 
 
 def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether parameters [M, ...] of one group are better updated as one on a CPU, in state that lies together."""
+    """Return whether, on a CPU, parameters [M, ...] of one group are faster to update as one flat tensor."""
     elements = sum(math.prod(p.shape[1:]) for p in params)
     return elements <= MOST_ELEMENTS and all(p.device.type == "cpu" for p in params) and _alike(rule, params, states)
 
 
 def suits_copies(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether parameters [M, ...] of one group are better updated as one on a GPU, side by side for the step."""
+    """Return whether, on a GPU, parameters [M, ...] of one group are faster to update as one flat copy."""
     return on_gpu(params) and sum(p.numel() for p in params) <= MOST_ON_GPU and _alike(rule, params, states)
 
 
 def scratch_bytes(params: Sequence[Tensor]) -> int:
-    """What an update on a GPU takes at the most besides what there is: copies of all that is small, and temporaries."""
+    """Return the most temporary bytes that an update on a GPU needs: flat copies of small parameters, and temporaries
+    of the arithmetic."""
     sizes = [p.numel() * p.element_size() for p in params]
     most = 4 * max(sizes, default=0)
     return max(most, 8 * sum(sizes)) if sum(p.numel() for p in params) <= MOST_ON_GPU else most
@@ -46,7 +47,7 @@ def on_gpu(params: Sequence[Tensor]) -> bool:
 
 
 def _alike(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether these parameters can lie side by side: one dtype, one clock."""
+    """Return whether these parameters can be one flat tensor: they have one dtype, and share their step counter."""
     if len(params) < LEAST_PARAMS or params[0].dtype not in (torch.float32, torch.float64):
         return False
     if any(p.dtype != params[0].dtype or not p.is_contiguous() for p in params):
@@ -64,7 +65,8 @@ def update_copies(
     h: Mapping[str, Tensor],
     active: Tensor | None,
 ) -> None:
-    """One step of a group's parameters [M, ...] on copies of them and of their state, which are then put back."""
+    """Take one step of a group's parameters [M, ...] on flat copies of them and their state, and copy the results
+    back."""
     rows, names = len(params[0]), rule.buffers()
     tensors = [
         [p.view(rows, -1) for p in params],
@@ -80,28 +82,28 @@ def update_copies(
 
 
 class FlatUpdate:
-    """One group's parameters and state side by side."""
+    """Updates one parameter group on a CPU as one flat tensor."""
 
     def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-        """The states' own tensors become views of the flat ones."""
+        """Lay the group's state side by side. The tensors in `states` are replaced by views of the flat ones."""
         self.rule = rule
         self._params = [p.flatten(1) if p.dim() > 1 else p.unsqueeze(1) for p in params]
         self._sizes = [p.shape[1] for p in self._params]
         self._state = {name: value for name, value in states[0].items() if name not in rule.buffers()}
         for name in rule.buffers():
-            wide = torch.cat([state[name].reshape(p.shape) for state, p in zip(states, self._params, strict=True)], 1)
-            self._state[name] = wide
-            for state, part, param in zip(states, torch.split(wide, self._sizes, 1), params, strict=True):
+            flat = torch.cat([state[name].reshape(p.shape) for state, p in zip(states, self._params, strict=True)], 1)
+            self._state[name] = flat
+            for state, part, param in zip(states, torch.split(flat, self._sizes, 1), params, strict=True):
                 state[name] = part.view(param.shape)
         self._weights = torch.empty(len(params[0]), sum(self._sizes), dtype=params[0].dtype)
         self._grads = torch.empty_like(self._weights)
         self.scratch = [self._weights, self._grads]
-        """What it holds besides the state."""
+        """Tensors that it holds besides the optimizer state."""
         self._parts = list(torch.split(self._weights, self._sizes, 1))
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor], h: Mapping[str, Tensor], active: Tensor | None) -> None:
-        """One step; members outside `active` keep every bit they have."""
+        """Take one optimizer step. Members outside `active` are left unchanged, bit for bit."""
         rows = len(self._weights)
         torch.cat(self._params, 1, out=self._weights)
         torch.cat([grad.reshape(rows, -1) for grad in grads], 1, out=self._grads)

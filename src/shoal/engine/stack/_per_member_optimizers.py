@@ -1,4 +1,4 @@
-"""Optimizers without a rule: each member's own optimizer object, on its rows of the stack."""
+"""Optimizer classes without a rule: each member's own optimizer object works on its rows of the stack."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ if TYPE_CHECKING:
 
 
 class PerMemberOptimizers:
-    """Classes without a rule: the real object of each member, on a twin of its model with its slices as weights."""
+    """The real optimizer object of each member, on a copy of its model (its twin) whose weights are views of the
+    stack."""
 
     def __init__(
         self, span: Span, twins: list[nn.Module], optimizers: list[Any], schedules: list[Any], last_rates: list[float]
     ) -> None:
         self.span, self.twins, self.optimizers, self.schedules = span, twins, optimizers, schedules
         self.last_rates = last_rates
-        """Every member's learning rate at its last step."""
+        """Each member's learning rate at its last step."""
         self.failed: dict[int, Exception] = {}
-        """What members' optimizers raised in their last step, by slots."""
+        """Errors that members' optimizers raised in their last step, by slot."""
         self._schedule_errors: dict[int, Exception] = {}
         self._point()
 
     @classmethod
     def of(cls, span: Span) -> PerMemberOptimizers:
-        """The optimizers and schedules of the members of a span, wherever they are in their training."""
+        """Create the optimizers and schedules of a span's members from their current training state."""
         members = span.members
         new = cls(span, [copy.deepcopy(member.model) for member in members], [], [], [])
         for member in members:
             member.saved_state.begin(member.job, member.model)
         for member, twin in zip(members, new.twins, strict=True):
-            # of one that has begun, asking the schedule for its beginning must not change what its step reads
+            # for a member that has trained, a new schedule starts over, which must not change state that its step reads
             with trying(member.job) if member.batches else nullcontext():
                 new.optimizers.append(make_optimizer(member.job, twin))
                 new.schedules.append(make_schedule(member.job, new.optimizers[-1]))
         for member, optimizer, schedule in zip(members, new.optimizers, new.schedules, strict=True):
             if member.optimizer_state:
                 load_optimizer(optimizer, member.optimizer_state)
-                optimizer._opt_called = True  # it has stepped, elsewhere
+                optimizer._opt_called = (
+                    True  # it has taken steps elsewhere; avoids torch's warning about the order of calls
+                )
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         for member, optimizer, schedule, twin in zip(members, new.optimizers, new.schedules, new.twins, strict=True):
@@ -68,6 +71,8 @@ class PerMemberOptimizers:
             self._params.append([params[stack.param_names[i]] for i in stack.trained])
 
     def update(self, grads: Grads, active: Tensor | None) -> None:
+        """Take one step for the members in `active`; None: for all. A member whose optimizer raises is noted in
+        `failed`."""
         moving = [True] * len(self.optimizers) if active is None else active.tolist()
         for slot, optimizer in enumerate(self.optimizers):
             if not moving[slot]:
@@ -83,7 +88,8 @@ class PerMemberOptimizers:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Inside, optimizers with modes are in eval mode; after, the weights are what they were, bit for bit."""
+        """Inside this context, optimizers with modes are in eval mode. Afterwards the weights are restored, bit for
+        bit."""
         optimizers = [optimizer for optimizer in self.optimizers if has_modes(optimizer)]
         with torch.no_grad():
             saved = [(p, p.detach().clone()) for o in optimizers for g in o.param_groups for p in g["params"]]
@@ -105,18 +111,18 @@ class PerMemberOptimizers:
         return bool(self._schedule_errors)
 
     def schedule_failures(self) -> dict[int, Exception]:
-        """What members' schedules raised after a step that was taken, by slots."""
+        """Return the errors that members' schedules raised after a completed step, by slot."""
         return self._schedule_errors
 
     def step_schedules(self) -> None:
-        """Move schedules on after an optimizer step of all members."""
+        """Advance the schedules after an optimizer step of all members."""
         self.last_rates = self._current_rates()
         for slot, (member, schedule) in enumerate(zip(self.span.members, self.schedules, strict=True)):
             if schedule is not None and member.job.schedule_every == "step" and slot not in self.failed:
                 self._move(slot, schedule)
 
     def end_epoch(self, slot: int, value: float | None) -> None:
-        """Move one member's epoch schedule on; `value`: the watched value."""
+        """Advance one member's per-epoch schedule. `value` is the watched metric."""
         schedule = self.schedules[slot]
         if not isinstance(schedule, ReduceLROnPlateau):
             self._move(slot, schedule)
@@ -136,20 +142,20 @@ class PerMemberOptimizers:
     # --- members' state ---------------------------------------------------------------------------------------------
 
     def rows(self, slot: int) -> list[Tensor]:
-        """Nothing: a member's state is in its own optimizer."""
+        """Return an empty list: a member's state is in its own optimizer."""
         return []
 
     def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
-        """A member's state_dict()."""
+        """Return a copy of a member's `state_dict()`."""
         return copy.deepcopy(self.optimizers[slot].state_dict())
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
-        """A member's scheduler's state_dict(); None: it has none."""
+        """Return the `state_dict()` of a member's scheduler; None if it has none."""
         schedule = self.schedules[slot]
         return None if schedule is None else copy.deepcopy(schedule.state_dict())
 
     def load(self, slot: int, step: int | None) -> None:
-        """Take the member's own optimizer state as it is now; `step`: continue its schedule as after so many steps."""
+        """Load the member's saved optimizer state. `step`: continue its schedule as if so many steps had been taken."""
         member = self.span.members[slot]
         if member.optimizer_state:
             load_optimizer(self.optimizers[slot], member.optimizer_state)
@@ -162,7 +168,7 @@ class PerMemberOptimizers:
     # --- members join and leave -------------------------------------------------------------------------------------
 
     def merged(self, span: Span, other: PerMemberOptimizers) -> PerMemberOptimizers:
-        """The optimizer and scheduler objects of both's members, on the rows of `span`."""
+        """Return the optimizer and scheduler objects of the members of both, on the rows of `span`."""
         return PerMemberOptimizers(
             span,
             [*self.twins, *other.twins],
@@ -172,14 +178,14 @@ class PerMemberOptimizers:
         )
 
     def take(self, other: PerMemberOptimizers, rows: list[int], theirs: list[int]) -> None:
-        """Let members' optimizer objects, which the other shares, work on this stack again."""
+        """Point the members' optimizer objects, which the other shares, at this stack again."""
         self._point()
-        for row, place in zip(rows, theirs, strict=True):
+        for row, their_row in zip(rows, theirs, strict=True):
             if row < len(self.last_rates):
-                self.last_rates[row] = other.last_rates[place]
+                self.last_rates[row] = other.last_rates[their_row]
 
     def keep(self, span: Span, rows: list[int]) -> PerMemberOptimizers:
-        """The same optimizer objects of these rows, which are those of `span` now."""
+        """Return the optimizer objects of these rows only; they are the rows of `span`."""
         slots = rows[: len(span.recipes)]
         return PerMemberOptimizers(
             span,

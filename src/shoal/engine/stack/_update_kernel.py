@@ -1,7 +1,8 @@
-"""Adam, AdamW and SGD on a GPU: one kernel for each parameter of all members, instead of a dozen passes over memory.
+"""Adam, AdamW and SGD on a GPU with one kernel for each parameter of all members, instead of a dozen passes over
+memory.
 
-The arithmetic is that of the rules (`optim/_adam.py`, `optim/_sgd.py`), in their order; their coefficients come from
-`Rule.coefficients_`. Members outside `active` keep every bit they have.
+The arithmetic is that of the rules (`optim/_adam.py`, `optim/_sgd.py`), in the same order. The coefficients come from
+`Rule.coefficients_`. Members outside `active` are left unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ extern "C" __global__ void update({parameters}) {{
 
 
 def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether there is a kernel for parameters [M, ...] of one group."""
+    """Return whether there is a kernel for parameters [M, ...] of one group."""
     if type(rule) not in _ARITHMETIC or not params or not all(p.is_cuda and cuda_kernels.has_memory(p) for p in params):
         return False
     first = params[0]
@@ -63,7 +64,7 @@ def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Te
 
 
 def _rows_apart(param: Tensor) -> bool:
-    """Whether members lie one after the other, the elements of each without gaps, in whatever order."""
+    """Return whether members lie one after the other, and the elements of each have no gaps, in any order."""
     return param.is_contiguous() or (
         param.dim() == 5
         and param.stride(0) == param[0].numel()
@@ -72,7 +73,7 @@ def _rows_apart(param: Tensor) -> bool:
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the dtype of its parameter, and as it lies in memory."""
+    """Return the gradient in the dtype and memory layout of its parameter."""
     if grad.dtype == param.dtype and grad.stride() == param.stride():
         return grad
     return torch.empty_like(param).copy_(grad)
@@ -87,15 +88,15 @@ def update(
     h: Mapping[str, Tensor],
     active: Tensor | None,
 ) -> None:
-    """One step of a group's parameters."""
+    """Take one optimizer step of a group's parameters."""
     first, names = params[0], rule.buffers()
     clocks = {name: value for name, value in states[0].items() if name not in names}
-    before = {name: value.clone() for name, value in clocks.items()}
+    previous = {name: value.clone() for name, value in clocks.items()}
     c = rule.coefficients_(first, states[0], h, None)
     if active is None:
         active = torch.ones(len(first), dtype=torch.bool, device=first.device)
     for name, value in clocks.items():
-        value.copy_(torch.where(active, value, before[name]))
+        value.copy_(torch.where(active, value, previous[name]))
     with cuda_kernels.current_device(first.device):
         (kernel,) = cuda_kernels.load(_source(rule, first.dtype, tuple(c)), ["update"])
         columns = [value.contiguous() for value in c.values()]
@@ -109,6 +110,7 @@ def update(
 
 
 def _source(rule: Rule, dtype: torch.dtype, columns: Sequence[str]) -> str:
+    """Return the CUDA source of the kernel. `columns` are the names of the coefficients."""
     names, flags = rule.buffers(), rule.flags
     updated = ["param", *names]
     parameters = [

@@ -1,4 +1,4 @@
-"""Batches for a stack: gathered once where all members read the same rows, member by member otherwise."""
+"""Batches for a stack. They are read once if all members read the same rows, and member by member otherwise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from shoal.engine.members.member import Member
 
 
 class Feed:
-    """The next batches of members, each at its own place in its epoch, padded to the stack's rows."""
+    """Reads the next batches of members, each at its own position in its epoch, padded to the stack's rows."""
 
     def __init__(self, members: list[Member], rows: list[int], batches: int, streams: dict[int, Stream]) -> None:
-        """`rows`: for every row of the stack, the slot of its member. `streams`: open ones, by the member's index."""
+        """Prepare to read `batches` batches of each member.
+
+        Args:
+            rows: For every row of the stack, the slot of its member.
+            streams: The open iterators of streamed data, by the member's index.
+        """
         first = members[0]
         self.members, self.rows, self.streams = members, rows, streams
         self.size = first.batch_size
@@ -27,11 +32,11 @@ class Feed:
         self._sources = [source for source in sources if isinstance(source, TensorSource)]
         self.in_memory = len(self._sources) == len(sources)
         self.one_source = all(member.data.source is first.data.source for member in members)
-        agree = all(member.order is first.order and member.place == first.place for member in members)
+        same_order = all(member.order is first.order and member.place == first.place for member in members)
         seeds = {(member.job.order_seed, member.epoch) for member in members} if not self.in_memory else {(0, 0)}
         self.batched = first.batched
-        self.shared = (self.one_source and agree and len(seeds) == 1) or self.batched
-        """Whether every member gets the very same batch, so that it is read once and has no member axis."""
+        self.shared = (self.one_source and same_order and len(seeds) == 1) or self.batched
+        """Whether all members get the same batch. It is then read once and has no member axis."""
         self._rows: Tensor | None = None
         self._feeds: list[Iterator[Any]] = []
         if self.in_memory:
@@ -39,18 +44,18 @@ class Feed:
         else:
             self._feeds = [streams.setdefault(m.index, Stream()).at(m) for m in self._readers]
 
-    def another(self) -> bool:
-        """Whether there is another batch: an epoch of a DataLoader may end within a turn."""
+    def has_next(self) -> bool:
+        """Return whether there is another batch. An epoch of a DataLoader may end within a turn."""
         return not self.batched or another(self._feeds[0], self.members)
 
     def kind(self, batch: Any) -> int:
-        """The number of the kind of batch, where batches come as they are."""
+        """Return the number of the batch's kind, for members that read whole batches from a DataLoader."""
         source = self.members[0].data.source
         assert isinstance(source, LoaderSource)
         return source.kind(batch)
 
-    def whole(self) -> Any:
-        """The next batch as it came, where batches do."""
+    def next_batch(self) -> Any:
+        """Return the next batch as the DataLoader gives it."""
         return next(self._feeds[0])
 
     @property
@@ -58,7 +63,7 @@ class Feed:
         return self.members[:1] if self.shared else self.members
 
     def _ahead(self, batches: int) -> Tensor:
-        """The rows of the coming batches, [n] where shared, else one row of them per row of the stack."""
+        """Return the row numbers of the coming batches: [n] if shared, else [M, n]."""
         each = []
         for member in self._readers:
             assert member.order is not None, "the member has no rows; deal them first"
@@ -67,7 +72,7 @@ class Feed:
         return each[0] if self.shared else torch.stack([each[slot] for slot in self.rows])
 
     def batch(self, index: int) -> list[Tensor]:
-        """The leaves of the index-th of these batches: [B, ...] where shared, else [M, B, ...]."""
+        """Return the tensors of the index-th batch: [B, ...] if shared, else [M, B, ...]."""
         if self._rows is None:
             return self._streamed()
         rows = self._rows[..., index * self.size : (index + 1) * self.size]
@@ -82,8 +87,8 @@ class Feed:
             return parts[0]
         return [torch.stack([column[slot] for slot in self.rows]) for column in zip(*parts, strict=True)]
 
-    def used(self) -> None:
-        """All batches were used, and the members moved on: streams stay open where they are."""
+    def finish(self) -> None:
+        """Note that all batches were used and the members' positions moved on, so that open streams stay in place."""
         if not self.in_memory:
             for member in self._readers:
                 self.streams[member.index].went(member)

@@ -1,8 +1,8 @@
-"""Adam on a CPU through torch's fused kernel, a member at a time.
+"""Adam on a CPU with torch's fused kernel, one member at a time.
 
-For a network of some size one pass over a member's weights beats ten passes over all members': the member stays in the
-cache. For tiny networks the calls would cost more than the arithmetic, so they keep the rule. Which of the two is a
-matter of the member's own shapes alone: the bits must not depend on the pack.
+Larger networks are faster this way: one pass over a member's weights stays in the cache, where ten passes over the
+weights of all members do not. Tiny networks use the rule instead, since the calls would cost more than the arithmetic.
+The choice depends only on the shapes of one member, so that its bits do not depend on the pack.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shoal.engine.optim.rule import Rule
 
 LEAST_ELEMENTS = 1 << 14
 LEAST_MEAN = 1 << 11
-"""A member's elements, in all and in the mean parameter, from which the fused kernel wins."""
+"""The fused kernel is used from so many elements of a member, in all and per parameter on average."""
 
 
 def suits(kind: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> bool:
-    """Whether parameters [M, ...] of one group are better stepped member by member."""
+    """Return whether the fused kernel is the faster way to update parameters [M, ...] of one group."""
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or not params:
         return False
     first = params[0]
@@ -35,7 +35,7 @@ def suits(kind: type[torch.optim.Optimizer], params: Sequence[Tensor]) -> bool:
 
 
 class FusedAdam:
-    """The members' slices of one group's parameters and state, ready for the kernel."""
+    """Updates one parameter group with the fused kernel. It holds each member's slices of parameters and state."""
 
     def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
         self.flags = rule.flags
@@ -52,7 +52,7 @@ class FusedAdam:
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor], h: Mapping[str, Tensor], active: Tensor | None) -> None:
-        """One step; members outside `active` keep every bit they have."""
+        """Take one optimizer step. Members outside `active` are left unchanged, bit for bit."""
         moving = range(len(self._params)) if active is None else active.nonzero().flatten().tolist()
         for clock in self.clocks:
             clock.add_(1.0 if active is None else active)
@@ -66,14 +66,14 @@ class FusedAdam:
             )  # fmt: skip
 
     def _rows(self, h: Mapping[str, Tensor]) -> list[dict[str, float]]:
-        """The members' numbers as Python's; asked for again only after they have changed."""
+        """Return each member's hyper-parameters as Python numbers, read again only if they have changed."""
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
-        now = torch.stack([h[name] for name in names])
-        if self._numbers is None or not torch.equal(self._numbers[0], now):
-            self._numbers = (now, [dict(zip(names, row, strict=True)) for row in now.T.tolist()])
+        columns = torch.stack([h[name] for name in names])
+        if self._numbers is None or not torch.equal(self._numbers[0], columns):
+            self._numbers = (columns, [dict(zip(names, row, strict=True)) for row in columns.T.tolist()])
         return self._numbers[1]
 
 
 def _slices(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """[M, ...] tensors as one tuple of slices per member."""
+    """Split [M, ...] tensors into one tuple of slices per member."""
     return list(zip(*(tensor.unbind(0) for tensor in tensors), strict=True))

@@ -1,7 +1,7 @@
-"""What updates a stack: a part for each kind of optimizer among its members, on neighbouring rows.
+"""The optimizers of a stack: one part for each kind of optimizer among its members, on neighbouring rows.
 
-Forward and backward know nothing of optimizers, so members with different ones are one stack. Its rows are ordered by
-kind. Each part works on views of its own rows, so a member's bits do not depend on the other members.
+Forward and backward do not depend on optimizers, so members with different ones share a stack, ordered by kind. Each
+part works on views of its rows, so a member's bits do not depend on the other members.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ if TYPE_CHECKING:
 Grads = Sequence[Tensor | None]
 Part = StackedOptimizer | PerMemberOptimizers
 FEW = 4
-"""Steps from which working out scheduled numbers in advance costs less than asking the schedules each time."""
+"""From so many steps on, computing scheduled values in advance is cheaper than asking the schedules at each step."""
 
 
 def kind(recipe: Recipe) -> Hashable:
-    """What members of one part have in common: a rule, or that none of them has one."""
+    """Return what the members of one part have in common: the structure of their optimizer, or None for classes without
+    a rule."""
     plan = recipe.optimizer
     return plan.key if plan.flags is not None else None
 
 
 def ordered(recipes: Sequence[Recipe]) -> list[int]:
-    """The recipes' places, sorted so that those of one kind are neighbours; otherwise as they come."""
-    places: dict[Hashable, list[int]] = {}
-    for place, recipe in enumerate(recipes):
-        places.setdefault(kind(recipe), []).append(place)
-    return [place for same_kind in places.values() for place in same_kind]
+    """Return the indices of the recipes, sorted so that those of one kind are neighbours; otherwise in their order."""
+    by_kind: dict[Hashable, list[int]] = {}
+    for i, recipe in enumerate(recipes):
+        by_kind.setdefault(kind(recipe), []).append(i)
+    return [i for same_kind in by_kind.values() for i in same_kind]
 
 
 class Span:
-    """Neighbouring rows of a stack, seen as a stack of their own."""
+    """Neighbouring rows of a stack, with the interface of a stack."""
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
-        self._stack, self.start, self.stop = weakref.ref(stack), start, stop  # a GPU's memory waits for no collector
+        # weak, so that GPU memory is freed at once, without the garbage collector
+        self._stack, self.start, self.stop = weakref.ref(stack), start, stop
         self.whole = stop - start == len(stack.rows)
         self.leaves = [self.of(leaf.detach()) for leaf in stack.leaves]
         self.device, self.trained = stack.device, stack.trained
 
     def of(self, value: Tensor) -> Tensor:
-        """These rows of a tensor of the stack's."""
+        """Return these rows of one of the stack's tensors."""
         return value if self.whole else value[self.start : self.stop]
 
     @property
@@ -70,12 +72,12 @@ class Span:
 
     @property
     def rows(self) -> list[int]:
-        """For every row, the slot of its member."""
+        """The slot of the member in each row, counted from the span's first member."""
         return [slot - self.start for slot in self.stack.rows[self.start : self.stop]]
 
 
 def spans(stack: Stack) -> Iterator[Span]:
-    """The rows of each kind."""
+    """Yield the rows of each kind of optimizer."""
     kinds = [kind(stack.recipes[slot]) for slot in stack.rows]
     start = 0
     for row in range(1, len(kinds) + 1):
@@ -85,7 +87,7 @@ def spans(stack: Stack) -> Iterator[Span]:
 
 
 class Optimizers:
-    """The parts of a stack's update. Rows and slots here are the stack's; a part counts from its own first row."""
+    """All optimizers of a stack, as parts. Rows and slots here are the stack's; a part counts from its first row."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
@@ -94,28 +96,28 @@ class Optimizers:
 
     @classmethod
     def of(cls, stack: Stack) -> Optimizers:
-        """The optimizers of members wherever they are in their training."""
+        """Create the optimizers of a stack from the members' current training state."""
         return cls([_part(span) for span in spans(stack)])
 
     def at(self, row: int) -> tuple[Part, int]:
-        """The part that has a row, and the row's place in it."""
+        """Return the part that has a row, and the row's index in it."""
         part = next(part for part in self.parts if part.span.start <= row < part.span.stop)
         return part, row - part.span.start
 
     def ruled(self) -> list[StackedOptimizer]:
-        """The parts of a stack in which every member's optimizer has a rule."""
+        """Return the parts of a stack in which every member's optimizer has a rule."""
         assert len(self._ruled) == len(self.parts), "only optimizers with a rule are captured"
         return self._ruled
 
     def tensors(self) -> list[Tensor]:
-        """All optimizer state, each tensor once."""
+        """Return all optimizer state, each tensor once."""
         return [tensor for part in self._ruled for tensor in part.tensors()]
 
     def update(self, grads: Grads, active: Tensor | None) -> None:
-        """One step from the gradients of all rows, for the members in `active`; None: for all."""
+        """Take one step from the gradients of all rows, for the members in `active`; None: for all."""
         for part in self.parts:
-            of_part = [None if grad is None else part.span.of(grad) for grad in grads]
-            part.update(of_part, None if active is None else part.span.of(active))
+            part_grads = [None if grad is None else part.span.of(grad) for grad in grads]
+            part.update(part_grads, None if active is None else part.span.of(active))
 
     @property
     def writes_gradients(self) -> bool:
@@ -124,15 +126,15 @@ class Optimizers:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Inside, optimizers with a train and an eval mode are in eval mode, and the weights are those of it."""
-        with ExitStack() as inside:
+        """Inside this context, optimizers with a train and an eval mode are in eval mode, with its weights."""
+        with ExitStack() as contexts:
             for part in self.parts:
                 if isinstance(part, PerMemberOptimizers):
-                    inside.enter_context(part.eval_mode())
+                    contexts.enter_context(part.eval_mode())
             yield
 
     def failures(self) -> dict[int, Exception]:
-        """What members' optimizers raised in the last update, by slots; the other members have had theirs."""
+        """Return the errors that members' optimizers raised in the last update, by slot. Other members were updated."""
         parts = [part for part in self.parts if isinstance(part, PerMemberOptimizers)]
         return {part.span.start + slot: error for part in parts for slot, error in part.failed.items()}
 
@@ -140,90 +142,91 @@ class Optimizers:
 
     @property
     def last_rates(self) -> list[float]:
-        """Every member's learning rate at its last step."""
+        """Each member's learning rate at its last step."""
         return [rate for part in self.parts for rate in part.last_rates]
 
     @property
     def raises_in(self) -> int | None:
-        """Of the steps that `look_ahead` saw: after which one the first schedule raises; None: after none."""
+        """The step of those that `look_ahead` computed after which the first schedule raises; None if none does."""
         return min((part.raises_in for part in self._ruled if part.raises_in is not None), default=None)
 
     @property
     def schedule_failed(self) -> bool:
-        """Whether a schedule has raised after the last step."""
+        """Whether a schedule raised after the last step."""
         return any(part.schedule_failed for part in self.parts)
 
     def schedule_failures(self) -> dict[int, Exception]:
-        """What members' schedules raised after steps that were taken, by slots."""
+        """Return the errors that members' schedules raised after completed steps, by slot."""
         return {
             part.span.start + slot: error for part in self.parts for slot, error in part.schedule_failures().items()
         }
 
     def look_ahead(self, steps: int, least: int = FEW) -> None:
-        """Work out the numbers of the next steps where schedules allow it, so that no step has to ask Python."""
+        """Compute the hyper-parameters of the next steps if schedules allow it, so that a step runs no Python for
+        them."""
         for part in self._ruled:
             part.look_ahead(steps, least)
 
     def step_schedules(self) -> None:
-        """Move schedules on after an optimizer step of all members."""
+        """Advance the schedules after an optimizer step of all members."""
         for part in self.parts:
             part.step_schedules()
 
     def skip_steps(self, steps: int) -> None:
-        """Move schedules on after steps on the device, which took their numbers from a table."""
+        """Advance the schedules after steps on the device, which read their hyper-parameters from a table."""
         for part in self.ruled():
             part.skip_steps(steps)
 
     def note_rates(self) -> None:
-        """Note the learning rates of the last step taken."""
+        """Record the learning rates of the last completed step."""
         for part in self._ruled:
             part.note_rates()
 
     def sync_schedules(self) -> None:
-        """Catch the schedules up with the steps that took their numbers from a table."""
+        """Advance the schedule objects by the steps that read their values from a table."""
         for part in self._ruled:
             part.sync_schedules()
 
     def freeze_schedules(self, slots: Collection[int]) -> None:
-        """Stop the schedules of these members, which have left: their rows wait for others."""
+        """Stop the schedules of these members, which have left and whose rows are free."""
         for part in self._ruled:
             part.sync_schedules()
             part.freeze_schedules({slot - part.span.start for slot in slots})
 
     def end_epoch(self, values: Mapping[int, float | None]) -> None:
-        """Move the epoch schedules of these slots on, with the watched value of each."""
+        """Advance the per-epoch schedules of these slots, with the watched value of each."""
         for slot, value in values.items():
-            part, place = self.at(slot)
-            job = part.span.recipes[place].member.job
+            part, index = self.at(slot)
+            job = part.span.recipes[index].member.job
             if job.schedule_every == "epoch" and job.schedule is not None:
-                part.end_epoch(place, value)
+                part.end_epoch(index, value)
 
     # --- members' state ---------------------------------------------------------------------------------------------
 
     def rows(self, slot: int) -> list[Tensor]:
-        """A member's rows of all state tensors, as they lie on the device."""
-        part, place = self.at(slot)
-        return part.rows(place)
+        """Return a member's rows of all state tensors, on the device."""
+        part, index = self.at(slot)
+        return part.rows(index)
 
     def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
-        """A member's state_dict(), from its `rows` on the host."""
-        part, place = self.at(slot)
-        return part.state_dict(place, rows)
+        """Return a member's `state_dict()`, made from its `rows` on the host."""
+        part, index = self.at(slot)
+        return part.state_dict(index, rows)
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
-        """A member's scheduler's state_dict(); None: it has none."""
-        part, place = self.at(slot)
-        return part.schedule_state(place)
+        """Return the `state_dict()` of a member's scheduler; None if it has none."""
+        part, index = self.at(slot)
+        return part.schedule_state(index)
 
     def load(self, slot: int, step: int | None) -> None:
-        """Take a member's own optimizer state as it is now; `step`: continue its schedule as after so many steps."""
-        part, place = self.at(slot)
-        part.load(place, step)
+        """Load a member's saved optimizer state. `step`: continue its schedule as if so many steps had been taken."""
+        part, index = self.at(slot)
+        part.load(index, step)
 
     # --- members join and leave -------------------------------------------------------------------------------------
 
     def merged(self, stack: Stack, other: Optimizers) -> Optimizers:
-        """The optimizers of a stack of both's members, ordered as `ordered` orders them."""
+        """Return the optimizers of a stack of the members of both, in the order of `ordered`."""
         mine, theirs = self._by_kind(), other._by_kind()
         parts: list[Part] = []
         for span in spans(stack):
@@ -237,31 +240,36 @@ class Optimizers:
         return {kind(part.span.recipes[0]): part for part in self.parts}
 
     def keep(self, stack: Stack, rows: Sequence[int]) -> Optimizers:
-        """The optimizers of a stack whose rows were these rows of this one."""
+        """Return the optimizers of `stack`, whose rows were `rows` of this one."""
         parts: list[Part] = []
         for span in spans(stack):
-            of_part = rows[span.start : span.stop]
-            part, _ = self.at(of_part[0])
-            parts.append(part.keep(span, [row - part.span.start for row in of_part]))
+            part_rows = rows[span.start : span.stop]
+            part, _ = self.at(part_rows[0])
+            parts.append(part.keep(span, [row - part.span.start for row in part_rows]))
         return Optimizers(parts)
 
     def take(self, other: Optimizers, rows: Sequence[int], theirs: Sequence[int]) -> None:
-        """Copy these rows from the other's rows `theirs`."""
+        """Copy rows `theirs` of the other optimizers into `rows`."""
         for part in other.parts:
             span = part.span
-            pairs = [(row, place) for row, place in zip(rows, theirs, strict=True) if span.start <= place < span.stop]
+            pairs = [
+                (row, their_row)
+                for row, their_row in zip(rows, theirs, strict=True)
+                if span.start <= their_row < span.stop
+            ]
             mine, _ = self.at(pairs[0][0])
-            places = [row - mine.span.start for row, _ in pairs], [place - span.start for _, place in pairs]
-            mine.take(part, *places)  # type: ignore[arg-type]  # parts of one kind are of one class
+            part_rows = [row - mine.span.start for row, _ in pairs], [their_row - span.start for _, their_row in pairs]
+            mine.take(part, *part_rows)  # type: ignore[arg-type]  # parts of one kind are of one class
 
     def put(self, rows: Sequence[int], index: Tensor, other: Optimizers) -> None:
-        """Let the other's members have these rows, in their order; `index`: the same rows on the device."""
+        """Replace the members in these rows by the other's members, in their order. `index` holds the same rows on the
+        device."""
         for part in other.ruled():
-            places = slice(part.span.start, part.span.stop)
-            mine, _ = self.at(rows[places.start])
+            span_rows = slice(part.span.start, part.span.stop)
+            mine, _ = self.at(rows[span_rows.start])
             assert isinstance(mine, StackedOptimizer)
             first = mine.span.start
-            mine.put([row - first for row in rows[places]], index[places] - first, part)
+            mine.put([row - first for row in rows[span_rows]], index[span_rows] - first, part)
 
 
 def _part(span: Span) -> Part:

@@ -1,8 +1,10 @@
-"""The state of a pack on its device: parameters, buffers, optimizer state and numbers, members first.
+"""The training state of a pack on its device: parameters, buffers, optimizer state and hyper-parameters, members first.
 
-Rows beyond the members are padding: copies of the last member, which train too and are never read. A pack of one
-takes other kernels than a pack of two or more, so a member alone is padded to two, and its bits do not depend on
-the other members. Members are ordered by their kind of optimizer, see `optimizers`.
+Rows beyond the members are padding: copies of the last member, which train too and are never read. A pack of one uses
+other kernels than a larger pack, so a single member is padded to two rows, and its bits do not depend on the other
+members. Members are ordered by their kind of optimizer, see `optimizers`.
+
+A slot is a member's position in the stack; a row is an index on the member axis, padding included.
 """
 
 from __future__ import annotations
@@ -26,41 +28,48 @@ from shoal.engine.tracing.params_with_grad import used_params
 from shoal.utils.weights import give_memory
 
 LEAST = 2
-"""Rows of the smallest stack."""
+"""The number of rows of the smallest stack."""
 
 
 class Stack:
-    """Members' training state with a member axis, and what one optimizer step does to it."""
+    """The training state of several members with a member axis, and the optimizer step on it."""
 
     def __init__(
-        self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False, passing: bool = False
+        self, recipes: Sequence[Recipe], *, size: int, channels_last: bool = False, temporary: bool = False
     ) -> None:
-        """`channels_last`: filters of a stack of one are laid out as a GPU's convolutions want them. `passing`: it will
-        be merged into another at once, so its tensors may share memory."""
-        self.recipes = recipes = [recipes[place] for place in ordered(recipes)]
+        """Stack the members' current state.
+
+        Args:
+            size: The number of rows, padding included.
+            channels_last: Store filters of a stack of one row as channels_last, which convolutions on a GPU prefer.
+            temporary: The stack is merged into another one at once, so its tensors may share memory.
+        """
+        self.recipes = recipes = [recipes[i] for i in ordered(recipes)]
         self._channels_last = channels_last and size == 1
         first = recipes[0]
         self.device = first.member.device
         self.rows = _padded(range(len(recipes)), size)
         graph = next(iter(first.steps.values()))
         models = [recipe.member.model for recipe in recipes]
-        named = [dict(model.named_parameters()) for model in models]
-        buffered = [dict(model.named_buffers()) for model in models]
+        params_of = [dict(model.named_parameters()) for model in models]
+        buffers_of = [dict(model.named_buffers()) for model in models]
         self.param_names, self.buffer_names = graph.params, graph.buffers
-        columns: list[list[Tensor]] = [[named[r][name] for r in self.rows] for name in self.param_names]
-        columns += [[buffered[r][name] for r in self.rows] for name in self.buffer_names]
+        columns: list[list[Tensor]] = [[params_of[r][name] for r in self.rows] for name in self.param_names]
+        columns += [[buffers_of[r][name] for r in self.rows] for name in self.buffer_names]
         self.shared = first.shared if size > 1 else frozenset()
-        """Of the state: what is there once for all rows, and has a member axis without memory of its own."""
-        varied = [column for place, column in enumerate(columns) if place not in self.shared]
-        stacked = iter(transfer.stacked(varied, self.device) if passing else map(self._stacked, varied))
+        """Indices into `state` of frozen tensors that exist once; their member axis is only expanded."""
+        per_member = [column for i, column in enumerate(columns) if i not in self.shared]
+        stacked = iter(transfer.stacked(per_member, self.device) if temporary else map(self._stacked, per_member))
         state = [
-            _once(column[0].detach().to(self.device), size) if place in self.shared else next(stacked)
-            for place, column in enumerate(columns)
+            _once(column[0].detach().to(self.device), size) if i in self.shared else next(stacked)
+            for i, column in enumerate(columns)
         ]
         self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
-        trained = [named[0][name].requires_grad for name in self.param_names]
+        requires_grad = [params_of[0][name].requires_grad for name in self.param_names]
         used = used_params(graph)
-        self.trained = [i for i, (wanted, touched) in enumerate(zip(trained, used, strict=True)) if wanted and touched]
+        self.trained = [
+            i for i, (trains, gets_grad) in enumerate(zip(requires_grad, used, strict=True)) if trains and gets_grad
+        ]
         for index in self.trained:
             self.params[index].requires_grad_()
         self.active = torch.ones(size, dtype=torch.bool, device=self.device)
@@ -80,19 +89,19 @@ class Stack:
             self.averages = Averages.of([self.members[r] for r in self.rows], self.state, self.names, self._averaged())
 
     def _averaged(self) -> list[int]:
-        """Which parameters and buffers are averaged."""
+        """Return the indices into `state` of the tensors that are averaged."""
         first, rule = len(self.params), self.recipes[0].member.job.average
-        kinds = [i for i, b in enumerate(self.buffers, first) if b.is_floating_point() or b.is_complex()]
-        buffers = kinds if rule is not None and rule.use_buffers else []
-        return [*self.trained, *(place for place in buffers if place not in self.shared)]
+        floating = [i for i, b in enumerate(self.buffers, first) if b.is_floating_point() or b.is_complex()]
+        buffers = floating if rule is not None and rule.use_buffers else []
+        return [*self.trained, *(index for index in buffers if index not in self.shared)]
 
     @property
     def names(self) -> list[str]:
-        """Of parameters and buffers, as in `state`."""
+        """The names of parameters and buffers, in the order of `state`."""
         return [*self.param_names, *self.buffer_names]
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
-        """Members' own tensors as one on the device, wherever their models are."""
+        """Stack the members' tensors on the device, wherever their models are."""
         stacked = torch.stack([value.detach() for value in values]).to(self.device)
         if self._channels_last and stacked.dim() == 5:
             return stacked[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
@@ -104,21 +113,22 @@ class Stack:
 
     @property
     def state(self) -> list[Tensor]:
-        """Parameters and buffers, in the order programs take them."""
+        """Parameters, then buffers, in the order that programs take them."""
         return [*self.params, *self.buffers]
 
     @property
     def own_state(self) -> list[Tensor]:
-        """Parameters and buffers of which each member has its own."""
-        return [tensor for place, tensor in enumerate(self.state) if place not in self.shared]
+        """The part of `state` that is not shared by all members."""
+        return [tensor for i, tensor in enumerate(self.state) if i not in self.shared]
 
     @property
     def own_buffers(self) -> list[Tensor]:
-        return self.own_state[len(self.params) - sum(place < len(self.params) for place in self.shared) :]
+        """The buffers that are not shared by all members."""
+        return self.own_state[len(self.params) - sum(i < len(self.params) for i in self.shared) :]
 
     @property
     def row_bytes(self) -> int:
-        """What a member has in the stack."""
+        """The bytes that one member occupies in the stack."""
         averages = self.averages.values if self.averages is not None else []
         return sum(t.nbytes for t in (*self.own_state, *self.optimizer.tensors(), *averages)) // len(self.rows)
 
@@ -133,18 +143,18 @@ class Stack:
         return [self.params[index] for index in self.trained]
 
     def reserve(self) -> None:
-        """Raise now, while nothing has changed, if the next update would find no memory. Only on a GPU, where an
-        allocation that fails raises."""
+        """Raise an out-of-memory error now if the next update would, while the state is unchanged (GPU only)."""
         if self.device.type == "cuda":
             torch.empty(_flat_state.scratch_bytes(self.leaves), dtype=torch.uint8, device=self.device)
 
     @torch.no_grad()
     def apply(self, grads: Grads, active: Tensor | None) -> None:
-        """One optimizer step from these gradients (one per trained parameter); members outside `active` take none."""
+        """Take one optimizer step. `grads` has one entry per trained parameter; members outside `active` take no
+        step."""
         grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
         if self.scaler is not None or self.clip_limits is not None or self.optimizer.writes_gradients:
             grads = _apart(grads)
-        training = active
+        training_M = active
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
         if self.clip_limits is not None:
@@ -154,15 +164,15 @@ class Stack:
         self.optimizer.update(grads, active)
         if self.scaler is not None and found_inf is not None:
             self.scaler.update_(found_inf)
-        if self.averages is not None:  # a step that an overflow skips is a step
+        if self.averages is not None:  # a step that is skipped after an overflow counts too
             failed = self.optimizer.failures()
-            trained = [True] * len(self.rows) if training is None else training.tolist()
-            moved = [took and slot not in failed for took, slot in zip(trained, self.rows, strict=True)]
+            trained = [True] * len(self.rows) if training_M is None else training_M.tolist()
+            moved = [trains and slot not in failed for trains, slot in zip(trained, self.rows, strict=True)]
             self.averages.update(self.state, moved)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Inside, the weights are those that validation uses."""
+        """Use the weights of validation inside this context: averages, or those of the optimizers' eval mode."""
         params, buffers = self.params, self.buffers
         with self.optimizer.eval_mode():
             if self.averages is not None:
@@ -174,17 +184,17 @@ class Stack:
                 self.params, self.buffers = params, buffers
 
     def saved_buffers(self) -> list[Tensor]:
-        """The buffers as they are now, for `set_buffers`; those that nobody writes to are not copied."""
-        places = enumerate(self.buffers, len(self.params))
-        return [buffer if place in self.shared else buffer.clone() for place, buffer in places]
+        """Return copies of the buffers, for `set_buffers`. Buffers that no step writes to are not copied."""
+        indexed = enumerate(self.buffers, len(self.params))
+        return [buffer if i in self.shared else buffer.clone() for i, buffer in indexed]
 
     def restore_buffers(self, before: list[Tensor]) -> None:
-        """Set the buffers to what they were for all members."""
+        """Set the buffers of all members to the values that `saved_buffers` returned."""
         self.set_buffers(dict(zip(self.buffer_names, before, strict=True)), None, before)
 
     @torch.no_grad()
     def set_buffers(self, after: dict[str, Tensor], ok: Tensor | None, before: list[Tensor]) -> None:
-        """Set the buffers to what a step left; members outside `ok` get back what they had before it."""
+        """Set the buffers to their values after a step. Members outside `ok` get their values from before the step."""
         for index, name in enumerate(self.buffer_names):
             value, buffer = after[name], self.buffers[index]
             if len(self.params) + index in self.shared:  # no step writes it
@@ -196,61 +206,60 @@ class Stack:
 
     @torch.no_grad()
     def adopt_state(self, slots: Sequence[int]) -> None:
-        """Take members' weights and buffers as their own networks have them now."""
+        """Copy the weights and buffers of these members from their models into the stack."""
         for row, slot in enumerate(self.rows):
             if slot in slots:
                 model = self.recipes[slot].member.model
                 tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-                for place, (name, stacked) in enumerate(zip(self.names, self.state, strict=True)):
-                    if place not in self.shared:
+                for i, (name, stacked) in enumerate(zip(self.names, self.state, strict=True)):
+                    if i not in self.shared:
                         stacked[row].copy_(tensors[name])
 
     @torch.no_grad()
     def write_back(self, slots: Sequence[int]) -> None:
-        """Write members' weights, buffers and optimizer state into the members; from a GPU all in one go."""
+        """Write weights, buffers and optimizer state of these slots into their members, with few copies from a GPU."""
         self.optimizer.sync_schedules()
         for start, stop in transfer.portions([self.row_bytes] * len(slots)):
             self._write_back(slots[start:stop])
 
     def rehearse(self) -> None:
-        """Move members as when they leave: a GPU loads what that takes the first time, which is many times as long, and
-        other code for rows that lie at odd places."""
+        """Copy two members to the host as when they leave, since a GPU loads its kernels at the first such copy."""
         if self.device.type != "cpu" and self.row_bytes <= transfer.MOST_BYTES:
             for slot in range(min(2, len(self.recipes))):
                 transfer.moved(self._row(slot), transfer.CPU)
 
     def _row(self, slot: int) -> list[Tensor]:
-        """All that a member has in the stack."""
+        """Return all tensors of one member: its rows of weights, buffers, optimizer state and averages."""
         averages = self.averages.values if self.averages is not None else []
         state = (tensor.detach()[slot] for tensor in self.own_state)
         return [*state, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
-        there = [self._row(slot) for slot in slots]
-        here = iter(transfer.moved([row for rows in there for row in rows], transfer.CPU))
+        device_rows = [self._row(slot) for slot in slots]
+        host_rows = iter(transfer.moved([row for rows in device_rows for row in rows], transfer.CPU))
         scaler = self.scaler
-        if scaler is not None:  # on the host, where looking at one member waits for nothing
+        if scaler is not None:  # copied to the host once, so that reading one member does not wait for the device
             scaler = scaler.on(scaler.scale_M.cpu(), scaler.growth_tracker_M.cpu())
-        for slot, far in zip(slots, there, strict=True):
-            member, near = self.recipes[slot].member, [next(here) for _ in far]
+        for slot, member_rows in zip(slots, device_rows, strict=True):
+            member, values = self.recipes[slot].member, [next(host_rows) for _ in member_rows]
             params, buffers = dict(member.model.named_parameters()), dict(member.model.named_buffers())
-            places = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
-            places = [tensor for place, tensor in enumerate(places) if place not in self.shared]
-            for place, row, on_device in zip(places, near, far, strict=False):
-                if row.device == on_device.device or not give_memory(place, row):
-                    place.copy_(row if place.device == row.device else on_device)
+            targets = [*(params[name] for name in self.param_names), *(buffers[name] for name in self.buffer_names)]
+            targets = [tensor for i, tensor in enumerate(targets) if i not in self.shared]
+            for target, row, on_device in zip(targets, values, member_rows, strict=False):
+                if row.device == on_device.device or not give_memory(target, row):
+                    target.copy_(row if target.device == row.device else on_device)
             if member.batches:
                 _leave_attributes(member.model, self.recipes[slot])
-            end = len(near) - (len(self.averages.values) if self.averages is not None else 0)
-            member.optimizer_state = self.optimizer.state_dict(slot, near[len(places) : end])
+            end = len(values) - (len(self.averages.values) if self.averages is not None else 0)
+            member.optimizer_state = self.optimizer.state_dict(slot, values[len(targets) : end])
             if self.averages is not None:
-                member.average = self.averages.member_state(slot, self.names, near[end:])
+                member.average = self.averages.member_state(slot, self.names, values[end:])
             member.schedule_state = self.optimizer.schedule_state(slot)
             member.scaler_state = None if scaler is None else scaler.state_dict(slot)
 
     @torch.no_grad()
     def merged(self, other: Stack, size: int) -> Stack:
-        """One stack of this one's members and the other's, each as it is."""
+        """Return one stack of the members of both stacks, each with its current state."""
         mine, theirs = len(self.recipes), len(other.recipes)
         recipes = [*self.recipes, *other.recipes]
         order = ordered(recipes)
@@ -262,10 +271,10 @@ class Stack:
             return joined if in_order else joined[rows]
 
         new = copy.copy(self)
-        new.recipes, new.rows = [recipes[place] for place in order], _padded(range(len(order)), size)
+        new.recipes, new.rows = [recipes[i] for i in order], _padded(range(len(order)), size)
         state = [
-            _once(a[0], size) if place in self.shared else both(a, b)
-            for place, (a, b) in enumerate(zip(self.state, other.state, strict=True))
+            _once(a[0], size) if i in self.shared else both(a, b)
+            for i, (a, b) in enumerate(zip(self.state, other.state, strict=True))
         ]
         new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
         new.buffers = state[len(self.params) :]
@@ -284,18 +293,17 @@ class Stack:
         return new
 
     def _limits(self) -> Tensor:
+        """Return the gradient clipping limit of every row; infinity if it does not clip."""
         if self.clip_limits is not None:
             return self.clip_limits
         return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def put(self, rows: Sequence[int], other: Stack) -> None:
-        """Let another stack's members have these rows, in their order, in place."""
+        """Replace the members in these rows by another stack's members, in place and in their order."""
         for row, recipe in zip(rows, other.recipes, strict=True):
             self.recipes[row] = recipe
-        pairs = [
-            (a, b) for place, (a, b) in enumerate(zip(self.state, other.state, strict=True)) if place not in self.shared
-        ]
+        pairs = [(a, b) for i, (a, b) in enumerate(zip(self.state, other.state, strict=True)) if i not in self.shared]
         pairs.append((self.active, other.active))
         if self.scaler is not None and other.scaler is not None:
             pairs.append((self.scaler.scale_M, other.scaler.scale_M))
@@ -310,28 +318,28 @@ class Stack:
 
     @torch.no_grad()
     def take(self, slots: Sequence[int], part: Stack) -> None:
-        """Copy these slots back from `part`, which was taken from this stack."""
+        """Copy these slots back from `part`, a stack that `keep` made of them."""
         rows = [row for row, slot in enumerate(self.rows) if slot in slots]
         theirs = [list(slots).index(self.rows[row]) for row in rows]
 
-        def put(ours: Tensor, value: Tensor) -> None:
+        def copy_rows(ours: Tensor, value: Tensor) -> None:
             ours.detach()[rows] = value.detach()[theirs]
 
         for ours, value in zip(self.own_state, part.own_state, strict=True):
-            put(ours, value)
-        put(self.active, part.active)
+            copy_rows(ours, value)
+        copy_rows(self.active, part.active)
         if self.scaler is not None and part.scaler is not None:
-            put(self.scaler.scale_M, part.scaler.scale_M)
-            put(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
+            copy_rows(self.scaler.scale_M, part.scaler.scale_M)
+            copy_rows(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
         if self.averages is not None and part.averages is not None:
             for ours, value in zip(self.averages.values, part.averages.values, strict=True):
-                put(ours, value)
+                copy_rows(ours, value)
             for row, their in zip(rows, theirs, strict=True):
                 self.averages.rows[row] = replace(part.averages.rows[their])
         self.optimizer.take(part.optimizer, rows, theirs)
 
     def keep(self, slots: Sequence[int], size: int) -> Stack:
-        """The same training with only these members, in the order they have."""
+        """Return a stack with only these members, which keeps their state and order."""
         assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
         rows = _padded(slots, size)
         new = copy.copy(self)
@@ -339,8 +347,8 @@ class Stack:
         new.rows = _padded(range(len(slots)), size)
         new.shared = self.shared if size > 1 else frozenset()
         state = [
-            _once(tensor.detach()[0], size) if place in self.shared else tensor.detach()[rows]
-            for place, tensor in enumerate(self.state)
+            _once(tensor.detach()[0], size) if i in self.shared else tensor.detach()[rows]
+            for i, tensor in enumerate(self.state)
         ]
         new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
         new.buffers = state[len(self.params) :]
@@ -356,15 +364,14 @@ class Stack:
 
 
 def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
-    """Set in the model's modules what the first call of its step sets, such as the mode of a layer that it freezes."""
+    """Set the module attributes that the first call of the step sets, such as the mode of a layer that it freezes."""
     for trace in recipe.steps.values():
         for (where, name), value in trace.left.items():
             setattr(model.get_submodule(where), name, value.clone() if isinstance(value, Tensor) else value)
 
 
 def _apart(grads: Grads) -> Grads:
-    """Gradients that can be changed in place: parameters that are added to each other get one and the same tensor, and
-    one that is summed up gets a single number for all its elements."""
+    """Return gradients that can be changed in place: those that share memory or are expanded tensors are cloned."""
     seen: set[int] = set()
     separate: list[Tensor | None] = []
     for grad in grads:
@@ -377,14 +384,15 @@ def _apart(grads: Grads) -> Grads:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    """Return whether elements of the tensor share memory, as in an expanded tensor."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _once(tensor: Tensor, size: int) -> Tensor:
-    """A tensor with a member axis, in memory once."""
+    """Add a member axis of `size` rows without copying."""
     return tensor.detach().unsqueeze(0).expand(size, *tensor.shape)
 
 
 def _padded(rows: Sequence[int], size: int) -> list[int]:
+    """Repeat the last entry until there are `size` of them."""
     return [*rows, *[rows[-1]] * (size - len(rows))]

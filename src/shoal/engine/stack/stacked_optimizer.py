@@ -1,4 +1,4 @@
-"""One optimizer rule for many members: state with a member axis, hyper-parameters and schedules as columns."""
+"""One optimizer class for many members: state with a member axis, hyper-parameters and schedules as columns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from shoal.engine.stack.optimizers import Grads, Span
 
 States = list[list[dict[str, Tensor]]]
-"""Optimizer state by parameter group and parameter."""
+"""Optimizer state: a list of parameter groups, each with a dict for each parameter."""
 
 
 class StackedOptimizer:
-    """One optimizer class for all its members: a rule per parameter group and a column per number.
+    """Updates all members that use one optimizer class, with a rule per parameter group and a column per
+    hyper-parameter.
 
-    The columns hold the numbers of the next step; schedules write them.
+    The columns hold the values of the next step; schedules write them.
     """
 
     def __init__(self, span: Span) -> None:
@@ -41,17 +42,17 @@ class StackedOptimizer:
                 plan.runner.resume(member.optimizer_state["param_groups"], member.schedule_state)
         values = [plan.runner.values() for plan in plans if plan.runner is not None]
         self.columns = Columns([values[r] for r in span.rows], device=span.device)
-        place = {index: i for i, index in enumerate(span.trained)}
-        held = [[place[p] for p in positions if p in place] for positions in plans[0].groups]
-        self._make_state(held)
+        position = {index: i for i, index in enumerate(span.trained)}
+        group_params = [[position[p] for p in positions if p in position] for positions in plans[0].groups]
+        self._make_state(group_params)
         self._load_state(range(len(span.rows)))
         self._set_up([groups[0].get("lr", float("nan")) for groups in values])
 
-    def _make_state(self, held: Sequence[list[int]]) -> None:
-        """Rules that serve all members, and fresh state."""
+    def _make_state(self, group_params: Sequence[list[int]]) -> None:
+        """Create the rule of each parameter group, which serves all members, and fresh state."""
         self.groups: list[tuple[Rule, list[int]]] = []
         self.states: States = []
-        for g, params in enumerate(held):
+        for g, params in enumerate(group_params):
             flags = merge_flags(self.plans[0].kind, [plan.flags[g] for plan in self.plans if plan.flags is not None])
             assert flags is not None, "members of one kind have one structure"
             rule = rule_for(self.plans[0].kind, flags)
@@ -59,15 +60,15 @@ class StackedOptimizer:
             self.states.append(rule.init_all([self.span.leaves[i] for i in params], self.columns.groups[g]))
 
     def _load_state(self, rows: Sequence[int]) -> None:
-        """Copy the members' own optimizer state into these rows."""
+        """Copy the members' saved optimizer state into these rows."""
         copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for row in rows:
             for stacked, value in self._saved_state(self.span.rows[row]):
-                copies[id(stacked), row] = stacked[row], value  # a clock that parameters share is written once
+                copies[id(stacked), row] = stacked[row], value  # a step counter that parameters share is written once
         transfer.fill(list(copies.values()))
 
     def _saved_state(self, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """A member's own optimizer state, each value with the stacked tensor it belongs to."""
+        """Return a member's saved optimizer state as pairs (stacked tensor, the member's value)."""
         plan, member = self.plans[slot], self.span.recipes[slot].member
         saved = member.optimizer_state.get("state")
         if not saved:
@@ -75,33 +76,35 @@ class StackedOptimizer:
         order = [position for group in plan.groups for position in group]
         entries = {position: saved.get(i, {}) for i, position in enumerate(order)}
         pairs = []
-        for (rule, held), states in zip(self.groups, self.states, strict=True):
-            for i, state in zip(held, states, strict=True):
+        for (rule, indices), states in zip(self.groups, self.states, strict=True):
+            for i, state in zip(indices, states, strict=True):
                 pairs += torch_values(rule, entries[self.span.trained[i]], state, step=member.step)
         return pairs
 
     def _set_up(self, last_rates: list[float]) -> None:
-        """Make what refers to the stack's tensors as they are now; no schedule has been looked at yet."""
+        """Create what refers to the stack's current tensors, and start without a table of scheduled values."""
         leaves, kind = self.span.leaves, self.plans[0].kind
         self._fused: list[FusedAdam | FlatUpdate | None] = [
-            _at_once(kind, rule, [leaves[i] for i in held], states)
-            for (rule, held), states in zip(self.groups, self.states, strict=True)
+            _at_once(kind, rule, [leaves[i] for i in indices], states)
+            for (rule, indices), states in zip(self.groups, self.states, strict=True)
         ]
         self.last_rates = last_rates
-        """Every member's learning rate at its last step."""
+        """Each member's learning rate at its last step."""
         self.table: Tensor | None = None
-        """The numbers of the coming steps, [G, names, M, steps + 1]; None: constant, or not known in advance."""
+        """Hyper-parameters of the coming steps, [G, names, M, steps + 1]; None if they are constant or not known in
+        advance."""
         self.raises_in: int | None = None
-        """The step of the table after which the first schedule raises; None: after none."""
+        """The step of the table after which the first schedule raises; None if none does."""
         self._ahead = 0
         self.freeze_schedules(())
 
     def tensors(self) -> list[Tensor]:
-        """All state, each tensor once: parameters of a group share a clock."""
+        """Return all state tensors, each once. Parameters of a group share their step counter."""
         return list({id(t): t for states in self.states for state in states for t in state.values()}.values())
 
     def bound(self, span: Span, moved: Mapping[int, Tensor], packed: Tensor) -> StackedOptimizer:
-        """The same optimizer on other tensors, given by the ids of those that it has."""
+        """Return the same optimizer on other tensors. `moved` maps the id of each current state tensor to its
+        replacement."""
         other = copy.copy(self)
         other.span = span
         other.states = [[{k: moved[id(t)] for k, t in state.items()} for state in states] for states in self.states]
@@ -110,26 +113,26 @@ class StackedOptimizer:
         return other
 
     def update(self, grads: Grads, active: Tensor | None) -> None:
-        """One step of the members in `active`; None: of all."""
+        """Take one step for the members in `active`; None: for all."""
         leaves = self.span.leaves
-        for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            if not held:
+        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            if not indices:
                 continue
-            wanted: list[Tensor] = [grads[i] for i in held]  # type: ignore[misc]
-            at_once, params, numbers = self._fused[g], [leaves[i] for i in held], self.columns.groups[g]
+            group_grads: list[Tensor] = [grads[i] for i in indices]  # type: ignore[misc]
+            at_once, params, hparams = self._fused[g], [leaves[i] for i in indices], self.columns.groups[g]
             if at_once is not None:
-                at_once.update(wanted, numbers, active)
+                at_once.update(group_grads, hparams, active)
             elif not is_traced() and _update_kernel.suits(rule, params, states):
-                _update_kernel.update(rule, params, wanted, states, numbers, active)
+                _update_kernel.update(rule, params, group_grads, states, hparams, active)
             elif not is_traced() and _flat_state.suits_copies(rule, params, states):
-                _flat_state.update_copies(rule, params, wanted, states, numbers, active)
+                _flat_state.update_copies(rule, params, group_grads, states, hparams, active)
             else:
-                rule.update_all_(params, wanted, states, numbers, active)
+                rule.update_all_(params, group_grads, states, hparams, active)
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
     def freeze_schedules(self, slots: Collection[int]) -> None:
-        """Stop the schedules of these members, which have left: their rows wait for others."""
+        """Stop the schedules of these members, which have left and whose rows are free."""
         self._frozen = set(slots)
         self._stepped = any(
             member.job.schedule is not None and member.job.schedule_every == "step" and slot not in self._frozen
@@ -138,7 +141,8 @@ class StackedOptimizer:
         self.schedule_failed = any(runner.error is not None for _, runner in self._moving())
 
     def look_ahead(self, steps: int, least: int) -> None:
-        """Work out the numbers of the next `steps` steps, if schedules allow it and there are `least` of them."""
+        """Compute the hyper-parameters of the next `steps` steps, if schedules allow it and `steps` is at least
+        `least`."""
         self.sync_schedules()
         self.raises_in = None
         if not self._stepped or steps < least:
@@ -154,7 +158,7 @@ class StackedOptimizer:
             self.table = wide.to(self.span.device)
 
     def step_schedules(self) -> None:
-        """Move schedules on after an optimizer step of all members."""
+        """Advance the schedules after an optimizer step of all members."""
         if not self._stepped:
             return
         if self.table is not None:
@@ -169,7 +173,7 @@ class StackedOptimizer:
             self._read_schedule(slot)
 
     def skip_steps(self, steps: int) -> None:
-        """Move schedules on after steps that took their numbers from the table on the device."""
+        """Advance the schedules after steps on the device, which read their hyper-parameters from the table."""
         if self.table is not None:
             self._ahead += steps
             self.schedule_failed = self._ahead == self.raises_in
@@ -181,7 +185,7 @@ class StackedOptimizer:
                 self.schedule_failed |= runner.error is not None
 
     def schedule_failures(self) -> dict[int, Exception]:
-        """What members' schedules raised after a step that was taken, by slots."""
+        """Return the errors that members' schedules raised after a completed step, by slot."""
         if not self.schedule_failed:
             return {}
         self.note_rates()
@@ -189,7 +193,7 @@ class StackedOptimizer:
         return {slot: runner.error for slot, runner in self._moving() if runner.error is not None}
 
     def note_rates(self) -> None:
-        """Note the learning rates of the last step taken."""
+        """Record the learning rates of the last completed step."""
         names = self.columns.names
         if self.table is not None and self._ahead and "lr" in names:
             self.last_rates = self.table[0, names.index("lr"), : len(self.last_rates), self._ahead - 1].tolist()
@@ -197,14 +201,14 @@ class StackedOptimizer:
             self.last_rates = self._current_rates()
 
     def sync_schedules(self) -> None:
-        """Catch the schedules up with the steps that took their numbers from the table."""
+        """Advance the schedule objects by the steps that read their values from the table, and drop the table."""
         if self.table is not None:
             for _, runner in self._moving():
                 runner.step(self._ahead)
         self.table, self._ahead = None, 0
 
     def end_epoch(self, slot: int, value: float | None) -> None:
-        """Move one member's epoch schedule on; `value`: the watched value."""
+        """Advance one member's per-epoch schedule. `value` is the watched metric."""
         self.sync_schedules()
         runner = self._runners()[slot]
         if not runner.needs_metric or value is not None:
@@ -213,6 +217,7 @@ class StackedOptimizer:
         self._read_schedule(slot)
 
     def _read_schedule(self, slot: int) -> None:
+        """Copy a member's current hyper-parameters into its rows of the columns."""
         values = self._runners()[slot].values()
         for row, owner in enumerate(self.span.rows):
             if owner == slot:
@@ -222,6 +227,7 @@ class StackedOptimizer:
         return [plan.runner for plan in self.plans if plan.runner is not None]
 
     def _moving(self) -> list[tuple[int, ScheduleRunner]]:
+        """Return the schedules that are not frozen, with their slots."""
         return [(slot, runner) for slot, runner in enumerate(self._runners()) if slot not in self._frozen]
 
     def _current_rates(self) -> list[float]:
@@ -234,42 +240,42 @@ class StackedOptimizer:
     # --- members' state ---------------------------------------------------------------------------------------------
 
     def rows(self, slot: int) -> list[Tensor]:
-        """A member's row of every state tensor, and its numbers."""
+        """Return a member's row of every state tensor, and its hyper-parameters."""
         return [*(tensor[slot] for tensor in self.tensors()), self.columns.packed[:, :, slot]]
 
     def state_dict(self, slot: int, rows: Sequence[Tensor]) -> dict[str, Any]:
-        """A member's state_dict(), from its `rows` on the host."""
+        """Return a member's `state_dict()`, made from its `rows` on the host."""
         plan = self.plans[slot]
         assert plan.runner is not None
-        *state_rows, last = rows
+        *state_rows, packed_row = rows
         row_of = dict(zip(map(id, self.tensors()), state_rows, strict=True))
-        numbers = self.columns.named(last)
-        taken: set[int] = set()
+        hparams = self.columns.named(packed_row)
+        used: set[int] = set()
 
-        def own(row: Tensor) -> Tensor:
-            """A row that is a tensor by itself, the first time as it is; others are copied."""
-            alone = row.untyped_storage().nbytes() == row.nbytes and id(row) not in taken
-            taken.add(id(row))
+        def own_memory(row: Tensor) -> Tensor:
+            """Return a tensor that the member may keep: the row itself if nothing else uses its memory, else a copy."""
+            alone = row.untyped_storage().nbytes() == row.nbytes and id(row) not in used
+            used.add(id(row))
             return row if alone and row.device.type == "cpu" and self.span.stack.device.type != "cpu" else row.clone()
 
         entries: dict[int, dict[str, Tensor]] = {}
-        for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            for i, state in zip(held, states, strict=True):
-                copies = {name: own(row_of[id(tensor)]) for name, tensor in state.items()}
-                entries[self.span.trained[i]] = torch_entry(rule, copies, numbers[g])
+        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            for i, state in zip(indices, states, strict=True):
+                copies = {name: own_memory(row_of[id(tensor)]) for name, tensor in state.items()}
+                entries[self.span.trained[i]] = torch_entry(rule, copies, hparams[g])
             for position in set(plan.groups[g]) - set(self.span.trained):
-                entries[position] = rule.fresh_entry(self.span.stack.params[position][0], numbers[g])
+                entries[position] = rule.fresh_entry(self.span.stack.params[position][0], hparams[g])
         order = [position for group in plan.groups for position in group]
         return optimizer_state_dict(plan.skeleton(), [entries.get(p, {}) for p in order], plan.runner.groups())
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
-        """A member's scheduler's state_dict(); None: it has none."""
+        """Return the `state_dict()` of a member's scheduler; None if it has none."""
         runner = self.plans[slot].runner
         assert runner is not None
         return runner.scheduler_state
 
     def load(self, slot: int, step: int | None) -> None:
-        """Take the member's own optimizer state as it is now; `step`: continue its schedule as after so many steps."""
+        """Load the member's saved optimizer state. `step`: continue its schedule as if so many steps had been taken."""
         self.sync_schedules()
         plan, member = self.plans[slot], self.span.members[slot]
         assert plan.runner is not None
@@ -279,9 +285,9 @@ class StackedOptimizer:
             plan.runner.jump(step)
         self._read_schedule(slot)
         rows = [row for row, owner in enumerate(self.span.rows) if owner == slot]
-        for g, ((rule, held), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            numbers = {name: column[rows] for name, column in self.columns.groups[g].items()}
-            fresh = rule.init_all([self.span.leaves[i][rows] for i in held], numbers)
+        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            hparams = {name: column[rows] for name, column in self.columns.groups[g].items()}
+            fresh = rule.init_all([self.span.leaves[i][rows] for i in indices], hparams)
             for state, start in zip(states, fresh, strict=True):
                 for name, value in state.items():
                     value[rows] = start[name]
@@ -290,7 +296,8 @@ class StackedOptimizer:
     # --- members join and leave -------------------------------------------------------------------------------------
 
     def merged(self, span: Span, other: StackedOptimizer) -> StackedOptimizer:
-        """An optimizer of both's members; a term that only some of them have is zero for the others."""
+        """Return an optimizer of the members of both. State that only some of them have, such as a momentum buffer, is
+        zero for the others."""
         self.sync_schedules()
         other.sync_schedules()
         count = len(self.plans)
@@ -298,32 +305,33 @@ class StackedOptimizer:
         new.span, new.plans = span, [*self.plans, *other.plans]
         sources = [(self, slot) if slot < count else (other, slot - count) for slot in span.rows]
         new.columns = Columns([source.columns.row(row) for source, row in sources], device=span.device)
-        new._make_state([held for _, held in self.groups])
+        new._make_state([indices for _, indices in self.groups])
         rows = slice(0, count), slice(count, len(new.plans))
         for value, mine, theirs in _same_entries(new.states, self.states, other.states):
-            for places, part in zip(rows, (mine, theirs), strict=True):
+            for target_rows, part in zip(rows, (mine, theirs), strict=True):
                 if part is not None:
-                    value[places] = part[: places.stop - places.start]
+                    value[target_rows] = part[: target_rows.stop - target_rows.start]
             value[len(new.plans) :] = value[len(new.plans) - 1]
         new._set_up([*self.last_rates, *other.last_rates])
         return new
 
     def take(self, other: StackedOptimizer, rows: list[int], theirs: list[int]) -> None:
-        """Copy these rows from the other's rows `theirs`; an entry that it lacks is zero."""
+        """Copy rows `theirs` of another optimizer into `rows`. State that the other lacks becomes zero."""
         other.sync_schedules()
         for mine, value in _same_entries(self.states, other.states):
-            for row, place in zip(rows, theirs, strict=True):  # a list as an index would have the device wait for us
+            for row, their_row in zip(rows, theirs, strict=True):  # indexing with a list would wait for the device
                 if value is None:
                     mine[row].zero_()
                 else:
-                    mine[row].copy_(value[place])
-        for row, place in zip(rows, theirs, strict=True):
-            self.columns.packed[:, :, row].copy_(other.columns.packed[:, :, place])
+                    mine[row].copy_(value[their_row])
+        for row, their_row in zip(rows, theirs, strict=True):
+            self.columns.packed[:, :, row].copy_(other.columns.packed[:, :, their_row])
             if row < len(self.last_rates):
-                self.last_rates[row] = other.last_rates[place]
+                self.last_rates[row] = other.last_rates[their_row]
 
     def put(self, rows: Sequence[int], index: Tensor, other: StackedOptimizer) -> None:
-        """Let the other's members have these rows, in their order; an entry that it lacks is zero."""
+        """Replace the members in these rows by the other's members, in their order. State that the other lacks becomes
+        zero."""
         self.sync_schedules()
         for mine, value in _same_entries(self.states, other.states):
             if value is None:
@@ -335,7 +343,7 @@ class StackedOptimizer:
             self.plans[row], self.last_rates[row] = plan, rate
 
     def keep(self, span: Span, rows: list[int]) -> StackedOptimizer:
-        """An optimizer of these rows, which are those of `span` now."""
+        """Return an optimizer of these rows only; they are the rows of `span`."""
         self.sync_schedules()
         new = copy.copy(self)
         new.span = span
@@ -350,14 +358,15 @@ class StackedOptimizer:
 def _at_once(
     kind: type[Optimizer], rule: Rule, params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> FusedAdam | FlatUpdate | None:
-    """A faster way than parameter by parameter, where there is one."""
+    """Return a faster way to update the group than parameter by parameter, or None."""
     if fused_update.suits(kind, params):
         return FusedAdam(rule, params, states)
     return FlatUpdate(rule, params, states) if _flat_state.suits(rule, params, states) else None
 
 
 def _same_entries(first: States, *others: States) -> Iterator[tuple[Any, ...]]:
-    """Every tensor of the first's state once, with the others' that mean the same; None: one lacks it."""
+    """Yield every tensor of the first's state once, with the corresponding tensors of the others; None for one that
+    lacks it."""
     seen: set[int] = set()
     for groups in zip(first, *others, strict=True):
         for state, *more in zip(*groups, strict=True):

@@ -1,8 +1,8 @@
-"""Many tensors between the host and a GPU in few copies: a copy by itself costs more than the little that is in it.
+"""Copy many tensors between the host and a GPU in few copies, since for small tensors each copy costs more than its
+bytes.
 
-Tensors of one dtype are laid side by side and copied as one; what comes out are views of what was copied. The host's
-side of it is pinned memory, which torch keeps for the next time and which is therefore bounded: what is larger goes
-tensor by tensor, and there the bytes are what costs.
+Tensors of one dtype are laid side by side and copied as one; the results are views of that copy. The host side is
+pinned memory. Torch caches it, so it is bounded: larger amounts are copied tensor by tensor.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CPU = torch.device("cpu")
 MOST_BYTES = 1 << 26
-"""What is laid side by side at a time."""
+"""The most bytes that are laid side by side at a time."""
 BLOCK = 1 << 24
-"""Of pinned memory."""
+"""Bytes of one block of pinned memory."""
 PIECE, MOST_HEAP = 1 << 20, 48 << 20
-"""Memory of the host is made ready in pieces, and no more of it than the C library keeps."""
+"""`expect` touches memory of the host in pieces of this size, and no more of it than the C library keeps for reuse."""
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is not on a device."""
-    there = tensor.device
-    return there.type != device.type or (device.index is not None and there.index != device.index)
+    """Return whether a tensor is on another device than `device`."""
+    current = tensor.device
+    return current.type != device.type or (device.index is not None and current.index != device.index)
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """These tensors on a device: as they are where they are there already, and else as views of a few copies."""
+    """Return the tensors on `device`. Those that are there already are returned as they are; others become views of a
+    few copies."""
     moved_tensors = [tensor.detach() for tensor in tensors]
-    away = [place for place, tensor in enumerate(moved_tensors) if is_away(tensor, device)]
-    for place, value in zip(away, _moved([moved_tensors[place] for place in away], device), strict=True):
-        moved_tensors[place] = value
+    away = [i for i, tensor in enumerate(moved_tensors) if is_away(tensor, device)]
+    for i, value in zip(away, _moved([moved_tensors[i] for i in away], device), strict=True):
+        moved_tensors[i] = value
     return moved_tensors
 
 
 def _moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES:
-        with suppress(torch.OutOfMemoryError):  # a GPU may have no room to lay them side by side
+        with suppress(torch.OutOfMemoryError):  # a GPU may have no memory for the flat copy
             return across(tensors, device)
     return [tensor.to(device) for tensor in tensors]
 
 
 def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of any shapes on another device, by one copy for each dtype."""
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        alike.setdefault((tensor.dtype, tensor.device), []).append(place)
+    """Copy tensors of any shapes to another device, with one copy for each dtype."""
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault((tensor.dtype, tensor.device), []).append(i)
     copies = list(tensors)
-    for places in alike.values():
-        flat = _copied([tensors[place].reshape(-1) for place in places], device)
-        parts = torch.split(flat, [tensors[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            copies[place] = part.view(tensors[place].shape)
+    for indices in by_dtype.values():
+        flat = _copied([tensors[i].reshape(-1) for i in indices], device)
+        parts = torch.split(flat, [tensors[i].numel() for i in indices])
+        for i, part in zip(indices, parts, strict=True):
+            copies[i] = part.view(tensors[i].shape)
     return copies
 
 
 def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Flat tensors of one dtype and device, side by side on another device."""
+    """Copy flat tensors of one dtype and device into one flat tensor on another device."""
     first = parts[0]
     if first.device.type == "cpu":
         flat = _on_host(sum(len(part) for part in parts), first.dtype, pinned=device.type == "cuda")
@@ -71,9 +72,9 @@ def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def expect(nbytes: int, device: torch.device) -> None:
-    """Prepare the host for so many bytes from a device: the first use of memory is what takes time.
+    """Touch memory of the host ahead of a copy of so many bytes from a device, since the first use of memory is slow.
 
-    What is taken here is freed at once, and the C library keeps it for what comes next.
+    The memory is freed at once, and the C library keeps it for the copy.
     """
     if device.type != "cpu" and nbytes <= MOST_BYTES:
         pieces = range(0, min(nbytes, MOST_HEAP), PIECE)
@@ -82,7 +83,8 @@ def expect(nbytes: int, device: torch.device) -> None:
 
 
 def _on_host(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Room on the host. Pinned memory is taken in blocks of one size, since a new block takes milliseconds."""
+    """Allocate memory on the host. Pinned memory is taken in blocks of one size, since a new block takes
+    milliseconds."""
     if not pinned:
         return torch.empty(count, dtype=dtype)
     size = count * dtype.itemsize
@@ -90,35 +92,36 @@ def _on_host(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
 
 
 def stacked(columns: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
-    """Each column's tensors, which are alike, as one on a device with an axis more; always a copy."""
+    """Stack the tensors of each column on a device. The results are always copies."""
     rows = [row.detach() for column in columns for row in column]
     if sum(row.nbytes for row in rows) > MOST_BYTES:
         return [torch.stack([row.detach() for row in column]).to(device) for column in columns]
-    there = iter(moved(rows, device))
-    return [torch.stack([next(there) for _ in column]) for column in columns]
+    on_device = iter(moved(rows, device))
+    return [torch.stack([next(on_device) for _ in column]) for column in columns]
 
 
 @torch.no_grad()
 def fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into their places, all of which are on one device; no more at a time than there is room for."""
+    """Copy each value (second of a pair) into its target (first), in portions of limited size. All targets are on one
+    device."""
     if pairs and isinstance(pairs[0][0], FakeTensor):
-        return  # such a stack holds no values, only their sizes
+        return  # fake tensors have shapes and no data
     for start, stop in portions([value.nbytes for _, value in pairs]):
-        places, values = [place for place, _ in pairs[start:stop]], [value for _, value in pairs[start:stop]]
-        torch._foreach_copy_(places, moved(values, places[0].device))
+        targets, values = [target for target, _ in pairs[start:stop]], [value for _, value in pairs[start:stop]]
+        torch._foreach_copy_(targets, moved(values, targets[0].device))
 
 
 def portions(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours that are few bytes together, as (start, stop); what is larger by itself is alone.
+    """Group neighbours into portions of at most `MOST_BYTES`, as (start, stop). A larger one is a portion by itself.
 
     >>> list(portions([MOST_BYTES // 2, MOST_BYTES // 2, 1, 2 * MOST_BYTES, 1]))
     [(0, 2), (2, 3), (3, 4), (4, 5)]
     """
     start, total = 0, 0
-    for place, size in enumerate(sizes):
-        if place > start and total + size > MOST_BYTES:
-            yield start, place
-            start, total = place, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > MOST_BYTES:
+            yield start, i
+            start, total = i, 0
         total += size
     if start < len(sizes):
         yield start, len(sizes)

@@ -1,4 +1,4 @@
-"""Validation of a unit's members: val_loss and metrics, with validation data read once for all that share it."""
+"""Validation of a unit's members: val_loss and metrics. Validation data is read once for all members that share it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shoal.utils.randomness import generator_at
 
 
 def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | MemberError]:
-    """The validation values of these members, or the error that ended one.
+    """Return the validation values of these members, or the error that ended one, by slot.
 
-    val_loss is the mean of the batch losses weighted by their rows, over batches of the job's batch size; metrics see
+    val_loss is the mean of the batch losses weighted by their rows, over batches of the job's batch size; metrics get
     all outputs and targets at once.
     """
     values: dict[int, dict[str, float] | MemberError] = {}
@@ -46,7 +46,7 @@ def evaluate(unit: Unit, slots: list[int]) -> dict[int, dict[str, float] | Membe
 
 
 def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
-    """The values of all these members from one program; None where they must be asked one by one."""
+    """Evaluate all these members with one program; None if each must be evaluated separately."""
     undo = unit.undo_validation()
     values: dict[int, dict[str, float]] | None = None
     try:
@@ -64,78 +64,79 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
     targets: list[Any] = []
     for batch in view.feed(members[0].job.batch_size):
         try:
-            one = unit.validate(batch, slots)
-        except Exception:  # one member's own error, it may be: asked alone, it names itself
+            findings = unit.validate(batch, slots)
+        except Exception:  # it may be one member's error, which shows when each is evaluated separately
             return None
-        if one is None:
+        if findings is None:
             return None
-        losses, logs = one.losses.tolist(), {name: column.tolist() for name, column in one.logs.items()}
+        losses, logs = findings.losses.tolist(), {name: column.tolist() for name, column in findings.logs.items()}
         rows = batch_rows(batch)
-        for place, sheet in enumerate(sheets):
-            sheet.add_loss(losses[place], {name: numbers[place] for name, numbers in logs.items()}, rows)
-        if one.outputs is not None:
-            outputs.append(one.outputs)
+        for i, sheet in enumerate(sheets):
+            sheet.add_loss(losses[i], {name: numbers[i] for name, numbers in logs.items()}, rows)
+        if findings.outputs is not None:
+            outputs.append(findings.outputs)
             targets.append(targets_of(batch))
-    whole, wanted = (join_batches(outputs, dim=1), join_batches(targets)) if outputs else (None, None)
+    all_outputs, all_targets = (join_batches(outputs, dim=1), join_batches(targets)) if outputs else (None, None)
     values = {slot: sheet.means() for slot, sheet in zip(slots, sheets, strict=True)}
-    for place, (slot, member) in enumerate(zip(slots, members, strict=True)):
+    for i, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
             with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
-                values[slot] |= _measured(member.job, member_output(whole, place), wanted)
+                values[slot] |= _measured(member.job, member_output(all_outputs, i), all_targets)
     return values
 
 
 def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
-    """Each member's own model, in its own random stream, which training gets back as it was."""
+    """Evaluate each member's own model with its own random stream, which is restored for training."""
     unit.write_back(slots)
     sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
     twins = {slot: _with_own_stream(unit.members[slot]) for slot in slots}
-    homes = {slot: _home(unit.members[slot].model) for slot in slots}
+    devices = {slot: _device_of(unit.members[slot].model) for slot in slots}
     try:
         for slot in slots:
             unit.members[slot].model.to(unit.members[slot].device)
         first = unit.members[slots[0]]
-        once = (
-            len(slots) == 1 and first.device.type == "cpu" and isinstance(view.source, TensorSource)
-        )  # it draws nothing
-        with _watching(twins[slots[0]]) if once else nullcontext():
+        # reading this data draws no random numbers
+        once = len(slots) == 1 and first.device.type == "cpu" and isinstance(view.source, TensorSource)
+        with _evaluating_member(twins[slots[0]]) if once else nullcontext():
             for batch in view.feed(first.job.batch_size):
                 for slot in slots:
                     # a step may write to its batch
-                    given = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
-                    with _blame(slot), nullcontext() if once else _watching(twins[slot]):
-                        sheets[slot].add(twins[slot].model, given)
+                    own_batch = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
+                    with _blame(slot), nullcontext() if once else _evaluating_member(twins[slot]):
+                        sheets[slot].add(twins[slot].model, own_batch)
         values = {}
         for slot in slots:
-            with _blame(slot), _watching(twins[slot]):
+            with _blame(slot), _evaluating_member(twins[slot]):
                 values[slot] = sheets[slot].values()
         unit.adopt_state(slots)
     finally:
-        for slot, home in homes.items():
-            unit.members[slot].model.to(home)
+        for slot, device in devices.items():
+            unit.members[slot].model.to(device)
     return values
 
 
 def _with_own_stream(member: Member) -> Member:
-    """The member with a copy of its random stream."""
+    """Return the member with a copy of its random stream."""
     twin = copy.copy(member)
     twin.rng, twin.modules = generator_at(member.rng.get_state()), copy.copy(member.modules)
     return twin
 
 
-def _home(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model."""
     first = next(model.parameters(), None)
     return first.device if first is not None else torch.device("cpu")
 
 
 @contextmanager
-def _watching(member: Member) -> Iterator[None]:
+def _evaluating_member(member: Member) -> Iterator[None]:
+    """Evaluate a member inside this context, with its own random stream and precision."""
     with draws(member), evaluating(member.model), autocast(member.job, member.device):
         yield
 
 
 class _blame:
-    """Turns an exception inside into this slot's MemberError."""
+    """Turns an exception inside this context into the slot's MemberError."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -149,25 +150,26 @@ class _blame:
 
 
 class Sheet:
-    """One job's validation as it adds up over batches."""
+    """Accumulates one job's validation over batches."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.wants_outputs = job.step is None or bool(job.metrics)
         self.gradients = False
-        """Whether it has been seen that the job cannot be validated without gradients."""
+        """Whether the job is known to need gradients for its validation."""
         self.rows = 0
         self.sums: dict[str, float] = {}
         self.outputs: list[Any] = []
         self.targets: list[Any] = []
 
     def add_loss(self, loss: float, logs: dict[str, float], rows: int) -> None:
+        """Add the loss and the logs of a batch of so many rows."""
         self.rows += rows
         for name, value in {"val_loss": loss, **{f"val_{name}": value for name, value in logs.items()}}.items():
             self.sums[name] = self.sums.get(name, 0.0) + value * rows
 
     def add(self, model: nn.Module, batch: Any) -> None:
-        """What this model, in eval mode, makes of one more batch."""
+        """Add the results of this model, in eval mode, on one more batch."""
         (loss, logs, outputs), self.gradients = evaluated(model, partial(self._step, model, batch), self.gradients)
         self.add_loss(loss, logs, batch_rows(batch))
         if self.job.metrics:
@@ -175,7 +177,7 @@ class Sheet:
             self.targets.append(targets_of(batch))
 
     def _step(self, model: nn.Module, batch: Any) -> tuple[float, dict[str, float], Any]:
-        """Loss, logs and outputs of one batch."""
+        """Return loss, logs and outputs of one batch."""
         job = self.job
         if job.step is not None:
             loss, logs = run_step(job, model, batch)
@@ -186,11 +188,11 @@ class Sheet:
         return number(job.loss(outputs, targets_of(batch))), {}, outputs
 
     def means(self) -> dict[str, float]:
-        """The loss and the logged numbers of all rows."""
+        """Return the mean loss and logs over all rows."""
         return {name: total / self.rows for name, total in self.sums.items()}
 
     def values(self) -> dict[str, float]:
-        """These and the metrics."""
+        """Return the means and the metrics."""
         values = self.means()
         if self.job.metrics:
             values |= _measured(self.job, join_batches(self.outputs), join_batches(self.targets))
@@ -202,14 +204,14 @@ def _measured(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
     for name, metric in job.metrics.items():
         value = measure(metric, outputs, targets)
         if isinstance(value, Mapping):
-            values |= {f"{name}_{key}": number(each) for key, each in value.items()}
+            values |= {f"{name}_{key}": number(part) for key, part in value.items()}
         else:
             values[name] = number(value)
     return values
 
 
 def metric_columns(job: Job) -> list[str]:
-    """The names that a job's metrics have in its history: a collection of several has one for each."""
+    """Return the names that a job's metrics have in its history; a collection of several has one for each."""
     names: list[str] = []
     for name, metric in job.metrics.items():
         keys = getattr(metric, "keys", None)
@@ -218,10 +220,10 @@ def metric_columns(job: Job) -> list[str]:
 
 
 def measure(metric: Any, outputs: Any, targets: Any) -> Any:
-    """What a metric says of all outputs and targets.
+    """Return a metric of all outputs and targets.
 
-    A metric that is an object with a state of its own, as those of torchmetrics are, is copied first: no member's
-    validation leaves anything in another's, or in the next one.
+    A metric object with state, as in torchmetrics, is copied first, so that validations of different members or epochs
+    do not affect each other.
     """
     if not all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset")):
         return metric(outputs, targets)
@@ -235,7 +237,7 @@ def measure(metric: Any, outputs: Any, targets: Any) -> Any:
 
 
 def join_batches(batches: list[Any], dim: int = 0) -> Any:
-    """Batches of a pytree, joined along their rows; None stays None."""
+    """Concatenate batches of pytrees along their rows; None stays None."""
     flat = [pytree.tree_flatten(batch) for batch in batches]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [None if all(x is None for x in column) else torch.cat(list(column), dim) for column in columns]

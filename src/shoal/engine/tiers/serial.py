@@ -1,4 +1,4 @@
-"""The serial tier: a plain PyTorch loop, one member at a time. It always works, and is no slower than a plain loop."""
+"""The serial tier: a plain PyTorch loop, one member at a time. It works for every job."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shoal.errors import MemberError
 
 
 class SerialUnit(Unit):
-    """One member, trained by its own optimizer and scheduler objects."""
+    """One member, trained with its own optimizer and scheduler objects."""
 
     tier = "serial"
     traced = False
-    """Whether its step has been traced: then its Python has no effects to wait for."""
+    """Whether its step has been traced, which shows that its Python code has no side effects."""
 
     def __init__(self, member: Member) -> None:
         self.members = [member]
@@ -40,7 +40,7 @@ class SerialUnit(Unit):
         self.job = member.job
         self.model = member.model.to(member.device)
         member.saved_state.begin(self.job, self.model)
-        # of a member that has begun, asking the schedule for its beginning must not change what its step reads
+        # for a member that has trained, a new schedule starts over, which must not change state that its step reads
         with draws(member, keep=not member.batches), trying(self.job) if member.batches else nullcontext():
             self.optimizer = make_optimizer(self.job, self.model)
             self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
@@ -49,25 +49,25 @@ class SerialUnit(Unit):
         self.closure = needs_closure(self.optimizer)
         self._stream = Stream()
         self._rate: float | None = None
-        """The learning rate of the last step, where the schedule has moved on since."""
+        """The learning rate of the last step, if the schedule has advanced since."""
         self._stuck = False
         self._rows = 0
-        """Of the last batch, where data comes in batches."""
+        """Rows of the last batch, for data that comes in batches."""
         self._failed: Exception | None = None
-        """What its schedule raised."""
+        """The exception that its schedule raised."""
         self._buffers = Buffers(self.model)
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._others = [p for p in self.model.parameters() if id(p) not in optimized]
-        """Parameters that the optimizer does not have: it does not clear their gradients, which clipping sees."""
+        """Parameters that are not in the optimizer. It does not clear their gradients, but clipping uses them."""
         self._resume()
 
     def _resume(self) -> None:
-        """Continue from where the member is."""
+        """Continue from the member's saved state."""
         member = self.member
         complete_average(member)
         if member.optimizer_state:
             load_optimizer(self.optimizer, member.optimizer_state)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it has taken steps elsewhere; avoids torch's warning about the order of calls
         if self.schedule is not None and member.schedule_state is not None:
             self.schedule.load_state_dict(copy.deepcopy(member.schedule_state))
         if self.scaler is not None and member.scaler_state is not None:
@@ -76,7 +76,7 @@ class SerialUnit(Unit):
         member.saved_state.attach(self.optimizer, self.schedule, self.model, member.device, started=started)
 
     def run(self, batches: int) -> None:
-        """Batches in the member's own random stream, which is swapped in once for all of them."""
+        """Run batches in the member's own random stream, which is swapped in once for all of them."""
         member = self.member
         feed = self._stream.at(member)
         with draws(member) as begin:
@@ -101,7 +101,7 @@ class SerialUnit(Unit):
         return {} if self._failed is None else {0: self._failed}
 
     def _move(self, *metric: float) -> None:
-        """The schedule's next step."""
+        """Advance the schedule by one step."""
         assert self.schedule is not None
         try:
             self.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
@@ -133,7 +133,7 @@ class SerialUnit(Unit):
             yield
 
     def load(self, slot: int, step: int | None) -> None:
-        """Continue from the member's own weights and optimizer state as they are now."""
+        """Continue from the member's current weights and optimizer state."""
         member, self.job, self._stuck, self._failed = self.member, self.member.job, False, None
         if member.optimizer_state:
             load_optimizer(self.optimizer, member.optimizer_state)
@@ -150,20 +150,21 @@ class SerialUnit(Unit):
         return self
 
     def _batch(self, feed: Iterator[Any]) -> None:
+        """Run one batch and note its loss; if it raises or its loss is not finite, undo it."""
         member = self.member
         if self._stuck:
             member.losses.append(float("nan"))
             member.place += 1
             return
         self._buffers.save()
-        drawn = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         try:
             loss, logs = self._step(feed)
         except Exception as error:
-            again = out_of_memory(error) and member.place % self.job.accumulate == 0
-            self._stuck = not again
+            can_retry = out_of_memory(error) and member.place % self.job.accumulate == 0
+            self._stuck = not can_retry
             self._buffers.restore()
-            torch.set_rng_state(drawn)
+            torch.set_rng_state(rng_state)
             raise MemberError(0, error) from error
         member.losses.append(loss)
         member.place += 1
@@ -176,7 +177,7 @@ class SerialUnit(Unit):
             self._buffers.restore()
 
     def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
-        """One batch: forward, backward, and at the end of its group the optimizer. A non-finite loss stops here."""
+        """Run one batch: forward, backward, and the optimizer at the end of its group. Stops at a non-finite loss."""
         place, k = self.member.place, self.job.accumulate
         group_start = place - place % k
         group = min(k, self.member.num_batches - group_start)
@@ -219,10 +220,10 @@ class SerialUnit(Unit):
         self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts as a step: no warning from the schedule
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts too; avoids the scheduler's warning
 
     def _close(self, batch: Any, first: Tensor) -> None:
-        """For optimizers that evaluate the loss themselves: the first evaluation is the one already made."""
+        """Take a step of an optimizer that evaluates the loss itself; the first evaluation is the one already made."""
         ready: list[Tensor] = [first]
 
         def closure() -> Tensor:
@@ -251,7 +252,11 @@ class SerialUnit(Unit):
 
 
 def serial_unit(member: Member, grads: Mapping[str, Tensor | None] | None = None) -> SerialUnit:
-    """A member by itself, from where it is; `grads`: those of the batches before, where it is amid a group of them."""
+    """Return a unit of one member, from its current state.
+
+    Args:
+        grads: Gradients of earlier batches, if the member is in the middle of an accumulation group.
+    """
     unit = SerialUnit(member)
     params = dict(unit.model.named_parameters())
     for name, grad in (grads or {}).items():
@@ -264,12 +269,12 @@ def _finite(value: float) -> bool:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers; TorchScript, which never replaces one, has them in something that is no dict."""
+    """Return a module's own buffers. TorchScript, which never replaces one, does not store them in a dict."""
     return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
 
 
 class Buffers:
-    """A model's buffers as they were: a forward pass may change them before its loss turns out to be non-finite."""
+    """Saves a model's buffers, since a forward pass may change them before its loss turns out not to be finite."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -281,11 +286,11 @@ class Buffers:
         self.calls = 0
 
     def save(self) -> None:
-        """Note the buffers and copy their values, into the same memory each time."""
+        """Save the buffers' values, into the same memory each time."""
         self.calls += 1
-        if self.calls <= 2:  # lazy layers make their buffers in the first forward pass
-            found_in = [_buffers_of(module) for module in self.model.modules()]
-            self.places = [(buffers, name) for buffers in found_in for name in buffers]
+        if self.calls <= 2:  # lazy layers create their buffers in the first forward pass
+            module_buffers = [_buffers_of(module) for module in self.model.modules()]
+            self.places = [(buffers, name) for buffers in module_buffers for name in buffers]
             self.saved = []
         if not self.places:
             return
@@ -295,13 +300,13 @@ class Buffers:
             torch._foreach_copy_(self.saved, self.now)
             return
         self.noted = present
-        held = zip(self.places, present, strict=True)
-        self.held = [(*place, b) for place, b in held if b is not None and not is_lazy(b)]
+        pairs = zip(self.places, present, strict=True)
+        self.held = [(*owner, b) for owner, b in pairs if b is not None and not is_lazy(b)]
         self.now = [buffer for _, _, buffer in self.held]
         self.saved = [b.detach().clone() for b in self.now]
 
     def restore(self) -> None:
-        """Put back the buffers that were there, with the values they had."""
+        """Restore the buffers that existed, with the values that they had."""
         with torch.no_grad():
             for (buffers, name, buffer), saved in zip(self.held, self.saved, strict=True):
                 if buffer.shape != saved.shape:  # the step has resized it

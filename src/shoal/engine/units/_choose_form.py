@@ -1,9 +1,9 @@
-"""Which captured form suits a group of members: tried, timed, and remembered.
+"""Choose the fastest captured form for a group of members: forms are tried, timed and remembered.
 
-Candidates are one stack of all members, and every member's own step side by side on streams. The first is built,
-captured and timed, and what it did is undone. Where the work that is left is so short that no other form could save
-what trying it takes, that unit is the one that trains; else others are tried in the same way, compiled ones too. What
-a trial measured (seconds, bytes) is stored on disk, see `perf_cache`: later runs decide without trying again.
+The candidates are one stack of all members, and each member's own step on parallel streams. The first candidate is
+built, captured and timed, and its steps are undone. If so little work is left that no other form could save the time of
+trying it, that unit trains. Otherwise other forms are tried in the same way, compiled ones too. Measurements (seconds,
+bytes) are stored on disk, see `perf_cache`, so that later runs decide without trying again.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from shoal.utils.set_up_times import timed
 
 _PACKAGE = Path(__file__).parents[2]
 COMPILED_GAIN = 0.5
-"""The share of an uncompiled step that compiling is taken to save, until it has been measured."""
+"""The share of an uncompiled step's time that compiling is assumed to save until it has been measured."""
 FORM_GAIN = 0.5
-"""The share of a step that another form is taken to save."""
+"""The share of a step's time that another form is assumed to save."""
 REPLAYS = 10
 ENOUGH_SECONDS = 0.1
-"""Replays are timed three times, or until so much time is over."""
+"""Replays are timed three times, or until so many seconds have passed."""
 SMALL = 50_000
-"""Weights of a convolutional network up to which a stack is tried before streams: it is sooner ready."""
+"""Convolutional networks of up to so many weights are tried as a stack first, which is faster to set up than
+streams."""
 FEW_OPERATIONS = 1e10
-"""Of a convolutional network's forward pass: with no more than this, a stack is tried before streams as well."""
+"""Convolutional networks with up to so many operations in a forward pass are tried as a stack first, too."""
 FULL_SECONDS = 1e-3
-"""Members whose own steps take longer than this fill the device by themselves; stacking them is not tried."""
+"""If a member's own step takes longer than this, members on streams fill the device, and stacking them is not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a group is captured, and what a step of all its members costs in that form."""
+    """A way to capture a group, and the cost of a step of all its members in it."""
 
     chunk: int
-    """Members in one stack; 1: each by itself on streams."""
+    """Members in one stack; 1: each member by itself, on streams."""
     compiled: bool
     seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -60,12 +61,12 @@ class Form:
 
     @property
     def name(self) -> str:
-        """What it is remembered under."""
+        """The name under which measurements of this form are stored."""
         return self.tier + perf_cache.COMPILED if self.compiled else self.tier
 
 
 def why_not(recipe: Recipe) -> str:
-    """Why a member's steps cannot be captured; empty where they can."""
+    """Return why a member's steps cannot be captured; empty if they can."""
     member, job = recipe.member, recipe.member.job
     if not isinstance(member.data.source, TensorSource):
         return "its data is read as training goes"
@@ -92,14 +93,15 @@ def choose(
     stackable: bool = True,
     recorded: str = "",
 ) -> tuple[Form, CapturedUnit] | None:
-    """The fastest form, and a unit of it; None where nothing could be captured.
+    """Return the fastest form and a unit of it, or None if nothing could be captured.
 
-    `recorded`: the form that these had in the run that is resumed. They have it again if it can be captured.
+    Args:
+        recorded: The form that these members had in the run that is resumed. They get it again if it can be captured.
     """
     trials = Trials(recipes, trace_cache, cache)
     with timed("trials"):
-        before = _recorded(recorded, len(recipes), compile, stackable)
-        form = None if before is None else trials.time(before)
+        previous = _recorded(recorded, len(recipes), compile, stackable)
+        form = None if previous is None else trials.time(previous)
         if form is not None and form.compiled and not trials.made_here(form):
             form = trials.confirm(form)
         if form is not None:
@@ -112,73 +114,73 @@ def choose(
 
 
 def _recorded(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
-    """The form of this name for so many members; None where they cannot have it."""
+    """Return the form with this name for so many members, or None if they cannot have it."""
     tier, _, compiled = name.partition(" ")
     if tier not in ("streams", "stacked") or (tier == "stacked" and not stackable):
         return None
     return Form(1 if tier == "streams" else max(2, count), bool(compiled) and compile is not False)
 
 
-_Place = tuple[str, int, str]
-"""A trial: of which recipes, how many members, which form."""
+_TrialKey = tuple[str, int, str]
+"""Identifies a trial: digest of the recipes, number of members, name of the form."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What a trial came to."""
+    """The result of a trial."""
 
     form: Form | None
-    """With what it measured; None: it failed."""
+    """The form with its measurements; None if it failed."""
     spent: float = 0.0
-    """Seconds that it took, compiling aside."""
+    """Seconds that the trial took, without compiling."""
     here: bool = True
-    """Whether this process made it, and not an earlier one."""
+    """Whether this process made the trial, rather than an earlier run."""
 
 
-_trials: dict[_Place, _Trial] = {}
-"""Should the disk not hold them, none is made twice in a process."""
+_trials: dict[_TrialKey, _Trial] = {}
+"""Trials of this process. No trial is repeated in a process, even if the file on disk cannot be written."""
 
 
 class Trials:
-    """Forms that are tried for one group of members."""
+    """Tries and times forms for one group of members."""
 
     def __init__(self, recipes: Sequence[Recipe], trace_cache: TraceCache, cache: Cache) -> None:
         self.recipes, self.trace_cache, self.cache = recipes, trace_cache, cache
         self.spent = 0.0
-        """What the last trial took, compiling aside."""
+        """Seconds that the last trial took, without compiling."""
         self._last: tuple[Form, CapturedUnit] | None = None
         self._bytes = 0
         self._failed: set[str] = set()
-        """Forms that this group cannot have: with more memory, say, another one may."""
+        """Names of forms that failed for this group. They may still succeed for another group or with more memory."""
         self._key = perf_cache.digest_of(recipes)
         self._known = perf_cache.lookup(self._key)
 
-    def _place(self, form: Form) -> _Place:
+    def _trial_key(self, form: Form) -> _TrialKey:
         return self._key, len(self.recipes), form.name
 
     def made_here(self, form: Form) -> bool:
-        """Whether this process has tried a form."""
-        trial = _trials.get(self._place(form))
+        """Return whether this process has tried a form."""
+        trial = _trials.get(self._trial_key(form))
         return form.name in self._failed or (trial is not None and trial.here)
 
     def known(self, form: Form) -> _Trial | None:
-        """An earlier trial of as many members; None where there was none, or it failed."""
+        """Return an earlier trial with as many members, or None if there was none or it failed."""
         if form.name in self._failed:
             return None
-        place, entry = self._place(form), self._known
+        key, entry = self._trial_key(form), self._known
         seconds = entry.seconds.get(form.name, {}).get(len(self.recipes))
-        if place not in _trials and seconds is not None:
+        if key not in _trials and seconds is not None:
             measured = replace(form, seconds=seconds, compile_seconds=entry.compile_seconds.get(form.name, 0.0))
-            _trials[place] = _Trial(measured, entry.trial_seconds.get(form.name, 0.0), here=False)
-        trial = _trials.get(place)
+            _trials[key] = _Trial(measured, entry.trial_seconds.get(form.name, 0.0), here=False)
+        trial = _trials.get(key)
         return trial if trial is not None and trial.form is not None else None
 
     def unit(self, form: Form) -> CapturedUnit:
-        """A unit of this form: the one that was tried last, where it is that one."""
+        """Return a unit of this form: the one of the last trial if it has this form, else a new one."""
         last, self._last = self._last, None
         if last is not None and last[0] == form:
             return last[1]
-        del last  # two would need twice the memory
+        del last  # freed first, since two units would need twice the memory
         return self._build(form)
 
     def _build(self, form: Form) -> CapturedUnit:
@@ -188,7 +190,7 @@ class Trials:
         return unit
 
     def time(self, form: Form) -> Form | None:
-        """Build, capture and time one form, unless that was done before; None where it fails."""
+        """Build, capture and time a form, unless a measurement is known. Returns None if it fails."""
         known = self.known(form)
         if known is not None:
             self.spent = known.spent
@@ -196,7 +198,8 @@ class Trials:
         return None if self.made_here(form) else self.confirm(form)
 
     def confirm(self, form: Form) -> Form | None:
-        """Try a form here, whatever was measured before: what is compiled has to be compiled here, which may fail."""
+        """Try a form in this process, whatever was measured before, since compiling it here may fail. Returns None if
+        it fails."""
         if self._last is not None:
             self._last = None
             clear()
@@ -208,7 +211,7 @@ class Trials:
                 raise
             self._failed.add(form.name)
             if not out_of_memory(error):
-                _trials[self._place(form)] = _Trial(None)
+                _trials[self._trial_key(form)] = _Trial(None)
         if self._last is None:
             clear()
             return None
@@ -219,14 +222,14 @@ class Trials:
 
     def _time(self, form: Form) -> tuple[Form, CapturedUnit]:
         trim()
-        before, _ = held()
+        bytes_before, _ = held()
         unit = self._build(form)
         measured = _timed(unit, form)
-        self._bytes = unit.set_up_bytes - before
+        self._bytes = unit.set_up_bytes - bytes_before
         return measured, unit
 
     def _remember(self, form: Form) -> None:
-        _trials[self._place(form)] = _Trial(form, self.spent)
+        _trials[self._trial_key(form)] = _Trial(form, self.spent)
         perf_cache.note(
             self._key, tier=form.name, rows=len(self.recipes), seconds=form.seconds, bytes=self._bytes,
             compile_seconds=form.compile_seconds if form.compiled else None, trial_seconds=self.spent,
@@ -234,38 +237,39 @@ class Trials:
 
 
 def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
+    """Return the form with the shortest step, trying no more forms than the remaining work is worth."""
     recipes = trials.recipes
     graph = next(iter(recipes[0].steps.values()))
     count = len(recipes)
-    first_alone = _convolves(graph) and _weights(recipes[0]) > SMALL and _operations(graph) > FEW_OPERATIONS
-    order = [1] if count == 1 or not stackable else [1, count] if first_alone else [count, 1]
+    streams_first = _convolves(graph) and _weights(recipes[0]) > SMALL and _operations(graph) > FEW_OPERATIONS
+    order = [1] if count == 1 or not stackable else [1, count] if streams_first else [count, 1]
     steps = max(num_steps(recipe.member) - recipe.member.step for recipe in recipes)
     plain = trials.time(Form(order[0], False))
     if compile is False:
-        more = trials.spent * (count if order[-1] == 1 else 1)
-        tried = len(order) == 2 and trials.known(Form(order[1], False)) is not None
+        second_cost = trials.spent * (count if order[-1] == 1 else 1)
+        second_known = len(order) == 2 and trials.known(Form(order[1], False)) is not None
         if (
             plain is not None
-            and not tried
-            and (len(order) == 1 or _fills(plain, count) or steps * plain.seconds * FORM_GAIN < more)
+            and not second_known
+            and (len(order) == 1 or _fills(plain, count) or steps * plain.seconds * FORM_GAIN < second_cost)
         ):
             return plain
         return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
-    effort = 5.0 + 0.15 * len(graph.nodes)
-    if compile == "auto" and plain is not None and steps * plain.seconds * COMPILED_GAIN < effort:
+    compile_estimate = 5.0 + 0.15 * len(graph.nodes)
+    if compile == "auto" and plain is not None and steps * plain.seconds * COMPILED_GAIN < compile_estimate:
         return plain
     first = trials.time(Form(order[0], True))
     if first is not None and (
         len(order) == 1
         or _fills(first, count)
-        or steps * first.seconds * COMPILED_GAIN < max(effort, first.compile_seconds)
+        or steps * first.seconds * COMPILED_GAIN < max(compile_estimate, first.compile_seconds)
     ):
         return _best([plain, first])
     return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
 
 
 def _fills(form: Form, count: int) -> bool:
-    """Whether members side by side fill the device already."""
+    """Return whether members on parallel streams already fill the device."""
     return form.chunk == 1 and form.seconds > FULL_SECONDS * count
 
 
@@ -274,6 +278,7 @@ def _best(forms: list[Form | None]) -> Form | None:
 
 
 def _timed(unit: CapturedUnit, form: Form) -> Form:
+    """Time replays of the unit's captured step, and return the form with its measurements."""
     graph = unit.graph(RECORDER)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best, total = float("inf"), 0.0
@@ -300,7 +305,7 @@ def _convolves(graph: Trace) -> bool:
 
 
 def _operations(graph: Trace) -> float:
-    """Of all convolutions and linear layers in a forward pass."""
+    """Count the operations of all convolutions and linear layers in a forward pass."""
     total = 0.0
     for node in graph.nodes:
         if node.op == "call_function" and any(name in str(node.target) for name in ("conv", "linear")):
@@ -310,7 +315,7 @@ def _operations(graph: Trace) -> float:
 
 
 def _broken(error: Exception) -> bool:
-    """Whether an invariant of this package does not hold. What torch asserts while it compiles or captures is a form
-    that cannot be had; what is asserted here is a mistake, and must show."""
+    """Return whether an assertion of this package failed. That is a bug and must be raised; an assertion in torch while
+    it compiles or captures only means that this form is not available."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, AssertionError) and bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)

@@ -1,4 +1,4 @@
-"""Units for a GPU: captured where they can be, each group in the form that was fastest."""
+"""Build the units of members on a GPU: captured if possible, each group in its fastest form."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ def arrange(
     compile: bool | Literal["auto"],
     recorded: Mapping[int, str] | None = None,
 ) -> tuple[list[Part], list[Unit]]:
-    """Parts of the plan and their units, for members on a GPU.
+    """Return the parts of the plan and their units, for members on a GPU.
 
-    `recorded`: the forms that members had in the run that is resumed ("serial", "streams compiled"), by their places.
-    They have them again where that is possible.
+    Args:
+        recorded: The forms that members had in the run that is resumed ("serial", "streams compiled"), by member index.
+            They get them again if possible.
     """
     recorded = recorded or {}
     parts: list[Part] = []
     units: list[Unit] = []
     cache: Cache = trace_cache.executables
-    for alike in groups:
-        reason = explain_reason(alike, groups)
-        for member in alike.members:
-            before = recorded.get(member.index) == "serial"
-            if before or not alike.recipes:
-                why = f"{reason}; serial as in the run before" if before and alike.recipes else reason
+    for group in groups:
+        reason = explain_reason(group, groups)
+        for member in group.members:
+            was_serial = recorded.get(member.index) == "serial"
+            if was_serial or not group.recipes:
+                why = f"{reason}; serial as in the run before" if was_serial and group.recipes else reason
                 parts.append(Part("serial", [member.index], [member.name], why))
                 units.append(SerialUnit(member))
-        for form, recipes in _alike(alike.recipes, recorded):
-            part, unit = _captured(alike, recipes, trace_cache, cache, compile, reason, form)
+        for form, recipes in _alike(group.recipes, recorded):
+            part, unit = _captured(group, recipes, trace_cache, cache, compile, reason, form)
             parts.append(part)
             units += unit
     return parts, units
 
 
 def _captured(
-    alike: Group,
+    group: Group,
     recipes: list[Recipe],
     trace_cache: TraceCache,
     cache: Cache,
@@ -55,40 +56,42 @@ def _captured(
     reason: str,
     recorded: str,
 ) -> tuple[Part, list[Unit]]:
+    """Return the part and the units of members that are captured together, or the reason in the part if they are
+    not."""
     members = [recipe.member for recipe in recipes]
-    places, names = [m.index for m in members], [m.name for m in members]
-    refused = why_not(recipes[0])
+    indices, names = [m.index for m in members], [m.name for m in members]
+    obstacle = why_not(recipes[0])
     chosen = None
-    if not refused:
-        chosen = choose(recipes, trace_cache, cache, compile, stackable=alike.stackable, recorded=recorded)
+    if not obstacle:
+        chosen = choose(recipes, trace_cache, cache, compile, stackable=group.stackable, recorded=recorded)
     if chosen is None:
-        why = f"{reason}; not captured: {refused or 'the device refused'}"
-        if not alike.stackable:
-            return Part("serial", places, names, why), [SerialUnit(member) for member in members]
-        return Part("stacked", places, names, why), stacked_units(recipes, trace_cache)
+        why = f"{reason}; not captured: {obstacle or 'the device refused'}"
+        if not group.stackable:
+            return Part("serial", indices, names, why), [SerialUnit(member) for member in members]
+        return Part("stacked", indices, names, why), stacked_units(recipes, trace_cache)
     form, unit = chosen
     predicted = {"step_seconds": form.seconds}
     if form.compiled:
         predicted["compile_seconds"] = form.compile_seconds
-    return Part(form.tier, places, names, reason, predicted), [unit]
+    return Part(form.tier, indices, names, reason, predicted), [unit]
 
 
 def _alike(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
-    """Members that are captured together, with the form that they had in the run before.
+    """Group members that are captured together, with the form that they had in the run before.
 
-    They read the same data, since a captured step gathers from one data set. Those that cannot be captured are apart,
-    or the others would not be captured either. Members without a form get the one that most of the others had.
+    They read the same data, since a captured step gathers rows from one data set. Members that cannot be captured are
+    separated, so that the others can be. Members without a recorded form get the one that most of the others had.
     """
     groups: dict[tuple[int, bool], list[Recipe]] = {}
     for recipe in recipes:
         if recorded.get(recipe.member.index) != "serial":
             groups.setdefault((id(recipe.member.data.source), bool(why_not(recipe))), []).append(recipe)
-    parted: list[tuple[str, list[Recipe]]] = []
-    for same in groups.values():
-        forms = Counter(form for recipe in same if (form := recorded.get(recipe.member.index)))
-        usual = forms.most_common(1)[0][0] if forms else ""
+    by_data_and_form: list[tuple[str, list[Recipe]]] = []
+    for group in groups.values():
+        forms = Counter(form for recipe in group if (form := recorded.get(recipe.member.index)))
+        most_common_form = forms.most_common(1)[0][0] if forms else ""
         by_form: dict[str, list[Recipe]] = {}
-        for recipe in same:
-            by_form.setdefault(recorded.get(recipe.member.index, usual), []).append(recipe)
-        parted += by_form.items()
-    return parted
+        for recipe in group:
+            by_form.setdefault(recorded.get(recipe.member.index, most_common_form), []).append(recipe)
+        by_data_and_form += by_form.items()
+    return by_data_and_form

@@ -1,4 +1,4 @@
-"""From members to requests for the planner, and from its parts to units."""
+"""Turn members into requests for the planner, and the planner's parts into units."""
 
 from __future__ import annotations
 
@@ -28,37 +28,41 @@ from shoal.engine.units.trials import (
 )
 
 Verdicts = dict[int, Verdict]
-"""What a trial said of members, by their places."""
+"""The results of trials, by member index."""
 
 
 def try_out(groups: list[Group], trace_cache: TraceCache, *, short_too: bool = False) -> Verdicts:
-    """What trials say about every group that can be stacked.
+    """Run trials for every group that can be stacked, and return their verdicts.
 
-    `short_too`: also time jobs that are so short that no trial decides their tier, and jobs that are not stacked.
+    Args:
+        short_too: Also time jobs that are too short for a trial to decide their tier, and jobs that are not stacked.
     """
-    tried: Verdicts = {}
-    for alike in groups:
-        if not alike.stackable:
-            for recipe in alike.recipes if short_too else ():
+    results: Verdicts = {}
+    for group in groups:
+        if not group.stackable:
+            for recipe in group.recipes if short_too else ():
                 _time_alone(recipe)
             continue
-        said = verdicts(alike.recipes, trace_cache, short_too=short_too)
-        stacked = [r for r in alike.recipes if r.member.index in said and not said[r.member.index].reason]
-        if stacked:  # the pack's own size is tried with the optimizer that most of them have
+        group_verdicts = verdicts(group.recipes, trace_cache, short_too=short_too)
+        stacked = [
+            r for r in group.recipes if r.member.index in group_verdicts and not group_verdicts[r.member.index].reason
+        ]
+        if stacked:  # the size of the pack is timed with the most common optimizer
             kinds = Counter(recipe.optimizer.key for recipe in stacked)
-            usual = next(r for r in stacked if r.optimizer.key == kinds.most_common(1)[0][0])
-            refine(usual, trace_cache, len(stacked), said[usual.member.index])
-        tried |= said
-    return tried
+            representative = next(r for r in stacked if r.optimizer.key == kinds.most_common(1)[0][0])
+            refine(representative, trace_cache, len(stacked), group_verdicts[representative.member.index])
+        results |= group_verdicts
+    return results
 
 
 def _time_alone(recipe: Recipe) -> None:
+    """Time a member's step alone and store it, unless it is known or cannot be timed."""
     key = perf_cache.digest(recipe)
     if not can_be_timed(recipe) or perf_cache.lookup(key).curve("seconds", "serial") is not None:
         return
     try:
         perf_cache.note(key, tier="serial", rows=1, seconds=lone_seconds(recipe.member))
-    except Exception:  # whatever it is will show in training, where it ends its own member
+    except Exception:  # the same error will end this member in training
         return
 
 
@@ -69,33 +73,33 @@ def requests(
     *,
     exact: bool = True,
 ) -> list[Request]:
-    """Every member as the planner sees it, group by group.
+    """Return the planner's request for each member, group by group.
 
     Args:
         groups: Members that may be stacked together.
-        tried: What trials said.
-        tiers: Those that members had in the run that is resumed; they get them again.
-        exact: Whether bytes are worked out from a step without data; else by rule of thumb, at once.
+        tried: The verdicts of trials.
+        tiers: The tiers that members had in the run that is resumed, by member index; they get them again.
+        exact: Compute bytes from a step on fake tensors; otherwise estimate them, which is faster.
     """
-    asked: list[Request] = []
+    result: list[Request] = []
     keys: dict[str, int] = {}
-    known: dict[object, dict[str, Any]] = {}
-    """What members of one kind have in common is looked up once."""
-    for number, alike in enumerate(groups):
-        reason = explain_reason(alike, groups)
-        recipes = {recipe.member.index: recipe for recipe in alike.recipes}
-        key = perf_cache.computation(alike.recipes[0]) if alike.recipes else f"untraced {number}"
+    cost_cache: dict[object, dict[str, Any]] = {}
+    """Costs by kind of member, so that each kind is computed once."""
+    for number, group in enumerate(groups):
+        reason = explain_reason(group, groups)
+        recipes = {recipe.member.index: recipe for recipe in group.recipes}
+        key = perf_cache.computation(group.recipes[0]) if group.recipes else f"untraced {number}"
         key = key if keys.setdefault(key, number) == number else f"{key}-{number}"
-        for member in alike.members:
+        for member in group.members:
             verdict, recipe = (tried or {}).get(member.index), recipes.get(member.index)
             deciding = verdict if recipe is not None and worth_a_trial(recipe) else None
-            tier, why = _tier(alike, reason, deciding, (tiers or {}).get(member.index, ""))
+            tier, why = _tier(group, reason, deciding, (tiers or {}).get(member.index, ""))
             kind = (perf_cache.digest(recipe), tier, verdict) if recipe is not None else member.index
-            if kind not in known:
-                known[kind] = costs(member, recipe, tier, verdict=verdict, exact=exact)
-                if known[kind].get("alone") is None:
-                    known[kind]["alone"] = alike.seconds
-            asked.append(
+            if kind not in cost_cache:
+                cost_cache[kind] = costs(member, recipe, tier, verdict=verdict, exact=exact)
+                if cost_cache[kind].get("alone") is None:
+                    cost_cache[kind]["alone"] = group.seconds
+            result.append(
                 Request(
                     index=member.index,
                     name=member.name,
@@ -105,19 +109,19 @@ def requests(
                     loses=verdict is not None and bool(verdict.reason),
                     steps=max(0, num_steps(member) - member.step),
                     most_rows=LARGE_ROWS if deciding is not None and deciding.large else None,
-                    **known[kind],
+                    **cost_cache[kind],
                 )
             )
-    return asked
+    return result
 
 
-def _tier(alike: Group, reason: str, verdict: Verdict | None, recorded: str) -> tuple[str, str]:
-    """A member's tier and why: stacked where that is exact and does not lose, serial otherwise."""
-    lost = verdict.reason if verdict is not None and alike.stackable else ""
-    tier = "stacked" if alike.stackable and not lost else "serial"
-    if recorded != tier and (recorded == "serial" or (recorded == "stacked" and alike.stackable)):
+def _tier(group: Group, reason: str, verdict: Verdict | None, recorded: str) -> tuple[str, str]:
+    """Return a member's tier and the reason: stacked if that is exact and not slower, otherwise serial."""
+    slower = verdict.reason if verdict is not None and group.stackable else ""
+    tier = "stacked" if group.stackable and not slower else "serial"
+    if recorded != tier and (recorded == "serial" or (recorded == "stacked" and group.stackable)):
         return recorded, f"{reason}; {recorded} as in the run before"
-    return tier, lost or reason
+    return tier, slower or reason
 
 
 def costs(
@@ -129,7 +133,7 @@ def costs(
     exact: bool = True,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """What is known of a member's costs on this tier, as fields of a Request."""
+    """Return the known costs of a member on this tier, as fields of a `Request`."""
     if recipe is None:
         return {"kind": f"untraced {member.index}", "state": Curve.line(0.0, float(memory.lone_bytes(member)))}
     state, working = memory.footprint(recipe, tier, exact=exact, compiled=compiled)
@@ -147,18 +151,20 @@ def costs(
 
 
 def in_step(members: Iterable[Member]) -> list[set[int]]:
-    """Members that may be in one unit, by their places in the list: those that accumulate gradients, or read a stream,
-    have to be at the same batch of their epochs."""
-    sets: dict[Hashable, set[int]] = {}
+    """Return the sets of members that may be in one unit, as member indices.
+
+    Members that accumulate gradients or read a stream must be at the same batch of their epochs.
+    """
+    by_pace: dict[Hashable, set[int]] = {}
     for member in members:
-        sets.setdefault(pace(member), set()).add(member.index)
-    return list(sets.values())
+        by_pace.setdefault(pace(member), set()).add(member.index)
+    return list(by_pace.values())
 
 
 def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -> list[Unit]:
-    """The units of these parts."""
-    recipes = {recipe.member.index: recipe for alike in groups for recipe in alike.recipes}
-    members: dict[int, Member] = {member.index: member for alike in groups for member in alike.members}
+    """Build the units of these parts."""
+    recipes = {recipe.member.index: recipe for group in groups for recipe in group.recipes}
+    members: dict[int, Member] = {member.index: member for group in groups for member in group.members}
     units: list[Unit] = []
     for part in parts:
         if part.tier == "stacked":
@@ -172,9 +178,12 @@ def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -
 
 
 def stacked_units(recipes: Sequence[Recipe], trace_cache: TraceCache) -> list[Unit]:
-    """Stacks of members of one recipe: one of all, but of those that accumulate, or share a stream, one for each place
-    in the epoch, since they have to be in step (see `StackedUnit.accepts`)."""
-    in_step: dict[Hashable, list[Recipe]] = {}
+    """Build the stacks of members of one recipe.
+
+    It is one stack, except that members that accumulate gradients or share a stream get one for each position in the
+    epoch (see `StackedUnit.accepts`).
+    """
+    by_pace: dict[Hashable, list[Recipe]] = {}
     for recipe in recipes:
-        in_step.setdefault(pace(recipe.member), []).append(recipe)
-    return [StackedUnit(some, trace_cache) for some in in_step.values()]
+        by_pace.setdefault(pace(recipe.member), []).append(recipe)
+    return [StackedUnit(same_pace, trace_cache) for same_pace in by_pace.values()]

@@ -1,10 +1,11 @@
-"""Which members are simply looped, without a trace: packing them cannot win, or would win less than it takes to set up.
+"""Decide which members train in a plain loop without being traced: stacking them cannot be faster, or would save less
+than its set-up costs.
 
-Members can share a pass only if they are alike (the same kinds of modules, shapes, batches), which is seen at once. Of
-members that are alike, a step of one is timed. A small network's step is mostly what torch takes to call its operators,
-whatever they compute, and a stack calls them once for all of its members; what remains is computing, which a stack has
-to do for each of them as well. Both are counted in calls: what a small call of torch takes on this machine now. What is
-computed from frozen weights that members have alike, and the same rows, a stack computes once.
+Members can share a stack only if they are alike (the same kinds of modules, shapes and batches), which is cheap to
+check. Of members that are alike, one step of one member is timed. The step of a small network is mostly the overhead of
+calling operators, and a stack calls them once for all members; the rest is arithmetic, which a stack does for each
+member too. Both are counted in calls: the time of one small torch operator on this machine now. What depends only on
+equal frozen weights and the same rows, a stack computes once.
 """
 
 from __future__ import annotations
@@ -32,56 +33,63 @@ from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.engine.units.trials import FEW_STEPS, num_steps
 
 NODE, UPDATE, STACKED = 20, 18, 90
-"""Calls that a node of the autograd graph takes, forward and backward; its share of the update; both in a stack."""
+"""In calls, for each node of the autograd graph: forward and backward; the node's share of the update; both in a
+stack."""
 SET_UP, SET_UP_NODE = 120_000, 8_000
-"""Calls that it takes to trace, prove and build a stack, and more of them for each node."""
+"""In calls: tracing, proving and building a stack, and what each node adds to it."""
 TRACE, TRACE_NODE = 2_000, 700
-"""The same for a trace alone."""
+"""In calls: a trace alone, and what each node adds to it."""
 VALIDATION, TRIAL = 1.5, 100
-"""Times that, where validation has to be traced too; and the steps that a trial takes, where there is one."""
+"""The factor on the set-up if validation has to be traced too, and the steps that a trial takes if there is one."""
 MANY_STEPS, SMALL_SHARE = 500, 0.05
-"""Steps from which a list may be long enough to be shared among processes, and the share of its time that traces may
-take: whether other cores are free is not known yet."""
+"""From so many steps on, jobs may be worth sharing among processes, and traces may take this share of their time. It is
+not known yet whether other cores are free."""
 SURE, UNSURE = 0.7, 0.2
-"""The share of a predicted gain that is counted on; less of it where a step reads numbers out of tensors, since many of
-these cannot be traced."""
+"""The share of a predicted gain that is relied on. It is lower if a step reads numbers out of tensors, since many such
+steps cannot be traced."""
 
 
 def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str]:
-    """Members that are to train in a plain loop, by their places, and why.
+    """Return the members that should train in a plain loop, by index, and why.
 
-    `tiers`: those of the run that is resumed, which members have again.
+    Args:
+        tiers: The tiers of the run that is resumed, by member index; members get them again.
     """
     if os.environ.get("SHOAL_PACK") == "always":
         return {}
-    kinds: dict[Hashable, list[Member]] = {}
+    by_kind: dict[Hashable, list[Member]] = {}
     for member in members:
         if member.index not in tiers:
-            kinds.setdefault(_kind(member), []).append(member)
+            by_kind.setdefault(_kind(member), []).append(member)
     reasons = {index: "serial as in the run before" for index, tier in tiers.items() if tier == "serial"}
-    for alike in kinds.values():
+    for alike in by_kind.values():
         reason = _reason(alike)
         reasons |= {member.index: reason for member in alike} if reason else {}
     return reasons
 
 
 def worth_sharing(members: Sequence[Member]) -> bool:
-    """Whether members that are looped are worth a trace after all: those that have one may train in other processes."""
-    given, cores = os.environ.get("SHOAL_WORKERS"), os.cpu_count() or 1
+    """Return whether members that train in a loop are worth tracing, since traced ones may train in other processes."""
+    workers_setting, cores = os.environ.get("SHOAL_WORKERS"), os.cpu_count() or 1
     steps = {member: expected_steps(member) for member in members}
-    if given is not None or min(len(steps), cores) < 2 or sum(steps.values()) < MANY_STEPS:
-        return given not in (None, "1")
+    if workers_setting is not None or min(len(steps), cores) < 2 or sum(steps.values()) < MANY_STEPS:
+        return workers_setting not in (None, "1")
     try:
         pilot = _pilot(max(steps, key=steps.__getitem__))
-    except Exception:  # they stay here
+    except Exception:  # they train in this process
         return False
     kinds = len({_kind(member) for member in members})
     return pilot is not None and kinds * pilot.trace < SMALL_SHARE * pilot.alone * sum(steps.values())
 
 
 def looped_groups(members: Sequence[Member], reasons: Mapping[int, str], trace_cache: TraceCache | None) -> list[Group]:
-    """A group for each of these members, which are looped for these reasons; with recipes, so that they may train in
-    other processes, where that is worth a trace. `trace_cache`: None where they may not."""
+    """Return a group for each of these members, which train in a loop for these reasons.
+
+    The groups have recipes if it is worth tracing the members, so that they may train in other processes.
+
+    Args:
+        trace_cache: None if the members must train in this process.
+    """
     if trace_cache is None or not worth_sharing(members):
         return [Group([member], reason=reasons[member.index]) for member in members]
     groups = []
@@ -99,24 +107,28 @@ def looped_groups(members: Sequence[Member], reasons: Mapping[int, str], trace_c
 
 
 def _alone_seconds(member: Member) -> float | None:
-    """Of a step; None where it cannot be timed. By it, and not by the size of the network, it is decided how many
-    processes the work is worth: a small network of many layers takes its time in calls."""
+    """Return seconds of a step of one member alone; None if it cannot be timed.
+
+    It decides how many processes the work is worth. The size of the network would not do: a small network of many
+    layers spends its time in calls.
+    """
     try:
         pilot = _pilot(member)
-    except Exception:  # whatever it is will show in training, where it ends its own member
+    except Exception:  # the same error will end this member in training
         return None
     return None if pilot is None else pilot.alone
 
 
 def _reason(alike: Sequence[Member]) -> str:
-    """Why members that are alike are better looped; empty where a stack should win, or nothing can be said."""
+    """Return why members that are alike should train in a loop; empty if a stack should be faster or it is not
+    known."""
     if len(alike) == 1:
         return "no other job is like it"
     try:
         pilot = _pilot(alike[0])
     except Untraceable as refusal:
         return str(refusal)
-    except Exception:  # whatever it is will show in training, where it ends its own member
+    except Exception:  # the same error will end this member in training
         return ""
     steps = [expected_steps(member) for member in alike]
     if pilot is None or pilot.gain(steps, alike[0].val is not None, _same_beginning(alike)) > 0:
@@ -125,15 +137,18 @@ def _reason(alike: Sequence[Member]) -> str:
 
 
 def expected_steps(member: Member) -> int:
-    """Optimizer steps that a member is likely to have: all that are left, or, where others decide at its pauses whether
-    it continues, as many as if each decision let a third continue, at three times the epochs of the one before."""
+    """Return the optimizer steps that a member is likely to take.
+
+    These are all that are left. If a search decides at pauses whether the member continues, the estimate is that a
+    third of the members continues each time, with three times as many epochs.
+    """
     left = num_steps(member) - member.step
     paused = member.batches_to_stop // member.job.accumulate
     return left if not 0 < paused < left else round(paused * (1 + math.log(left / paused) * 2 / (3 * math.log(3))))
 
 
 def _same_beginning(alike: Sequence[Member]) -> bool:
-    """Whether members read the same rows, and have the same frozen weights."""
+    """Return whether members read the same rows and have equal frozen weights."""
     orders = {(m.job.order_seed if m.job.shuffle else None, id(m.data.source)) for m in alike}
     frozen = [[p for p in m.model.parameters() if not p.requires_grad and not is_lazy(p)] for m in alike]
     if len(orders) > 1 or not frozen[0]:
@@ -142,7 +157,7 @@ def _same_beginning(alike: Sequence[Member]) -> bool:
 
 
 def _kind(member: Member) -> Hashable:
-    """Equal for members that may turn out to be one computation."""
+    """Return a key that is equal for members that may be the same computation."""
     job, model = member.job, member.model
     tensors = [*model.parameters(), *model.buffers()]
     shapes = [(t.requires_grad, t.dtype, None if is_lazy(t) else t.shape) for t in tensors]
@@ -155,21 +170,24 @@ def _kind(member: Member) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """A step of one member: forward and backward."""
+    """The measured forward and backward pass of one member."""
 
     seconds: float
     nodes: int
     call: float
-    """Seconds of a small call of torch."""
+    """Seconds of a call of a small torch operator."""
     reads: bool
-    """Whether it reads numbers out of tensors."""
+    """Whether the step reads numbers out of tensors."""
     frozen: float = 0.0
-    """Seconds of it that give what needs no gradient."""
+    """Seconds of the step that compute values without gradients."""
 
     def gain(self, steps: Sequence[int], validated: bool = False, once: bool = False) -> float:
-        """Seconds that a stack of members with so many steps should save, its set-up counted.
+        """Return the seconds that a stack should save, its set-up subtracted.
 
-        `once`: what needs no gradient is computed once for all of them.
+        Args:
+            steps: The steps of each member.
+            validated: Whether validation has to be traced too.
+            once: Whether values without gradients are computed once for all members.
         """
         common = self.frozen if once else 0.0
         computing = max(0.0, self.seconds - common - NODE * self.nodes * self.call)
@@ -179,25 +197,25 @@ class Pilot:
 
     @property
     def alone(self) -> float:
-        """Seconds of a step, the update included."""
+        """Seconds of a step, including the update."""
         return self.seconds + UPDATE * self.nodes * self.call
 
     @property
     def set_up(self) -> float:
-        """Seconds that it takes to set up a stack of them."""
+        """Seconds to set up a stack of such members."""
         return (SET_UP + SET_UP_NODE * self.nodes) * self.call
 
     @property
     def trace(self) -> float:
-        """Seconds that it takes to trace one of them."""
+        """Seconds to trace one such member."""
         return (TRACE + TRACE_NODE * self.nodes) * self.call
 
 
 def _pilot(member: Member) -> Pilot | None:
-    """Time a copy's step; None where that would leave something behind.
+    """Time a step of a copy of the member; None if that would change Python state that cannot be restored.
 
     Raises:
-        Untraceable: when the step does what no trace can record.
+        Untraceable: If the step does something that cannot be traced.
     """
     job = member.job
     roots = {"step": job.step, "loss": job.loss, "model": member.model}
@@ -211,7 +229,7 @@ def _pilot(member: Member) -> Pilot | None:
             with autocast(job, member.device):
                 return run_step(job, model, batch)[0]
 
-        with patched([]), _Reads() as reads:  # type: ignore[no-untyped-call]  # the first takes longer anyway
+        with patched([]), _Reads() as reads:  # type: ignore[no-untyped-call]  # the first step is slower anyway
             loss = step()
         loss.backward()  # type: ignore[no-untyped-call]
         start, frozen = thread_time(), _Frozen()
@@ -223,7 +241,7 @@ def _pilot(member: Member) -> Pilot | None:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices whether numbers are read out of tensors."""
+    """Records whether numbers are read out of tensors."""
 
     any = False
 
@@ -233,7 +251,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Frozen(TorchFunctionMode):
-    """Times the calls that give what needs no gradient."""
+    """Times the calls whose results need no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,14 +259,14 @@ class _Frozen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = thread_time()
-        out = func(*args, **(kwargs or {}))  # what it calls in turn is not seen here
+        out = func(*args, **(kwargs or {}))  # nested calls are not intercepted
         if isinstance(out, Tensor) and not out.requires_grad:
             self.seconds += thread_time() - start
         return out
 
 
 def _num_nodes(loss: Tensor) -> int:
-    """Of its autograd graph."""
+    """Count the nodes of the loss's autograd graph."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -259,6 +277,7 @@ def _num_nodes(loss: Tensor) -> int:
 
 
 def _call_seconds(count: int = 100) -> float:
+    """Time one call of a small torch operator."""
     value, seconds = torch.ones(8), []
     for _ in range(3):
         start = thread_time()

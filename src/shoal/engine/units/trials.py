@@ -1,9 +1,9 @@
-"""A few timed steps that say whether stacking a recipe pays, and whether it gives the solo step's numbers.
+"""Time a few steps to find out whether stacking a recipe pays.
 
-A job's tier must not depend on its companions, or its bits would. So a recipe is tried in a canonical way: copies of
-one member as a stack of fixed size, against that member's plain loop, on the same batches, in turns. The verdict is
-remembered in the process and on disk (see `perf_cache`), so that later runs decide alike. Stacking is the rule; it must
-clearly lose to be given up. A second, smaller stack gives the line on which the time of any pack is predicted.
+A job's tier must not depend on the other jobs, or its bits would. So every recipe is tried in the same way: copies of
+one member as a stack of fixed size, and that member's plain loop, in turns on the same batches. The verdict is kept in
+the process and on disk (see `perf_cache`), so that later runs decide the same. Jobs are stacked unless stacking is
+clearly slower. A second, smaller stack gives the line from which the time of any pack is predicted.
 """
 
 from __future__ import annotations
@@ -34,27 +34,30 @@ from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import Unit
 
 LOSES = 0.97
-"""Stacked below this times the speed of solo steps: not stacked."""
+"""Jobs are not stacked if stacked steps run at less than this share of the speed of solo steps."""
 FEW_STEPS = 300
-"""Jobs shorter than this are stacked without a trial, which would cost more than it could give."""
+"""Jobs with fewer steps are stacked without a trial, which would cost more than it could save."""
 ROWS, ROUNDS = 8, 7
 LARGE_ROWS, LARGE_ROUNDS = 4, 3
 LARGE_SECONDS = 0.02
-"""A solo step from which a network is large: its trial is smaller, its stacks have no more rows than were tried (more
-would leave the cache), and stacking must gain something, since there is little Python to save."""
+"""A network is large if a solo step takes at least so many seconds. Its trial is smaller, its stacks have at most the
+rows that were tried (more would not fit the cache), and stacking must gain something, since there is little Python
+overhead to save."""
 WORTH = 1.05
-"""What a large network must gain from stacking."""
+"""The least speed-up by stacking that a large network must have."""
 LARGE_BYTES, LARGE_FEW_STEPS = 16 << 20, 60
-"""Results of a step's operators from which a network is taken for large, and the steps that are then worth a trial."""
+"""A network whose operators produce so many bytes in a step is assumed to be large, and is then worth a trial from so
+many steps on."""
 MOST_ROWS, REFINE_SECONDS = 64, 0.25
-"""A pack's own size is tried too, up to so many rows, where its step should take no longer than this."""
+"""The pack's own size is timed too, up to so many rows, if its step is expected to take at most so many seconds."""
 
 _verdicts: dict[str, Verdict] = {}
 T = TypeVar("T")
 
 
 def _undone(measure: Callable[..., T]) -> Callable[..., T]:
-    """A measurement of a member or a recipe, after which Python state (a counter in a closure) is as it was."""
+    """Decorate a measurement of a member or recipe, so that Python state (a counter in a closure) is restored after
+    it."""
 
     @wraps(measure)
     def inner(what: Recipe | Member, *args: Any, **kwargs: Any) -> T:
@@ -67,23 +70,23 @@ def _undone(measure: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial measured: seconds of one member's step, both ways, and whether the numbers agreed."""
+    """The measurements of a trial: seconds of one member's step, stacked and alone."""
 
     stacked: float
     solo: float
     ratio: float
-    """The median of solo over stacked, measured in turns."""
+    """The median of solo time over stacked time, measured in turns."""
     pair: float = 0.0
     """Seconds of a step of the smallest stack, both rows together; 0: not measured."""
 
     @property
     def rows(self) -> int:
-        """Rows of the stack that was tried."""
+        """The number of rows of the stack that was tried."""
         return LARGE_ROWS if self.large else ROWS
 
     @property
     def curve(self) -> Curve:
-        """Seconds of a stacked step over rows."""
+        """Seconds of a stacked step as a function of the rows."""
         points = [(LEAST, self.pair)] if self.pair else []
         return Curve((*points, (self.rows, self.stacked * self.rows)))
 
@@ -94,14 +97,14 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why not stacked; empty where it should be."""
+        """Why it should not be stacked; empty if it should."""
         if self.ratio < (WORTH if self.large else LOSES):
             return f"a stacked step runs at {self.ratio:.2f} times the speed of solo steps"
         return ""
 
 
 def num_steps(member: Member) -> int:
-    """Optimizer steps of the whole job."""
+    """Return the optimizer steps of the whole job."""
     job = member.job
     if job.steps is not None:
         return job.steps
@@ -109,13 +112,15 @@ def num_steps(member: Member) -> int:
 
 
 def verdicts(recipes: list[Recipe], trace_cache: TraceCache, *, short_too: bool = False) -> dict[int, Verdict]:
-    """What trials say about members of one recipe key, by their places; those left out are stacked, as is the rule.
+    """Return the verdicts of members of one recipe key, by member index. Members without a verdict are stacked.
 
-    Each is tried with its own optimizer: members that have the same one share a trial. `short_too`: also jobs that are
-    not worth a trial, whose tier it does not decide.
+    Each member is tried with its own optimizer; members with the same optimizer share a trial.
+
+    Args:
+        short_too: Also try jobs that are not worth a trial. Their tier does not depend on it.
     """
     by_optimizer: dict[Hashable, Verdict | None] = {}
-    said: dict[int, Verdict] = {}
+    by_member: dict[int, Verdict] = {}
     for recipe in recipes:
         if not (can_be_timed(recipe) if short_too else worth_a_trial(recipe)):
             continue
@@ -123,37 +128,37 @@ def verdicts(recipes: list[Recipe], trace_cache: TraceCache, *, short_too: bool 
         if kind not in by_optimizer:
             by_optimizer[kind] = verdict(recipe, trace_cache)
         if (answer := by_optimizer[kind]) is not None:
-            said[recipe.member.index] = answer
-    return said
+            by_member[recipe.member.index] = answer
+    return by_member
 
 
 def worth_a_trial(recipe: Recipe) -> bool:
-    """Whether a trial decides a job's tier: it follows from the job itself, never from its companions."""
+    """Return whether a trial decides a job's tier. This depends only on the job, never on other jobs."""
     few = LARGE_FEW_STEPS if result_bytes(recipe) >= LARGE_BYTES else FEW_STEPS
     return can_be_timed(recipe) and num_steps(recipe.member) >= few
 
 
 def can_be_timed(recipe: Recipe) -> bool:
-    """Whether a few steps can be timed beforehand: on a CPU, with data in memory."""
+    """Return whether a few steps can be timed beforehand: on a CPU, with data in memory."""
     return recipe.member.device.type == "cpu" and isinstance(recipe.member.data.source, TensorSource)
 
 
 def result_bytes(recipe: Recipe) -> int:
-    """Bytes of all results of one member's step, as traced."""
+    """Return the bytes of all results of one member's traced step."""
     graph = next(iter(recipe.steps.values()))
     values = [node.meta.get("val") for node in graph.nodes if node.op == "call_function"]
     return sum(v.numel() * v.element_size() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
 
 
 def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
-    """What a trial says about this recipe, now or earlier; None where it cannot be tried."""
+    """Return the verdict on this recipe, measured now or earlier; None if it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
         answer = _remembered(key)
         if answer is None:
             try:
                 answer = trial(recipe, trace_cache)
-            except Exception:  # whatever it is will show in training, where it ends its own member
+            except Exception:  # the same error will end this member in training
                 return None
             perf_cache.remember(key, asdict(answer))
         _verdicts[key] = answer
@@ -161,7 +166,7 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
 
 
 def _remembered(key: str) -> Verdict | None:
-    """What an earlier run measured; None where a number is missing."""
+    """Return the verdict of an earlier run; None if a number is missing."""
     try:
         return Verdict(**perf_cache.lookup(key).verdict)
     except TypeError:
@@ -169,14 +174,15 @@ def _remembered(key: str) -> Verdict | None:
 
 
 def seconds_curve(recipe: Recipe, tried: Verdict | None, tier: str = "stacked") -> Curve | None:
-    """Seconds of a step over rows: what runs have shown, then what the trial said."""
-    seen = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
-    said = tried.curve.points if tried is not None and tier == "stacked" else ()
-    return Curve.of([*said, *(seen.points if seen is not None else ())])
+    """Return seconds of a step as a function of the rows, from earlier runs and from the trial."""
+    measured = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
+    trial_points = tried.curve.points if tried is not None and tier == "stacked" else ()
+    return Curve.of([*trial_points, *(measured.points if measured is not None else ())])
 
 
 def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -> None:
-    """Time a stack of a pack's own size, where that is cheap and far from what was tried; it changes no tier."""
+    """Time a stack of the pack's own size, if that is cheap and far from the sizes that are known. It changes no
+    tier."""
     rows = min(rows, MOST_ROWS)
     curve = seconds_curve(recipe, tried)
     if tried.large or curve is None or rows < 2 * tried.rows or curve.at(rows) > REFINE_SECONDS:
@@ -185,29 +191,30 @@ def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -
         return
     try:
         seconds = step_seconds(recipe, trace_cache, rows)
-    except Exception:  # whatever it is will show in training, where it ends its own member
+    except Exception:  # the same error will end this member in training
         return
     perf_cache.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
 
 
 @_undone
 def step_seconds(recipe: Recipe, trace_cache: TraceCache, rows: int, rounds: int = 5) -> float:
-    """Seconds of a step of so many copies of the recipe's member, stacked."""
+    """Time a stacked step of so many copies of the recipe's member."""
     runner = _stacked(recipe, trace_cache, rows)
     runner.run(1)
-    block = max(1, min(16, int(0.02 / runner.run(1))))  # short steps in a row, as in training: caches are warm then
+    block = max(1, min(16, int(0.02 / runner.run(1))))  # several short steps in a row, with warm caches as in training
     return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
 @_undone
 def lone_seconds(member: Member, rounds: int = 2) -> float:
-    """Seconds of a step of a copy of this member alone: on a CPU with as many threads as torch has now."""
+    """Time a step of a copy of this member alone. On a CPU it uses torch's current number of threads."""
     runner = _Runner(SerialUnit(scratch_copy(member)))
     runner.run(1)
     return min(runner.run(1) for _ in range(rounds))
 
 
 def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
+    """Return a runner of a stack of so many copies of the recipe's member."""
     member = scratch_copy(recipe.member)
     copied = Recipe(member, recipe.steps, plan_optimizer(member))
     copied.shared = recipe.shared
@@ -216,7 +223,7 @@ def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
 
 @_undone
 def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
-    """Step copies of the recipe's member, stacked and alone, in turns."""
+    """Time steps of copies of the recipe's member, stacked and alone, in turns."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)), thread_time)
     alone.run(1)
     first = alone.run(1)
@@ -234,22 +241,24 @@ def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
         solo.append(b / rows)
         ratios.append(solo[-1] / stacked[-1])
         pair.append(two.run(1))
-    middle = statistics.median
-    return Verdict(middle(stacked), middle(solo), middle(ratios), middle(pair))
+    median = statistics.median
+    return Verdict(median(stacked), median(solo), median(ratios), median(pair))
 
 
 class _Runner:
-    """A unit stepped over its data in order, again and again."""
+    """Steps a unit over its data in order, again and again."""
 
     def __init__(self, unit: Unit, clock: Callable[[], float] | None = None) -> None:
-        """`clock`: the time of this thread on its core, so that what else the machine does is not counted; None: of the
-        wall."""
+        """Time `unit` with `clock`; None: wall-clock time.
+
+        `thread_time` counts only this thread's time on its core, so that other work on the machine does not matter.
+        """
         self.unit = unit
         self.clock = clock or perf_counter
         self.left = 0
 
     def run(self, batches: int) -> float:
-        """Seconds of so many batches."""
+        """Run so many batches and return the seconds that they took."""
         self._wait()
         start = self.clock()
         for _ in range(batches):

@@ -131,7 +131,7 @@ class Chunk:
 
     def assign(self, seats: Mapping[int, Recipe]) -> None:
         """Put members, wherever they are in their training, into free rows, all of them at once."""
-        new_members = Stack(list(seats.values()), size=len(seats), passing=True)
+        new_members = Stack(list(seats.values()), size=len(seats), temporary=True)
         seat = {recipe.member.index: row for row, recipe in seats.items()}
         rows = [seat[member.index] for member in new_members.members]  # the stack has them in an order of its own
         self.stack.put(rows, new_members)

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from shoal.engine.tiers.captured.graphs import RECORDER, Graph, Recorder, clear
 from shoal.engine.tiers.captured.unit import CapturedUnit
-from shoal.engine.tiers.unit import Executor, Outcome, Unit, out_of_memory, words
+from shoal.engine.tiers.unit import Executor, Outcome, Unit, memory_message, out_of_memory
 
 BURST = 16
 """Batches that are launched for a unit before the next one's: few enough that none waits for another's launches."""
@@ -39,7 +39,7 @@ class CapturedExecutor(Executor):
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            full = words(error)
+            full = memory_message(error)
             for unit, _ in captured:
                 unit.crowded()
         share = (perf_counter() - start) / max(1, sum(len(unit.members) for unit, _ in captured))

@@ -1,7 +1,7 @@
-"""Which members of a stack cannot take a batch in it, after a step of the stack raised.
+"""Find the members that cannot run a batch in the stack, after a step of the stack raised.
 
-The stack is tried in halves on copies of its state, so that it takes few tries to find a few members among many.
-Whether a member is among them, and where it continues, depends on that member alone.
+Halves of the stack are tried on copies of its state, so that few tries find a few members among many. Whether a member
+is among them, and from where it continues, depends on that member alone.
 """
 
 from __future__ import annotations
@@ -28,48 +28,58 @@ if TYPE_CHECKING:
 
 
 class OtherShapes(Exception):
-    """A batch that is not like the one that the step was traced on."""
+    """Raised for a batch that is not like the one on which the step was traced."""
 
 
 def check_shapes(graph: Trace | None, leaves: Sequence[Any], axes: int = 0) -> None:
-    """OtherShapes unless the leaves of a batch are what the step was traced on, with so many axes before their own."""
+    """Raise OtherShapes unless the tensors of a batch are like those on which the step was traced.
+
+    Args:
+        axes: The number of additional leading axes of the tensors.
+    """
     if graph is None:
         raise OtherShapes("its batches do not all have as many rows as were asked for")
     first = len(graph.params) + len(graph.buffers)
-    wanted = [node.meta["val"] for node in graph.nodes[first:] if node.op == "placeholder"]
-    if len(wanted) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+    traced = [node.meta["val"] for node in graph.nodes[first:] if node.op == "placeholder"]
+    if len(traced) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise OtherShapes("its batches do not all hold the same kinds of things")
-    for leaf, known in zip(leaves, wanted, strict=True):
-        if leaf.shape[axes:] != known.shape or leaf.dtype != known.dtype:
-            was, now = ([*map(int, value.shape)] for value in (known, leaf[0] if axes else leaf))
-            raise OtherShapes(f"its batches have different shapes or dtypes ({was} {known.dtype}, {now} {leaf.dtype})")
+    for leaf, expected in zip(leaves, traced, strict=True):
+        if leaf.shape[axes:] != expected.shape or leaf.dtype != expected.dtype:
+            was, now = ([*map(int, value.shape)] for value in (expected, leaf[0] if axes else leaf))
+            raise OtherShapes(
+                f"its batches have different shapes or dtypes ({was} {expected.dtype}, {now} {leaf.dtype})"
+            )
 
 
 def culprits(unit: StackedUnit, error: Exception) -> dict[int, str]:
-    """What members raise by themselves on the next batch, by slots. Where no member does, but all together do, all of
-    them are listed."""
-    if isinstance(error, Untraceable | NotStackable):  # it is about a batch that all of them share
+    """Return what members raise by themselves on the next batch, by slot.
+
+    If no member does, but all together do, all of them are listed.
+    """
+    if isinstance(error, Untraceable | NotStackable):  # it concerns a batch that all of them share
         return dict.fromkeys(range(len(unit.members)), str(error))
-    reasons = _among(unit, list(range(len(unit.members))))
+    reasons = _culprits_among(unit, list(range(len(unit.members))))
     return reasons or dict.fromkeys(range(len(unit.members)), _reason(error))
 
 
-def _among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
-    error = _tried(unit, slots)
+def _culprits_among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
+    """Return the members among these slots that raise, and why, by trying halves."""
+    error = _error_of(unit, slots)
     if error is None:
         return {}
     if len(slots) == 1:
         return {slots[0]: _reason(error)}
     half = len(slots) // 2
-    return _among(unit, slots[:half]) | _among(unit, slots[half:])
+    return _culprits_among(unit, slots[:half]) | _culprits_among(unit, slots[half:])
 
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, OtherShapes) else f"a stacked step raised {describe(error)}"
 
 
-def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
-    """What the next batch of these members raises, read, forward and backward; nothing has changed afterwards."""
+def _error_of(unit: StackedUnit, slots: list[int]) -> Exception | None:
+    """Return the exception that the next batch of these members raises in reading, forward or backward. Nothing is
+    changed."""
     rows = [*slots, *[slots[-1]] * (LEAST - len(slots))]
     try:
         if unit.loaded.kind:
@@ -93,7 +103,7 @@ def _tried(unit: StackedUnit, slots: list[int]) -> Exception | None:
 
 
 def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
-    """The leaves of a member's next batch, read by itself."""
+    """Read a member's next batch by itself, and return its tensors."""
     assert member.order is not None
     job = member.job
     start = member.place * job.batch_size
@@ -106,11 +116,15 @@ def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
 
 
 def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> None:
-    """Take back these rows' draws for the last batch; `before`: the generators' states when the turn began."""
+    """Undo these rows' random draws for the last batch.
+
+    Args:
+        before: The generators' states when the turn began.
+    """
     if not rows or not unit._drawn:
         return
     unit._noise = None
-    if unit.stack.device.type != "cpu":  # draws are counted there
+    if unit.stack.device.type != "cpu":  # there draws are counter-based
         return
     generators = [unit._generators[row] for row in rows]
     for row, generator in zip(rows, generators, strict=True):
@@ -120,19 +134,19 @@ def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> 
 
 
 def gradients(unit: StackedUnit, slot: int) -> dict[str, Tensor | None]:
-    """The gradients a member has accumulated in its current group of batches, by parameter."""
+    """Return the gradients that a member has accumulated in its current group of batches, by parameter."""
     names = [unit.stack.param_names[index] for index in unit.stack.trained]
-    rows = unit._aside[slot] if slot in unit._aside else [row_of(grad, slot) for grad in unit._grads]
+    rows = unit._repeating[slot] if slot in unit._repeating else [row_of(grad, slot) for grad in unit._grads]
     return dict(zip(names, rows, strict=True)) if rows else {}
 
 
 def row_of(value: Tensor | None, slot: int) -> Tensor | None:
-    """A copy of one member's row."""
+    """Return a copy of one member's row."""
     return None if value is None else value[slot].clone()
 
 
 def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, either of which may be missing."""
+    """Return the sum of two gradients, either of which may be missing."""
     if a is None or b is None:
         return a if b is None else b
     return a + b

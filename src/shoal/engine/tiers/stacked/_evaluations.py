@@ -1,4 +1,4 @@
-"""Eval-mode programs of a stack's members: made when they are first needed, one for each shape of batches."""
+"""Eval-mode programs of a stack's members, made when they are first needed, one for each shape of batches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class EvaluationPrograms:
     """Programs for batches that all members share."""
 
     def __init__(self, traces: dict[Any, list[Trace]] | None = None) -> None:
-        """`traces`: of the same members in another stack."""
+        """Start without programs. `traces` are those of the same members in another stack."""
         self._programs: dict[Any, Program | None] = {}
         self._traces = traces or {}
 
     def of(self, slots: Sequence[int]) -> EvaluationPrograms:
-        """For a stack of some of these members, whose traces need not be made again."""
+        """Return the programs of a stack of some of these members, whose traces are reused."""
         return EvaluationPrograms({key: [traces[slot] for slot in slots] for key, traces in self._traces.items()})
 
     def get(
@@ -39,7 +39,7 @@ class EvaluationPrograms:
         stack: Stack,
         trace_cache: TraceCache,
     ) -> Program | None:
-        """The program of this kind for batches like this one; None: members must be asked one by one."""
+        """Return the program of this kind for batches like this one; None: members must be evaluated separately."""
         key = (kind, *_shapes(batch))
         if key not in self._programs:
             models, whats = [member.model for member in members], [what(member.job) for member in members]
@@ -57,7 +57,8 @@ class EvaluationPrograms:
 
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
-    """A batch's structure and the shapes of its tensors. Of a plain tuple that is known without writing it out."""
+    """Return a batch's structure and the shapes of its tensors. For a plain tuple this does not need its pytree
+    spec."""
     if type(batch) in (tuple, list) and all(type(leaf) is Tensor for leaf in batch):
         return type(batch), *((tuple(leaf.shape), leaf.dtype) for leaf in batch)
     leaves, spec = pytree.tree_flatten(batch)

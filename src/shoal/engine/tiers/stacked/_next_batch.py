@@ -1,4 +1,4 @@
-"""The next batch of a stack. A DataLoader's batch that is not like those before it has its step traced and proven."""
+"""Read the next batch of a stack. If a DataLoader's batch has a new shape, its step is traced and proven first."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Loaded:
-    """What a unit knows of a DataLoader's batches."""
+    """What a unit knows about a DataLoader's batches."""
 
     kind: int = 0
     """The number of the last batch's kind; 0: none was read."""
     leaves: list[Tensor] = field(default_factory=list)
-    """The last batch."""
+    """The tensors of the last batch."""
     sizes: list[int] = field(default_factory=list)
     """The rows of this turn's batches."""
     learned: dict[int, list[Trace]] = field(default_factory=dict)
-    """By kind: the members' steps on batches that are not like the first, slot by slot."""
+    """For each kind of batch that is not like the first: the members' steps on it, by slot."""
 
     def traces(self, stack: Stack, size: int, slots: Sequence[int]) -> list[Trace]:
-        """The steps of these slots on batches of a size, or of the kind of this number."""
+        """Return the steps of these slots on batches of a size, or of the kind with this number."""
         if size in self.learned:
             return [self.learned[size][slot] for slot in slots]
         return [stack.recipes[slot].steps[size] for slot in slots]
 
 
 def next_batch(unit: StackedUnit, feed: Feed, index: int) -> tuple[int, list[Tensor]]:
-    """The leaves of the index-th of a turn's batches, and its size, which says which program it is for.
+    """Return the tensors of the index-th batch of a turn, and its size, which determines its program.
 
     Raises:
-        ReadError: when it cannot be read.
-        OtherShapes, Untraceable, NotStackable: when members are no stack on such a batch.
+        ReadError: If it cannot be read.
+        OtherShapes, Untraceable, NotStackable: If members cannot be stacked on such a batch.
     """
     if feed.batched:
         return _loaded(unit, feed)
@@ -61,10 +61,10 @@ def next_batch(unit: StackedUnit, feed: Feed, index: int) -> tuple[int, list[Ten
 
 
 def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
-    """A DataLoader's batch; the number of its kind is its size."""
+    """Read a DataLoader's batch; the number of its kind serves as its size."""
     loaded = unit.loaded
     loaded.kind = 0
-    batch = feed.whole()
+    batch = feed.next_batch()
     kind = feed.kind(batch)
     if not kind:
         raise Untraceable(f"its batches have more than {MOST_KINDS} different shapes")
@@ -76,7 +76,7 @@ def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
 
 
 def _learn(unit: StackedUnit, kind: int, batch: Any) -> list[Trace]:
-    """The members' steps on such a batch, once they are proven."""
+    """Return the members' steps on such a batch, once they are proven."""
     cache, stack = unit.trace_cache, unit.stack
     learned: list[Recipe] = []
     for recipe in stack.recipes:

@@ -1,4 +1,4 @@
-"""Many models in eval mode on the same inputs, as one stacked program where that is exact."""
+"""Run many models in eval mode on the same inputs, as one stacked program if that is exact."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def evaluation_program(
     trace_cache: TraceCache,
     device: torch.device,
 ) -> Program | None:
-    """The eval-mode program of these models on a batch that they share; `rows`: the model of each row of the stack.
+    """Return the eval-mode program of these models on a batch that they share; None if there is none.
 
-    None where it cannot be stacked, draws random numbers, or writes to parameters (an embedding with max_norm), which
+    It must be stackable, draw no random numbers, and write to no parameters (as an embedding with max_norm does), which
     belong to the members' own models.
+
+    Args:
+        rows: The index of the model in each row of the stack.
     """
     try:
         flags = [False] * len(pytree.tree_leaves(batch))
@@ -45,9 +48,9 @@ def evaluation_program(
 
 
 class Forward:
-    """Many models in eval mode on the same batches; weights are stacked once, for all the batches that follow.
+    """Runs many models in eval mode on the same batches. Weights are stacked once for all batches.
 
-    Used in a `with` statement, it brings models that had to go to `device` by themselves back to where they were.
+    Used in a `with` statement, it moves models that had to be moved to `device` back to where they were.
     """
 
     def __init__(
@@ -58,7 +61,12 @@ class Forward:
         whats: Sequence[Evaluation] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`whats`: what each computes, by default its outputs. `device`: where, by default where each one is."""
+        """Prepare to run `models`.
+
+        Args:
+            whats: What each model computes; by default its outputs.
+            device: Where to run; by default on each model's device.
+        """
         self.models = list(models)
         self.whats = [Evaluation.forward(precision)] * len(self.models) if whats is None else list(whats)
         self.device = device
@@ -66,109 +74,110 @@ class Forward:
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
         self._homes: dict[int, torch.device] = {}
         self._most = max(1, len(self.models))
-        """Models that memory holds at once, as far as is known."""
+        """The most models that fit in memory at once, as far as is known."""
         self.calls = 0
-        """Stacked programs run so far."""
+        """The number of stacked programs run so far."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for place, home in self._homes.items():
-            self.models[place].to(home)
+        for index, device in self._homes.items():
+            self.models[index].to(device)
         self._homes.clear()
 
     def __call__(self, inputs: tuple[Any, ...]) -> Any:
-        """Outputs with the member axis first.
+        """Return the outputs with the member axis first.
 
         Raises:
-            ValueError: when the members' outputs have different shapes.
+            ValueError: If the members' outputs have different shapes.
         """
         groups = self._groups(inputs)
         if len(groups) == 1 and groups[0][1]:
-            whole = self._stacked(groups[0][0], groups[0][1], inputs)
-            if whole is not None:
-                return whole
+            stacked = self._stacked(groups[0][0], groups[0][1], inputs)
+            if stacked is not None:
+                return stacked
         return joined(self.each(inputs))
 
     def each(self, batch: Any) -> list[Any]:
-        """What each model computes, as a list."""
+        """Return what each model computes, as a list."""
         outputs: list[Any] = [None] * len(self.models)
-        for places, traces in self._groups(batch):
-            stacked = self._stacked(places, traces, batch) if traces else None
-            for i, place in enumerate(places):
-                outputs[place] = self._alone(place, batch) if stacked is None else member_output(stacked, i)
+        for indices, traces in self._groups(batch):
+            stacked = self._stacked(indices, traces, batch) if traces else None
+            for i, index in enumerate(indices):
+                outputs[index] = self._alone(index, batch) if stacked is None else member_output(stacked, i)
         return outputs
 
     def _groups(self, batch: Any) -> list[tuple[list[int], list[Trace]]]:
-        """Models by what they compute, no more at once than memory holds; those without a graph have none."""
+        """Group models by what they compute, at most as many as fit in memory; models that cannot be traced are
+        alone."""
         groups: dict[Hashable, tuple[list[int], list[Trace]]] = {}
-        for place, (model, what) in enumerate(zip(self.models, self.whats, strict=True)):
+        for index, (model, what) in enumerate(zip(self.models, self.whats, strict=True)):
             try:
                 graph = self._trace_cache.evaluation(model, what, batch)
             except Untraceable:
-                groups[("alone", place)] = ([place], [])
+                groups[("alone", index)] = ([index], [])
                 continue
-            places, traces = groups.setdefault((skeleton(graph), what.precision), ([], []))
-            places.append(place)
+            indices, traces = groups.setdefault((skeleton(graph), what.precision), ([], []))
+            indices.append(index)
             traces.append(graph)
         most = self._most
         return [
-            (places[i : i + most], traces[i : i + most])
-            for places, traces in groups.values()
-            for i in range(0, len(places), most)
+            (indices[i : i + most], traces[i : i + most])
+            for indices, traces in groups.values()
+            for i in range(0, len(indices), most)
         ]
 
-    def _stacked(self, places: list[int], traces: list[Trace], batch: Any) -> Any:
-        """One program for all of them; None where it cannot be, or would not pay."""
-        if len(places) < 2:
+    def _stacked(self, indices: list[int], traces: list[Trace], batch: Any) -> Any:
+        """Run one program for all of these models; None if there is none or it would not pay."""
+        if len(indices) < 2:
             return None
-        models, rows = [self.models[place] for place in places], range(len(places))
-        whats = [self.whats[place] for place in places]
+        models, rows = [self.models[index] for index in indices], range(len(indices))
+        whats = [self.whats[index] for index in indices]
         device = self.device or next(models[0].parameters()).device
         program = evaluation_program(models, whats, traces, rows, batch, self._trace_cache, device)
         if program is None:
             return None
         try:
-            return self._run(program, tuple(places), traces[0], batch, device)
+            return self._run(program, tuple(indices), traces[0], batch, device)
         except Exception as error:
             if context_lost(error):
                 raise
             if not out_of_memory(error):
-                return None  # their own Python may handle what a stack does not
-        self._states.clear()  # and then half of them at once
-        self._most = max(1, len(places) // 2)
+                return None  # the models' own Python may handle it
+        self._states.clear()  # then half of them at once
+        self._most = max(1, len(indices) // 2)
         halves = [slice(0, self._most), slice(self._most, None)]
-        parts = [self._stacked(places[half], traces[half], batch) for half in halves]
+        parts = [self._stacked(indices[half], traces[half], batch) for half in halves]
         return None if any(part is None for part in parts) else pytree.tree_map(lambda *x: torch.cat(x), *parts)
 
-    def _run(self, program: Program, places: tuple[int, ...], trace: Trace, batch: Any, device: torch.device) -> Any:
-        if places not in self._states:
-            stacked = stacked_state([self.models[place] for place in places], trace)
-            self._states[places] = [tensor.to(device) for tensor in stacked]
-        state, count = self._states[places], len(trace.params)
+    def _run(self, program: Program, indices: tuple[int, ...], trace: Trace, batch: Any, device: torch.device) -> Any:
+        if indices not in self._states:
+            stacked = stacked_state([self.models[i] for i in indices], trace)
+            self._states[indices] = [tensor.to(device) for tensor in stacked]
+        state, count = self._states[indices], len(trace.params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
-        with torch.no_grad(), autocast(self.whats[places[0]].precision, device):
+        with torch.no_grad(), autocast(self.whats[indices[0]].precision, device):
             return program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
 
-    def _alone(self, place: int, batch: Any) -> Any:
-        model, what = self.models[place], self.whats[place]
+    def _alone(self, index: int, batch: Any) -> Any:
+        model, what = self.models[index], self.whats[index]
         first = next(model.parameters(), None)
-        home = first.device if first is not None else torch.device("cpu")
-        device = self.device or home
-        if home != device:
-            self._homes.setdefault(place, home)
+        current_device = first.device if first is not None else torch.device("cpu")
+        device = self.device or current_device
+        if current_device != device:
+            self._homes.setdefault(index, current_device)
             model.to(device)
         with evaluating(model), autocast(what.precision, device):
             return evaluated(model, lambda: what.call(model, batch))[0]
 
 
 def joined(outputs: list[Any]) -> Any:
-    """One output of each member as one pytree, members first.
+    """Stack one output of each member into one pytree, members first.
 
     Raises:
-        ValueError: when they have different shapes.
+        ValueError: If they have different shapes.
     """
     stacked = stack_outputs(outputs)
     if isinstance(stacked, Unlike):

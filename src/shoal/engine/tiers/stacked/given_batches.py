@@ -19,11 +19,11 @@ from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tracing.trace import autocast
 
 LOOK_AHEAD = 32
-"""Steps whose learning rates are worked out at once, where schedules allow it."""
+"""Steps whose learning rates are computed at once, if schedules allow it."""
 
 
 class GivenBatchesStack(StackedUnit):
-    """Members of one recipe. Batches are leaves in the order of the trace, shared or with the member axis first."""
+    """Members of one recipe. Batches are tensors in the order of the trace, shared or with the member axis first."""
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -32,24 +32,24 @@ class GivenBatchesStack(StackedUnit):
         self._ahead = 0
 
     def key(self, batch: Any) -> Hashable:
-        """The key that a new member's recipe for this batch must have to join."""
+        """Return the key that a new member's recipe for this batch must have to join."""
         first = self.stack.recipes[0]
         return Recipe(first.member, {1: self.trace_cache.step_on(first.member, batch)}, first.optimizer).key
 
     def stacked_state(self) -> dict[str, Tensor]:
-        """A copy of the members' weights and buffers by name, [M, ...]."""
+        """Return a copy of the members' weights and buffers by name, [M, ...]."""
         state = zip(self.stack.names, self.stack.state, strict=True)
         return {name: tensor.detach()[: len(self.members)].clone() for name, tensor in state}
 
     def knows(self, key: Hashable) -> bool:
-        """Whether it is ready for batches of this shape."""
+        """Return whether the stack is prepared for batches of this shape."""
         return key in self._programs
 
     def learn(self, key: Hashable, batches: Sequence[Any], stacked: bool) -> None:
-        """Get ready for batches of a shape, given one for each member.
+        """Prepare for batches of a shape, given one for each member.
 
         Raises:
-            Untraceable, NotStackable: with the reason why these members are no stack on such a batch.
+            Untraceable, NotStackable: With the reason why these members cannot be stacked on such a batch.
         """
         traces = [self.trace_cache.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
         count = traces[0].batch_spec.num_leaves
@@ -57,41 +57,42 @@ class GivenBatchesStack(StackedUnit):
         program = Program(rows, device=self.stack.device, stacked_batch=[stacked] * count)
         recipes = []
         for recipe, batch, trace in zip(self.stack.recipes, batches, traces, strict=True):
-            recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # of a source with a fixed batch
+            recipe.member.data.source.batch = batch  # type: ignore[attr-defined]  # its source has a fixed batch
             recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
         for reason in prove_training(recipes, self.trace_cache).values():
             raise Disproved(reason)
         self._programs[key] = program
 
     def step(self, key: Hashable, leaves: list[Tensor]) -> tuple[Tensor, dict[int, Exception]]:
-        """One step of every member: their losses [M], and by id what some members' optimizers or schedules raised.
+        """Take one step of every member, and return their losses [M] and the exceptions of optimizers or schedules by
+        member index.
 
-        When the step itself raises, nothing has changed, random streams included.
+        If the step itself raises, nothing has changed, including random streams.
         """
         program, optimizer = self._programs[key], self.stack.optimizer
         if not self._ahead:
             optimizer.look_ahead(LOOK_AHEAD)
             self._ahead = LOOK_AHEAD
         self._losses, self._logs = [], []
-        before = [generator.get_state() for generator in self._generators] if program.draws else []
+        rng_states = [generator.get_state() for generator in self._generators] if program.draws else []
         try:
             self.advance(program, leaves)
         except Exception:
             self._noise = None
-            for generator, state in zip(self._generators, before, strict=False):
+            for generator, state in zip(self._generators, rng_states, strict=False):
                 generator.set_state(state)
             raise
         self._ahead -= 1
         for slot, member in enumerate(self.members):
-            member.step += slot not in self._undone
+            member.step += slot not in self._optimizer_errors
         failures: dict[int, Exception] = {}
-        if self._undone or optimizer.schedule_failed:
+        if self._optimizer_errors or optimizer.schedule_failed:
             self._ahead = 0
             failures = {self.members[slot].index: error for slot, error in self.failures().items()}
         return self._losses[-1][: len(self.members)], failures
 
     def raising(self, batches: Sequence[Any]) -> dict[int, Exception]:
-        """What members' own steps raise on their batches, by slots."""
+        """Return what members' own steps raise on their batches, by slot."""
         errors: dict[int, Exception] = {}
         self.write_back()
         for slot, (member, batch) in enumerate(zip(self.members, batches, strict=True)):
@@ -100,11 +101,11 @@ class GivenBatchesStack(StackedUnit):
                     run_step(member.job, member.model, batch)
                 except Exception as error:
                     errors[slot] = error
-        self.write_back(list(errors))  # buffers that the failed step may have moved
+        self.write_back(list(errors))  # restores buffers that the failed step may have changed
         return errors
 
     def part(self, slots: Sequence[int]) -> Self:
-        """Some of the members as a stack of their own, for one step; `take` brings back what it did."""
+        """Return some of the members as a separate stack for one step; `take` copies its results back."""
         part = self.keep(list(slots))
         part._programs = self._part_programs.setdefault(tuple(slots), {})
         self._ahead = 0
@@ -112,9 +113,10 @@ class GivenBatchesStack(StackedUnit):
 
     @torch.no_grad()
     def load(self, slot: int, step: int | None) -> None:
-        """Take a member's own weights, buffers and optimizer state as they are now: no new trace, no new stack.
+        """Load a member's current weights, buffers and optimizer state, without a new trace or stack.
 
-        `step`: continue its schedule as after so many steps; None: from where it is.
+        Args:
+            step: Continue its schedule as if so many steps had been taken; None: from its current state.
         """
         stack, scale = self.stack, self.members[slot].scaler_state
         self.adopt_state([slot])
@@ -127,6 +129,6 @@ class GivenBatchesStack(StackedUnit):
         self._ahead = 0
 
     def dissolve(self) -> list[SerialUnit]:
-        """Every member by itself from here on."""
+        """Return a unit for each member, which trains by itself from here on."""
         self.write_back()
         return [SerialUnit(member) for member in self.members]

@@ -1,4 +1,4 @@
-"""The stacked tier, step by step in eager mode: what runs on a CPU, and the readable form of what a GPU captures."""
+"""The stacked tier, step by step in eager mode: it runs on a CPU, and is the readable form of what a GPU captures."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class StackedUnit(Unit):
         self.stack = Stack(recipes, size=max(len(recipes), LEAST))
         self._set_up()
         for rows, step in recipes[0].steps.items():
-            self.program(rows, [True] * step.batch_spec.num_leaves)  # NotStackable shows here, before any step
+            self.program(rows, [True] * step.batch_spec.num_leaves)  # raises NotStackable here, before any step
 
     @classmethod
     def around(cls, stack: Stack, trace_cache: TraceCache) -> Self:
-        """The unit of a stack that exists already."""
+        """Return a unit of an existing stack."""
         unit = object.__new__(cls)
         unit.trace_cache, unit.stack = trace_cache, stack
         unit._set_up()
@@ -57,20 +57,21 @@ class StackedUnit(Unit):
         self._losses: list[Tensor] = []
         self._logs: list[dict[str, Any]] = []
         self.loaded = Loaded()
-        """What is known of a DataLoader's batches."""
+        """What is known about a DataLoader's batches."""
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
-        self._undone: dict[int, Exception] = {}
-        """What optimizers raised in the last step, which is not counted for their members."""
+        self._optimizer_errors: dict[int, Exception] = {}
+        """Exceptions of optimizers in the last step, which is not counted for their members."""
         self._failed: dict[int, Exception] = {}
-        """What `failures` of parts of this unit gave, which ran apart."""
-        self._aside: dict[int, list[Tensor | None]] = {}
-        """Members that must repeat the last batch alone, by slots, and the gradients of the group's earlier batches."""
+        """Other exceptions that end members: of parts that ran separately, of reading, and of an update."""
+        self._repeating: dict[int, list[Tensor | None]] = {}
+        """Members, by slot, that must repeat the last batch alone, and their gradients of earlier batches of the
+        group."""
         self._drawn: list[Sequence[Draw]] = []
-        """What was drawn since the turn began, batch by batch."""
+        """The random draws since the turn began, batch by batch."""
         self._written: list[tuple[Tensor, Tensor]] = []
-        """The parameters that the last step itself wrote to, and what they were before it."""
+        """The parameters that the last step itself wrote to, and their values before it."""
         self._steps: dict[tuple[int, bool], Program] = {}  # by the size of batches, and whether all members share them
         self._evaluations = EvaluationPrograms()
         self._all_active = bool(self.stack.active.all())  # whether all rows still train
@@ -82,41 +83,41 @@ class StackedUnit(Unit):
     # --- many batches -----------------------------------------------------------------------------------------------
 
     def run(self, batches: int) -> None:
-        alike = self._by_rows(batches)
-        if len(alike) > 1:
-            self._run_apart(alike, batches)
+        same_rows = self._by_rows(batches)
+        if len(same_rows) > 1:
+            self._run_apart(same_rows, batches)
             return
         self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
         self._losses, self._logs, self._drawn, self.loaded.sizes = [], [], [], []
-        before = [generator.get_state() for generator in self._generators]
+        rng_states = [generator.get_state() for generator in self._generators]
         try:
             for index in range(batches):
-                if not feed.another():
+                if not feed.has_next():
                     break
                 self._batch(feed, index)
-                if self._undone or self._aside or self._failed or self.stack.optimizer.schedule_failed:
+                if self._optimizer_errors or self._repeating or self._failed or self.stack.optimizer.schedule_failed:
                     break
         except Exception as error:
-            undraw(self, before, range(len(before)) if self._noise is not None else ())
+            undraw(self, rng_states, range(len(rng_states)) if self._noise is not None else ())
             self._stop()
             if context_lost(error) or out_of_memory(error):
                 raise
-            if isinstance(error, ReadError):  # all of them wait for this batch
+            if isinstance(error, ReadError):  # all members need this batch
                 self._failed |= dict.fromkeys(range(len(self.members)), error)
                 return
             raise Alone(culprits(self, error)) from error
         except BaseException:
             self._stop()
             raise
-        undraw(self, before, list(self._aside))
+        undraw(self, rng_states, list(self._repeating))
         self._stop()
-        feed.used()
-        if self._aside:
-            raise Alone(dict.fromkeys(self._aside, "a check in its step failed, or its loss is not finite"))
+        feed.finish()
+        if self._repeating:
+            raise Alone(dict.fromkeys(self._repeating, "a check in its step failed, or its loss is not finite"))
 
     def _stop(self) -> None:
-        """End the turn: note rates and losses in the members."""
+        """End the turn: record rates and losses in the members."""
         self.stack.optimizer.note_rates()
         self._note()
 
@@ -128,19 +129,19 @@ class StackedUnit(Unit):
         self._streams = {}
 
     def failures(self) -> dict[int, Exception]:
-        return {**self.stack.optimizer.schedule_failures(), **self._undone, **self._failed}
+        return {**self.stack.optimizer.schedule_failures(), **self._optimizer_errors, **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
-        """Slots of members with equally many rows in the coming batches: some may be at a short last batch."""
+        """Group the slots by the number of rows in the coming batches: some members may be at a short last batch."""
         by_rows: dict[int, list[int]] = {}
         for slot, member in enumerate(self.members):
             by_rows.setdefault(member.rows_in(batches), []).append(slot)
         return list(by_rows.values())
 
-    def _run_apart(self, alike: list[list[int]], batches: int) -> None:
+    def _run_apart(self, groups: list[list[int]], batches: int) -> None:
         """Run members whose batches have the same shape together, one group after another."""
         alone: dict[int, str] = {}
-        for slots in alike:
+        for slots in groups:
             part = self.keep(slots)
             try:
                 part.run(batches)
@@ -149,17 +150,17 @@ class StackedUnit(Unit):
             failed = part.failures()
             self.take(slots, part)
             self._failed |= {slots[slot]: error for slot, error in failed.items()}
-            self._aside |= {slots[slot]: grads for slot, grads in part._aside.items()}
+            self._repeating |= {slots[slot]: grads for slot, grads in part._repeating.items()}
         if alone:
             raise Alone(alone)
 
     def take(self, slots: list[int], part: StackedUnit) -> None:
-        """Continue, for these slots, from where a part of this unit is."""
+        """Take over the state of `part`, a unit that `keep` made of these slots."""
         self.stack.take(slots, part.stack)
         self._all_active = bool(self.stack.active.all())
 
     def _note(self) -> None:
-        """Write the losses and logs since the last call into the members."""
+        """Append the losses and logs since the last call to the members'."""
         done = len(self._losses)
         if not done:
             return
@@ -170,7 +171,7 @@ class StackedUnit(Unit):
             for name in names
         }
         for slot, member in enumerate(self.members):
-            counted = done - (slot in self._undone or slot in self._aside)
+            counted = done - (slot in self._optimizer_errors or slot in self._repeating)
             member.batches -= done - counted
             member.losses += losses[slot][:counted]
             member.rows += self.loaded.sizes[:counted]
@@ -180,7 +181,7 @@ class StackedUnit(Unit):
         self._losses, self._logs, self.loaded.sizes = [], [], []
 
     def _column(self, value: Any) -> Tensor:
-        """A log with a number for each row, on the device: one that a batch does not have is made elsewhere."""
+        """Return a log as one number for each row, on the device."""
         return as_column(value, len(self.stack.rows)).to(self.stack.device, torch.float64)
 
     @property
@@ -196,11 +197,12 @@ class StackedUnit(Unit):
     # --- one batch --------------------------------------------------------------------------------------------------
 
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
-        """The step on batches of so many rows."""
+        """Return the step on batches of so many rows."""
         traces = self.loaded.traces(self.stack, rows, self.stack.rows)
         return self.trace_cache.program(traces, stacked_batch, self.stack.device, self.stack.shared)
 
     def _batch(self, feed: Feed, index: int) -> None:
+        """Read and run one batch."""
         member, done = self.members[0], len(self._losses)
         place, k = member.place + done, member.job.accumulate
         first = place - place % k
@@ -217,34 +219,34 @@ class StackedUnit(Unit):
             self._set_aside(active & ~self.stack.active, grads)
 
     def _set_aside(self, stopped: Tensor, grads: list[Tensor | None]) -> None:
-        """Undo the batch for members whose check in the graph may have failed: their own step will tell."""
-        self._aside = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
+        """Undo the batch for members for which a check in the graph failed; they repeat it in a plain loop."""
+        self._repeating = {s: [row_of(grad, s) for grad in grads] for s in range(len(self.members)) if stopped[s]}
         for param, value in self._written:
             param[stopped] = value[stopped]
 
     def advance(
         self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
     ) -> None:
-        """One batch of every member, the first or last of a group of so many that make one optimizer step.
+        """Run one batch of every member, the first or last of a `group` of batches that make one optimizer step.
 
-        When it raises, nothing has changed: the same batch can be tried again.
+        If it raises, nothing has changed, and the same batch can be tried again.
         """
         stack = self.stack
         if self._noise is None:
             self._noise = self.draw(program, stack.rows, self._generators) if program.draws else []
-        before = stack.saved_buffers()
+        buffers_before = stack.saved_buffers()
         params = [stack.params[index].detach() for index in program.written]
         self._written = [(param, param.clone()) for param in params]
         try:
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
             total = losses.sum()
-            seen, active = self._look(losses.detach(), total)
+            noted_losses, active = self._look(losses.detach(), total)
             grads = self._backward(losses, total, group, first)
             if last:
                 stack.reserve()
         except Exception:
-            stack.restore_buffers(before)
+            stack.restore_buffers(buffers_before)
             for param, value in self._written:
                 param.copy_(value)
             raise
@@ -252,40 +254,41 @@ class StackedUnit(Unit):
         for member in self.members:
             member.batches += 1
         ok = self._leave(active)
-        self._losses.append(seen)
+        self._losses.append(noted_losses)
         self._logs.append(logs)
         self._grads = grads
-        if before:
-            stack.set_buffers(after, ok, before)
+        if buffers_before:
+            stack.set_buffers(after, ok, buffers_before)
         if last:
             try:
                 stack.apply(self._grads, ok)
             except Exception as error:
                 if context_lost(error) or out_of_memory(error):
                     raise
-                # some weights have moved and others not: no member can continue from here
+                # some weights were updated and others not, so no member can continue
                 self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
-            self._undo(stack.optimizer.failures(), before)
+            self._undo(stack.optimizer.failures(), buffers_before)
             stack.optimizer.step_schedules()
 
     def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
-        """Give members whose optimizer raised their buffers from before the batch."""
-        self._undone = failed
+        """Restore the buffers from before the batch for members whose optimizer raised."""
+        self._optimizer_errors = failed
         rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
         first = len(self.stack.params)
-        for place, (now, before) in enumerate(zip(self.stack.buffers, buffers, strict=True) if rows else ()):
-            if first + place not in self.stack.shared:
-                now[rows] = before[rows]
+        for index, (buffer, previous) in enumerate(zip(self.stack.buffers, buffers, strict=True) if rows else ()):
+            if first + index not in self.stack.shared:
+                buffer[rows] = previous[rows]
 
     def draw(self, program: Program, slots: Sequence[int], generators: Sequence[torch.Generator]) -> list[Tensor]:
-        """The random draws of these members' next batch: from the generators, or on a GPU counted."""
+        """Return the random draws of these members' next batch, from the generators; on a GPU they are
+        counter-based."""
         members = [self.members[slot] for slot in slots]
         seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
         return draw_step(program.draws, generators, seeds, batches, self.stack.device)
 
     def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The losses to note, and which rows still train; None: all, as before."""
+        """Return the losses to record, and which rows still train; None: all, as before."""
         if self._all_active and math.isfinite(total.item()):  # a sum is finite only if all its terms are
             return losses, None
         fine = torch.isfinite(losses)
@@ -293,14 +296,14 @@ class StackedUnit(Unit):
         return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
 
     def _leave(self, active: Tensor | None) -> Tensor | None:
-        """Stop rows whose loss is not finite; the rows that still train, None: all."""
+        """Stop rows whose loss is not finite, and return the rows that still train; None: all."""
         if active is not None:
             self.stack.active.copy_(active)
             self._all_active = bool(active.all())
         return None if self._all_active else self.stack.active
 
     def _backward(self, losses: Tensor, total: Tensor, group: int, first: bool) -> list[Tensor | None]:
-        """The gradients, of this batch and those before it of its group."""
+        """Return the gradients of this batch, added to those of earlier batches of its group."""
         if group > 1:
             losses = losses / group
         if self.stack.scaler is not None:
@@ -328,9 +331,9 @@ class StackedUnit(Unit):
         return [serial_unit(self.members[slot], gradients(self, slot)) for slot in slots]
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
-        """Whether a member may join as it is. Members that accumulate, or share a stream, have to be in step.
+        """Return whether a member may join now. Members that accumulate or share a stream must be at the same batch.
 
-        What is not captured on a GPU is slow there: it takes in members of its own kind only.
+        On a GPU a unit that is not captured is slow, so it accepts only kinds of optimizers that it has.
         """
         return (
             self.at_step_boundary
@@ -341,9 +344,9 @@ class StackedUnit(Unit):
         )
 
     def join(self, recipes: Sequence[Recipe]) -> Self:
-        """The same training with these members too, wherever each of them is; `members` gives their slots."""
+        """Return a unit with these members added, each with its current state; `members` gives their slots."""
         count = len(self.members) + len(recipes)
-        new_members = Stack(recipes, size=len(recipes), passing=True)
+        new_members = Stack(recipes, size=len(recipes), temporary=True)
         return self.around(self.stack.merged(new_members, max(count, LEAST)), self.trace_cache)
 
     def forget_evaluations(self) -> None:
@@ -356,17 +359,19 @@ class StackedUnit(Unit):
         return pytree.tree_map_only(Tensor, self._chosen(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
-        wanted = any(member.job.metrics for member in self.members)
-        program = self._evaluation("validation", batch, lambda job: Evaluation.validation(job, wanted))
+        with_outputs = any(member.job.metrics for member in self.members)
+        program = self._evaluation("validation", batch, lambda job: Evaluation.validation(job, with_outputs))
         if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch, slots)
         chosen, rows = self._chosen(slots), len(self.stack.rows)
         columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
-        return Findings(chosen(losses), columns, pytree.tree_map_only(Tensor, chosen, outputs) if wanted else None)
+        return Findings(
+            chosen(losses), columns, pytree.tree_map_only(Tensor, chosen, outputs) if with_outputs else None
+        )
 
     def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
-        """Picks members' rows out of the stack's."""
+        """Return a function that picks these members' rows of a stacked tensor."""
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
 
@@ -380,7 +385,7 @@ class StackedUnit(Unit):
         self.stack.adopt_state(slots)
 
     def _evaluate(self, program: Program, batch: Any, slots: list[int]) -> Any:
-        """What an eval-mode program gives; buffers that it changes stay changed for these members alone."""
+        """Return the result of an eval-mode program; buffers that it changes stay changed only for these members."""
         stack = self.stack
         saved = stack.saved_buffers()
         with torch.no_grad(), autocast(self.members[0].job.precision, stack.device):
