@@ -49,16 +49,10 @@ def build_model(job: Job) -> nn.Module:
     """The job's network, from the default generator as it is: a copy of its module, or what its factory builds,
     copied where the factory would give the same memory out again.
 
-    Modules keep the mode they are built in, so that a factory may freeze a batch norm with `eval()`; but a network
-    that is in eval mode as a whole, as one is after inference, is put in train mode.
+    Its modules are in the modes they were built in; `enter_train_mode` makes it ready for training.
     """
     model = call_factory(job)
-    return in_train_mode(copied(model) if gives_out_shared(job, model) else model)
-
-
-def in_train_mode(model: nn.Module) -> nn.Module:
-    """The network, ready for training."""
-    return model if model.training else model.train()
+    return copied(model) if gives_out_shared(job, model) else model
 
 
 def copied(model: nn.Module) -> nn.Module:
