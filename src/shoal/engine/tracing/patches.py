@@ -189,7 +189,7 @@ class _NeverNegative(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.rand and out.numel() == 1:
             self._draws.append((out, out._version))
-        elif func in _NEVER_NEGATIVE and self._is_draw(args[0]) and isinstance(args[1], int | float) and args[1] <= 0:
+        elif func in _NEVER_NEGATIVE and self._is_draw(args[0]) and isinstance(args[-1], int | float) and args[-1] <= 0:
             self._answers.append((out, out._version, _NEVER_NEGATIVE[func]))
         return out
 
