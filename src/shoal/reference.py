@@ -2,6 +2,8 @@
 
 - The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
   `random.seed(seed)` and `numpy.random.seed(seed)` are called before it is built, and before the first step.
+- Modules keep the mode they are built in, but a network all in eval mode is put in train mode. A `train()` method of
+  the network's own is called before each epoch and after each validation.
 - Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
 - A DataLoader is iterated once an epoch, after all generators that it may draw from were seeded with a number made of
   `data_seed` and the epoch; the training's own random stream is put back after each batch. An epoch has as many batches
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +49,7 @@ from shoal.engine.members.optimizers import make_optimizer, make_schedule
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, set_mode
+from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode, in_eval_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
 from shoal.errors import describe
@@ -102,9 +105,9 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
     if state.best is not None:
         load_weights(state.model, state.best)
     return Result(
-        name=job.name or "job-0", job=job, model=state.model.to("cpu").eval(), tier="reference", status=state.status,
-        error=state.error, steps=state.step, history=state.history, validations=state.validations,
-        optimizer_state=state.optimizer.state_dict(), training_weights=trained,
+        name=job.name or "job-0", job=job, model=in_eval_mode(state.model.to("cpu")), tier="reference",
+        status=state.status, error=state.error, steps=state.step, history=state.history,
+        validations=state.validations, optimizer_state=state.optimizer.state_dict(), training_weights=trained,
         seconds=time.perf_counter() - state.started, environment=environment(state.device),
     )  # fmt: skip
 
@@ -116,6 +119,7 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
     val = open_data(pool, job, "val") if job.val is not None else None
     with training_mode(), seeded(job.seed, device):
         model = build_model(job).to(device)
+        built_in_eval = built_in_eval_mode(model)
         optimizer = make_optimizer(job, model)
         scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
         schedule, per_epoch = make_schedule(job, optimizer), steps_per_epoch(job, data)
@@ -124,6 +128,7 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
         seed_modules(job.seed)
         try:
             while state.status == "running" and not state.finished():
+                enter_train_mode(model, built_in_eval)
                 whole = _epoch(state, data, order, until, val if validate else None)
                 if state.status == "running" and validate:
                     _end_of_epoch(state, val, whole)
@@ -131,8 +136,7 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
                     state.epoch += 1
         finally:
             data.source.close()  # a loader's workers
-        if state.status == "running":
-            state.status = "done"
+        state.status = "done" if state.status == "running" else state.status
     return state
 
 
@@ -204,8 +208,7 @@ def _within_epoch(state: Training, val: View) -> None:
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
         state.best = _copied(state)
-    if stop:
-        state.status = "stopped"
+    state.status = "stopped" if stop else state.status
 
 
 def _copied(state: Training) -> dict[str, Any]:
@@ -298,9 +301,8 @@ def _evaluation_weights(state: Training) -> Iterator[None]:
 
 
 def _move_schedule(state: Training, *metric: float) -> None:
-    assert state.schedule is not None
     try:
-        state.schedule.step(*metric)  # type: ignore[arg-type]  # ReduceLROnPlateau takes the watched value
+        state.schedule.step(*metric)  # type: ignore[union-attr,arg-type]  # ReduceLROnPlateau takes the watched value
     except Exception as error:
         state.status, state.error = "failed", describe(error)
 
@@ -308,11 +310,9 @@ def _move_schedule(state: Training, *metric: float) -> None:
 @contextmanager
 def _drawing(state: Training) -> Iterator[None]:
     """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
-    if state.device.type == "cpu":
-        yield
-        return
-    with counted(state.job.seed, state.device) as mode:
-        mode.begin(len(state.losses))
+    with nullcontext() if state.device.type == "cpu" else counted(state.job.seed, state.device) as mode:
+        if mode is not None:
+            mode.begin(len(state.losses))
         yield
 
 

@@ -23,6 +23,7 @@ from shoal.engine.members.resuming import as_trained, beginning
 from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.planning.policy import Policy
+from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.engine.runtime.commands import Controls, Supervisor
 from shoal.engine.runtime.guard import NotGuarded, can_guard, lost_context, run_guarded, to_device
 from shoal.engine.runtime.lending import run_lending
@@ -342,7 +343,7 @@ def _log_failures(results: Results) -> None:
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
     """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
-    return Results([result_of(member, member.model.to("cpu").eval(), stamp) for member in members])
+    return Results([result_of(member, in_eval_mode(member.model.to("cpu")), stamp) for member in members])
 
 
 def result_of(member: Member, model: nn.Module, stamp: dict[str, Any]) -> Result:

@@ -15,6 +15,7 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, run_step, targets_of
+from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
@@ -157,7 +158,9 @@ def _twin(member: Member, built: bool = False) -> nn.Module:
         except Exception:
             pass
     with seeded(member.job.seed, member.device):
-        return build_model(member.job).to(member.device)
+        model = build_model(member.job).to(member.device)
+        enter_train_mode(model, member.built_in_eval)
+        return model
 
 
 def _index_problems(member: Member) -> list[str]:

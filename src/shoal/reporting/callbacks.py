@@ -14,6 +14,7 @@ from torch import nn
 from shoal.engine.members.evaluation_weights import with_evaluation_weights
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
+from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.errors import ShoalError, ShoalWarning, describe
 from shoal.reporting.events import Event, Listener, title
 
@@ -159,7 +160,7 @@ def own_copy(member: Member) -> nn.Module:
             with seeded(member.job.seed, member.device):
                 model = build_model(member.job)
             model.load_state_dict(member.model.state_dict())
-    return model.to("cpu").eval()
+    return in_eval_mode(model.to("cpu"))
 
 
 Callback = Callable[[MemberView], Any]

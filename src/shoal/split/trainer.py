@@ -19,6 +19,7 @@ from shoal.engine.members.history import exact_sum
 from shoal.engine.members.member import open_data
 from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.planning.memory import free_bytes
+from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.environment import environment
 from shoal.errors import SplitError
 from shoal.jobs.early_stopping import Monitor
@@ -265,7 +266,7 @@ class _Run:
         return Result(
             name=self.name,
             job=self.job,
-            model=model.eval(),
+            model=in_eval_mode(model),
             history=self.history,
             status=self.status,
             tier=self.report.tier,

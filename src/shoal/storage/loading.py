@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.errors import OutError, ShoalError, describe
 from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.job import EarlyStop, Job
@@ -187,7 +188,7 @@ class StoredNetwork:
                 f"the weights of {self.name!r} do not fit a {type(network).__name__} ({why}); pass the network that it "
                 "was trained with as model=, or a dict of networks by the jobs' names"
             ) from None
-        return network.eval()
+        return in_eval_mode(network)
 
 
 def _check_models(model: Any, names: list[str]) -> None:

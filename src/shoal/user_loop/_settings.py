@@ -93,6 +93,7 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
         said = [line.partition("; pass a function")[0] for line in error.lines]
         raise JobError(*(f"{name}: {line}; set it in params=, which is given the copy" for line in said)) from None
     member = Member(job, id, name, device, twin, rng, torch.Generator(), data)
+    member.enter_train_mode()
     lines = field_problems(job) or [line for line in optimizer_problems(member) if "needs a watched value" not in line]
     if lines:
         plateau = "its schedule watches a value, and a pack's moves on after every step; use shoal.train for such"

@@ -18,6 +18,7 @@ from shoal.engine.python_state import state_walk
 
 X, Y = numbers(1, 20, 6), whole(2, 3, 20)
 MASKS: dict[int, Tensor] = {}
+BACKENDS: dict[type, str] = {}
 
 
 @functools.cache
@@ -73,6 +74,13 @@ class FreshList(Net):
         return float(self.cached[0])
 
 
+class ByClass(Net):
+    """As einops does: a table of the classes of tensors that it has seen."""
+
+    def factor(self, x: Tensor) -> Any:
+        return 2.0 if BACKENDS.setdefault(type(x), "torch") == "torch" else 1.0
+
+
 class FromData(Net):
     def factor(self, x: Tensor) -> Any:
         if self.cached is None:
@@ -104,6 +112,12 @@ class SetsBuffer(Net):
         return 1.0
 
 
+class SecondCall(Net):
+    def factor(self, x: Tensor) -> Any:
+        self.cached = min((self.cached or 0) + 1, 2)
+        return torch.full((8,), float(self.cached), dtype=x.dtype)
+
+
 class Counter(Net):
     def factor(self, x: Tensor) -> Any:
         self.cached = (self.cached or 0) + 1
@@ -115,16 +129,18 @@ def jobs(make: Callable[[], nn.Module], **settings: Any) -> list[shoal.Job]:
     return [shoal.Job(model=make, seed=seed, hparams={"lr": 0.01 * (seed + 1)}, **common) for seed in range(3)]
 
 
-@pytest.mark.parametrize("make", [Mask, Flag, Table, Cached, FreshList])
+@pytest.mark.parametrize("make", [Mask, Flag, Table, Cached, FreshList, ByClass])
 def test_a_cache_does_not_keep_a_job_from_being_stacked(make: type[Net]) -> None:
     MASKS.clear()
+    BACKENDS.clear()
     ramp.cache_clear()
     assert_as_alone(jobs(make))
+    assert not BACKENDS.keys() - {Tensor}  # none of a trace
     values = [*MASKS.values(), ramp(8), ramp(4)]
     assert all(type(value) is Tensor for value in values)  # none without data, from a trace
 
 
-@pytest.mark.parametrize("make", [FromData, FromWeights, SetsParameters, SetsBuffer, Counter])
+@pytest.mark.parametrize("make", [FromData, FromWeights, SetsParameters, SetsBuffer, SecondCall, Counter])
 def test_what_depends_on_data_or_weights_or_goes_on_is_no_cache(make: type[Net]) -> None:
     assert_as_alone(jobs(make), tier="serial")
     assert "change" in reasons(jobs(make))

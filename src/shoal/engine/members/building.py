@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data, seeded
-from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, in_train_mode, overlapping, spans
+from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, overlapping, spans
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 
@@ -61,9 +61,11 @@ def give_own_networks(members: Sequence[Member]) -> list[str]:
         try:
             if place in sharing or gives_out_shared(member.job, member.model):
                 member.model, member.rng = build_network(member.job, member.device, private=True)
+            member.enter_train_mode()
         except JobError as error:
             lines += [f"job {member.name!r}: {line}" for line in error.lines]
-        member.model = in_train_mode(member.model)
+        except Exception as error:
+            lines.append(f"job {member.name!r}: model.train() raised {describe(error)}")
     return lines
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal.data import Pool, View
 from shoal.data.source import content_hash
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
+from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode
 from shoal.engine.python_state.module_streams import ModuleStreams
 from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.errors import JobError, describe
@@ -110,13 +111,20 @@ class Member:
     """The learning rate at its last step, for a member that resumes between that step and the end of its epoch."""
     modules: ModuleStreams = field(default_factory=ModuleStreams)
     """The member's own random state of the modules `random` and `numpy.random`."""
+    built_in_eval: frozenset[str] = field(init=False)
+    """Modules of its network that were built in eval mode, by their names."""
     constants: dict[str, str] = field(init=False)
     """Hashes of the initial values of large buffers that no `state_dict()` contains; most of them never change."""
 
     def __post_init__(self) -> None:
         self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
+        self.built_in_eval = built_in_eval_mode(self.model)
         plain = {name: b for name, b in other_buffers(self.model).items() if b.layout == torch.strided}
         self.constants = {name: content_hash(b) for name, b in plain.items() if b.nbytes > LARGE_BUFFER}
+
+    def enter_train_mode(self) -> None:
+        """Before an epoch: as a loop's `model.train()`."""
+        enter_train_mode(self.model, self.built_in_eval)
 
     @property
     def batched(self) -> bool:

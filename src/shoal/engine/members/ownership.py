@@ -49,16 +49,10 @@ def build_model(job: Job) -> nn.Module:
     """Build the job's network with the default generator. It is copied if the factory would return the same memory
     again.
 
-    Modules keep the mode in which they are built, so that a factory may freeze a batch norm with `eval()`. But a
-    network that is in eval mode as a whole, as after inference, is put in train mode.
+    Its modules keep the modes in which they are built; `enter_train_mode` makes the network ready for training.
     """
     model = call_factory(job)
-    return in_train_mode(copied(model) if gives_out_shared(job, model) else model)
-
-
-def in_train_mode(model: nn.Module) -> nn.Module:
-    """Put the network in train mode if it is in eval mode as a whole."""
-    return model if model.training else model.train()
+    return copied(model) if gives_out_shared(job, model) else model
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.engine.python_state.module_modes import own_train_methods
 from shoal.engine.tracing.trace import PRECISIONS
 from shoal.errors import JobError
 from shoal.jobs.job import Job
@@ -62,12 +63,16 @@ def number(value: Any) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients inside this context. Afterwards every module has its previous mode."""
+    """Use eval mode without gradients inside this context. Afterwards every module has its previous mode, and `train()`
+    methods of the user's own were called."""
     modes = [(module, module.training) for module in model.modules()]
+    own = [module for _, module in own_train_methods(model) if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        for module in own:
+            module.train()
         for module, training in modes:
             module.training = training

@@ -86,8 +86,8 @@ def _difference(expected: Observed, seen: Observed, rounded: Observed | None = N
 def _size(value: Tensor) -> float:
     if not value.numel():
         return 0.0
-    finite = torch.nan_to_num(value.detach().abs().double(), nan=0.0, posinf=0.0, neginf=0.0)
-    return float(finite.max())
+    numbers = value.detach() if value.is_complex() else value.detach().double()  # there is no abs() of bool
+    return float(torch.nan_to_num(numbers.abs(), nan=0.0, posinf=0.0, neginf=0.0).max())
 
 
 def _apart(a: Tensor, b: Tensor | None) -> float:

@@ -247,7 +247,10 @@ class UnitRunner:
             return {slot: "done"}
         if ending is not None:
             member.error = ending.error
-        return {slot: "stopped"} if stop or ending is not None else {}
+        if stop or ending is not None:
+            return {slot: "stopped"}
+        member.enter_train_mode()
+        return {}
 
     def leave(self, ends: dict[int, str]) -> None:
         """Let members leave, each with its weights and its status."""

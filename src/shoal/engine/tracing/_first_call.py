@@ -1,9 +1,10 @@
 """Records a step in a state that its calls do not change: caches are filled first, and other changes are refused.
 
 A first call may leave something behind that the next ones only read: a mask that is made once, a flag that a warning
-was given, `config.problem_type` of a Hugging Face model. Such caches are filled by a real call before the step is
-recorded; they may depend on neither the batch nor the weights, which the record of the first call shows. What every
-call changes (a counter, a hidden state) is state, and a graph cannot carry it.
+was given, `config.problem_type` of a Hugging Face model, einops' table of backends by the class of a tensor. Such
+caches are filled by a real call before the step is recorded; they may depend on neither the batch nor the weights, as
+the record of the first call shows. What every call changes (a counter, a hidden state) is state, and a graph cannot
+carry it.
 """
 
 from __future__ import annotations
@@ -79,17 +80,45 @@ def record_repeatable(
                 except Exception as error:
                     raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
                 left = {k: v for k, v in _plain_attributes(model).items() if k not in before or _is_new(v, before[k])}
-                filled = PythonState({"step": reached, "model": model}, skip=model)
-                first = record(model)
-                changes = filled.changes()
-                if changes:
-                    raise Untraceable(_refusal(changes[0], filled))
+                first = _record_filled(model, reached, record, run)
                 if _without_constants(first) != _without_constants(cold):
                     raise Untraceable(reason)
                 return Repeated(first, first, caches=True, left=left)
             return Repeated(first, record(model) if twice else first)
         finally:
             state.forget_cached_calls()
+
+
+def _record_filled(
+    model: nn.Module, reached: Any, record: Callable[[nn.Module], Trace], run: Callable[[nn.Module], Any]
+) -> Trace:
+    """A record of a step whose caches a real call has filled: neither it nor another real call may change anything.
+
+    Tensors of a record are of a class of their own, so a cache by the classes of tensors gets one more entry. What a
+    second real call leaves alone may therefore change in one record, if it does not in the next.
+    """
+
+    def state() -> PythonState:
+        return PythonState({"step": reached, "model": model}, skip=model)
+
+    filled = state()
+    first = record(model)
+    if not filled.changes():
+        return first
+    filled.restore()
+    _run(run, model)
+    _refuse_changes(filled)
+    record(model)
+    filled = state()
+    first = record(model)
+    _refuse_changes(filled)
+    return first
+
+
+def _refuse_changes(state: PythonState) -> None:
+    changes = state.changes()
+    if changes:
+        raise Untraceable(_refusal(changes[0], state))
 
 
 def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -112,7 +112,9 @@ def _gives_the_same(trace: Trace, model: nn.Module, call: Call, batch: Any, reac
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     outcomes: list[tuple[list[Any], Tensor]] = []
-    twin = copy.deepcopy(model).eval() if evaluating else copy.deepcopy(model)
+    twin = copy.deepcopy(model)
+    if evaluating:
+        twin.eval()
     with warnings.catch_warnings(), preserved({"step": reached, "model": twin}, skip=twin) as state:
         warnings.simplefilter("ignore")
         if state.unrestorable or not state.complete:

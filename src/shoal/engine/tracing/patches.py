@@ -75,6 +75,7 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
             mock.patch.object(torch.random, "default_generator", _Generator(thread, torch.default_generator))
         )
         stack.enter_context(_Switches(params))
+        stack.enter_context(_NeverNegative())
         yield
 
 
@@ -162,3 +163,35 @@ class _Switches(TorchFunctionMode):
         if func in _GRADIENTS and not _caller().startswith(_TRACER):
             raise Untraceable("it reads or sets gradients (.grad) inside the step")
         return func(*args, **(kwargs or {}))
+
+
+_NEVER_NEGATIVE = {torch.Tensor.lt: False, torch.Tensor.ge: True}
+"""What comparing a number from 0 to 1 with zero, or with a negative number, gives."""
+
+
+class _NeverNegative(TorchFunctionMode):
+    """Answers `if torch.rand([]) < rate:` for a rate of zero, as in networks whose LayerDrop is off.
+
+    The answer is known before the number is drawn, and the draw is recorded as any other. Tensors that were written to
+    since are not answered for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[tuple[Tensor, int]] = []
+        self._answers: list[tuple[Tensor, int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__:
+            for result, version, answer in self._answers:
+                if result is args[0] and result._version == version:
+                    return answer
+        out = func(*args, **(kwargs or {}))
+        if func is torch.rand and out.numel() == 1:
+            self._draws.append((out, out._version))
+        elif func in _NEVER_NEGATIVE and self._is_draw(args[0]) and isinstance(args[-1], int | float) and args[-1] <= 0:
+            self._answers.append((out, out._version, _NEVER_NEGATIVE[func]))
+        return out
+
+    def _is_draw(self, value: Tensor) -> bool:
+        return any(draw is value and draw._version == version for draw, version in self._draws)

@@ -27,6 +27,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import shoal
+from shoal.engine.python_state.module_modes import change_by_eval
+from shoal.engine.python_state.places import say
 from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.errors import describe
@@ -139,9 +141,12 @@ def trace(
 def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
     try:
         twin = copy.deepcopy(model)
-        return twin.eval() if evaluating else twin
     except Exception as error:
         raise Untraceable(f"the model cannot be copied ({describe(error)[:180]})") from error
+    changed = change_by_eval(twin) if evaluating else None
+    if changed is not None:
+        raise Untraceable(f"its train() method changes more than modes of modules ({say(changed)})")
+    return twin
 
 
 def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
