@@ -16,8 +16,8 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.units.trials import num_steps
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
-from shoal.results import finite
 from shoal.settings import parse_bytes, pick_device
+from shoal.utils.numpy_values import finite
 from shoal.utils.tables import duration, render, size
 from shoal.utils.torch_flags import training_mode
 
