@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import signal
 import sys
 import types
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -241,6 +244,26 @@ def test_plain_lines_are_seconds_apart(capsys: pytest.CaptureFixture[str]) -> No
     for member in crowd:
         told(leave(member))
     assert capsys.readouterr().err == "shoal: 100%, 3/3 ended\n", "the end is told at once, and once"
+
+
+def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(event: Event) -> None:
+        if event.kind == "epoch" and event.member is not None and event.member.epoch == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    def train(**more: Any) -> str:
+        jobs = [member.job for member in members(2, epochs=4)]
+        with pytest.raises(KeyboardInterrupt):
+            shoal.train(jobs, device="cpu", threads=1, progress=True, events=interrupt, **more)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    last = train(out=tmp_path)
+    assert re.fullmatch(
+        r"shoal:  50%, loss [\d.]+ to [\d.]+, interrupted; the checkpoints are in out='.*'; "
+        r"run the same lines again to resume",
+        last,
+    )
+    assert "2/2 ended" in train() and "2 cancelled" in train()
 
 
 def test_a_live_table_on_a_terminal() -> None:

@@ -66,7 +66,8 @@ class _Counting(Progress):
         tally = self.tally
         tally(event)
         now = tally.clock()
-        last = event.kind == "leave" and len(tally.ended) == len(tally.members)  # after it no event may come
+        all_ended = event.kind == "leave" and len(tally.ended) == len(tally.members)  # the run's end may come later
+        last = event.kind == "end" if tally.cut_short else all_ended
         if now >= self._due or (last and not self._grows):
             self._show(now)
 
@@ -238,9 +239,13 @@ def percent(share: float) -> str:
 
 def counts(tally: Tally) -> Iterator[str]:
     """How many members have ended, are running and are waiting, as phrases."""
-    yield f"{len(tally.ended)}/{len(tally.members)} ended"
+    if not tally.resume:
+        yield f"{len(tally.ended)}/{len(tally.members)} ended"
     if (losses := tally.loss_range()) is not None:
         yield f"loss {losses[0]:.4g} to {losses[1]:.4g}"
+    if tally.resume:
+        yield f"interrupted; {tally.resume}"
+        return
     for status in ("diverged", "failed", "cancelled"):
         if count := tally.counts.get(status):
             yield f"{count} {status}"
@@ -265,7 +270,7 @@ def speeds(tally: Tally) -> Iterator[str]:
 
 def rest(tally: Tally) -> Iterator[str]:
     """The remaining time, where it is known."""
-    if tally.left and not math.isnan(seconds := tally.seconds_left()):
+    if tally.left and not tally.resume and not math.isnan(seconds := tally.seconds_left()):
         yield f"{duration(seconds)} left"
 
 
