@@ -298,6 +298,13 @@ def test_drawing_waits_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None
     assert drawn == [100.0, 150.0, 200.0], "a picture that takes a second comes every 50 seconds at most"
 
 
+def kernel() -> Any:
+    """IPython as it is in a notebook's kernel."""
+    module: Any = types.ModuleType("IPython")
+    module.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    return module
+
+
 def test_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
@@ -311,9 +318,8 @@ def test_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     page: Any = types.ModuleType("IPython.display")
     page.display = display
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython", kernel())
     monkeypatch.setitem(sys.modules, "IPython.display", page)
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     crowd = members(1)
     with progress_for(crowd, True) as told:
         assert isinstance(told, Notebook)
@@ -330,6 +336,8 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     with quiet as told:
         told(join(crowd[0]))
     assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Progress
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))  # as tools that run notebooks do
+    assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Progress
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert type(progress_for(crowd, True)) is Live and type(progress_for(crowd, None)) is Live
     assert type(progress_for(crowd, False)) is Progress
@@ -337,8 +345,8 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         progress_for(crowd, "yes")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "rich.live", None)
     assert type(progress_for(crowd, True)) is Lines
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    monkeypatch.setitem(sys.modules, "IPython", None)
+    monkeypatch.setitem(sys.modules, "IPython", kernel())
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
     assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Lines
 
 

@@ -327,7 +327,7 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     """The kind of progress for this environment; `wanted=None`: only in terminals and notebooks."""
     if wanted not in (True, False, None):
         raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
-    notebook, terminal = "ipykernel" in sys.modules, _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
+    notebook, terminal = _is_notebook(), _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
     if wanted is False or (wanted is None and not (notebook or terminal)):
         return Progress()
     try:
@@ -338,6 +338,12 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     except ImportError:
         pass
     return Lines(members, view)
+
+
+def _is_notebook() -> bool:
+    """Whether this process is a notebook's kernel. One that has only imported ipykernel is not."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _is_terminal(stream: Any) -> bool:
