@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.jobs.averaging import is_due
 from shoal.reporting.events import Event
 
 G = torch.Generator().manual_seed(5)
@@ -371,6 +372,44 @@ def test_a_loader_that_is_as_before_is_no_change_within_an_epoch() -> None:
     results = cloned(source, 10, ("a", "b", {"data": source.data, "accumulate": 1}))
     for name, value in results["a"].model.state_dict().items():
         assert torch.equal(results["b"].model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, shoal.EMA(0.7)),
+        (shoal.EMA(0.7), shoal.EMA(0.9, every=2)),
+        (shoal.EMA(0.7), shoal.SWA(2)),
+        (shoal.SWA(), None),
+    ],
+)
+def test_another_average_begins_at_the_clone(before: Any, after: Any) -> None:
+    """Training is unchanged: the average is that of the weights after each later step, which a plain run has too."""
+    source = job(average=before, val=(X, Y), keep="best")
+    results = cloned(source, 10, ("a", "b", {"average": after, "keep": "last"}))
+    rule = after or shoal.EMA(0.0)
+    loop, held, count = Loop(job(average=None)), list[Tensor](), 0
+    loop.take(10)
+    while loop.step < 35:
+        loop.take(1)
+        if is_due(rule, loop.step, 7):
+            now = [p.detach().clone() for p in loop.model.parameters()]
+            weight = rule.weight(count)
+            held = [a.lerp(b, weight) for a, b in zip(held, now, strict=True)] if count else now
+            count += 1
+    for value, average in zip(results["b"].model.parameters(), held, strict=True):
+        assert torch.allclose(value, average, rtol=0, atol=1e-9)
+    for name, value in (results["a"].training_weights or {}).items():
+        assert torch.allclose(value, loop.model.state_dict()[name], rtol=0, atol=1e-9)
+
+
+def test_an_average_that_counts_epochs_needs_epochs_of_one_length() -> None:
+    swa = shoal.SWA(1)
+    with pytest.warns(shoal.ShoalWarning, match="counts epochs of 4 steps, and earlier epochs had other numbers"):
+        cloned(job(), 14, ("a", "b", {"average": swa, "batch_size": 16}))
+    same_average = cloned(job(average=swa), 14, ("a", "b", {"average": shoal.SWA(1)}))
+    for value, other in zip(same_average["a"].model.parameters(), same_average["b"].model.parameters(), strict=True):
+        assert torch.equal(value, other)  # a field that is given as it was is no change
 
 
 def test_an_epoch_of_an_average_that_counts_epochs_cannot_begin_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,13 @@ def test_what_other_programs_take_of_the_cores_is_not_counted(monkeypatch: pytes
     assert part.predicted["step_seconds"] == pytest.approx(1e-3)
     assert part.predicted["alone_seconds"] == pytest.approx(4e-3 / 8)
     assert str(told).splitlines()[-1].startswith("training: about 6 ms packed, 3 ms one after another")
+
+
+def test_jobs_that_run_one_after_another_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_PACK")  # short jobs are not packed then
+    told = shoal.explain([job(f"{i}", seed=i, epochs=1) for i in range(3)], device="cpu")
+    assert {part.tier for part in told.plan.parts} == {"serial"}
+    assert all(part.predicted["alone_seconds"] > 0 for part in told.plan.parts)
+    lines = str(told).splitlines()
+    assert lines[2].split()[-2:] == ["-", "-"] and lines[2].split()[-4] != "-"
+    assert re.match(r"training: about [\d.]+ .s one after another \(", lines[-1])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +314,64 @@ def test_importing_shoal_does_not_import_torch_and_all_names_are_there() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+PICKLED = """
+    import torch, torch.nn.functional as F
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from torch import nn
+    import shoal
+
+    def accuracy(outputs, targets):
+        return float((outputs.argmax(1) == targets).float().mean())
+
+    def train(seed):
+        torch.manual_seed(0)
+        x, y = torch.randn(30, 4), torch.arange(30) % 3
+        jobs = [
+            shoal.Job(model=lambda: nn.Linear(4, 3), data=(x, y), val=(x, y), loss=loss, metrics={"accuracy": accuracy},
+                      params=lambda net: net.parameters(), hparams={"lr": 0.1}, config={"width": 3}, epochs=2,
+                      stop=shoal.EarlyStop("accuracy"), seed=seed + number, name=f"{seed + number}")
+            for number, loss in enumerate((F.cross_entropy, lambda outputs, targets: F.cross_entropy(outputs, targets)))
+        ]
+        return shoal.train(jobs, device="cpu", threads=1)
+
+    if __name__ == "__main__":
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            there = pool.submit(train, 5).result()
+        here = train(5)
+        assert [r.name for r in there] == ["5", "6"] and there["6"].job.hparams == {"lr": 0.1}
+        for a, b in zip(there, here, strict=True):
+            assert [row["val_loss"] for row in a.history] == [row["val_loss"] for row in b.history]
+            assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+            assert a.values.keys() == b.values.keys() and a.best_epoch == b.best_epoch and a.status == "done"
+            assert a.job.stop == b.job.stop and a.job.config == {"width": 3}
+        x, y = here[0].job.data
+        assert there.table().splitlines()[0] == here.table().splitlines()[0]
+        assert there[:1].evaluate((x, y))[0] == here[:1].evaluate((x, y))[0]
+        try:
+            there[1].job.loss(x, y)
+        except shoal.ShoalError as error:
+            assert "'loss' of job '6' was left out when its result was pickled" in str(error)
+        print("the same")
+"""
+
+
+def test_results_come_back_from_another_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(PICKLED))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.stdout == "the same\n", done.stderr
+
+
+def test_a_pickled_result_has_no_data_and_a_copied_one_has(results: shoal.Results) -> None:
+    big = job(data=(torch.zeros(100_000, 4), torch.zeros(100_000, dtype=torch.int64)), steps=1, epochs=None)
+    (result,) = shoal.train([big], device="cpu")
+    assert len(pickle.dumps(result)) < 20_000
+    for same in (copy.copy(result), copy.deepcopy(result)):
+        assert same.job is result.job and same.history == result.history
+    other = copy.deepcopy(result)
+    assert torch.equal(other.model.weight, result.model.weight) and other.model is not result.model
+    assert pickle.loads(pickle.dumps(results)).plan == results.plan and len(copy.deepcopy(results)) == 3

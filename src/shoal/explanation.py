@@ -16,8 +16,8 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.units.trials import num_steps
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
-from shoal.results import finite
 from shoal.settings import parse_bytes, pick_device
+from shoal.utils.numpy_values import finite
 from shoal.utils.tables import duration, render, size
 from shoal.utils.torch_flags import torch_flags, training_mode
 
@@ -68,6 +68,8 @@ class Explanation:
             named = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} ... {names[-1]}"
             numbers = [_total(parts, name) for name in ("memory_bytes", "alone_seconds", "step_seconds")]
             memory, alone, packed = numbers
+            if parts[0].tier == "serial":  # nothing is packed
+                packed = None
             gain = "-" if alone is None or not packed or len(names) < 2 else f"{alone / packed:.1f}x"
             cells = [
                 "-" if memory is None else size(memory),
@@ -108,10 +110,9 @@ class Explanation:
                 longest, every = max(self.steps[i] for i in part.members), sum(self.steps[i] for i in part.members)
                 packed += part.predicted["step_seconds"] * longest
                 alone += part.predicted["alone_seconds"] / len(part.members) * every
-            yield (
-                f"training: about {duration(packed)} packed, {duration(alone)} one after another (validation aside, "
-                "and what other programs take of the cores)"
-            )
+            times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in known) else []
+            times.append(f"{duration(alone)} one after another")
+            yield f"training: about {', '.join(times)} (validation aside, and what other programs take of the cores)"
         elif not self.measured:
             yield "not timed: where a trial before training shows that stacking loses, jobs run alone"
 

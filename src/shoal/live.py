@@ -20,8 +20,9 @@ from shoal.engine.runtime.run import Run
 from shoal.environment import environment
 from shoal.errors import JobError, ShoalError, ShoalWarning
 from shoal.jobs.job import Job
+from shoal.jobs.names import named
 from shoal.reporting.callbacks import own_copy
-from shoal.results import Result, Results, named
+from shoal.results import Result, Results
 from shoal.settings import make_settings
 from shoal.training import carry_out, result_of
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import NoSuchJob, ShoalError
+from shoal.errors import ShoalError
 from shoal.jobs.early_stopping import best_row, in_order, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
-from shoal.utils.numpy_values import plain_int
+from shoal.jobs.names import named
+from shoal.jobs.pickling import without_unpicklable
+from shoal.utils.numpy_values import finite, plain_int
 from shoal.utils.tables import render
 
 if TYPE_CHECKING:
@@ -36,6 +40,9 @@ class StoredWeights(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def model(self) -> nn.Module: ...
+
+    @property
+    def training_weights(self) -> Callable[[], dict[str, Tensor]]: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -76,14 +83,36 @@ class Result:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The network of a result that was read from a folder is built when it is first asked for."""
-            if name != "model" or self.stored is None:
+            """What is read from a folder when it is first asked for: the network, weights as training left them."""
+            if name not in ("model", "training_weights") or self.stored is None:
                 raise AttributeError(f"a result has no {name!r}")
             try:
-                self.model = self.stored.model()
+                setattr(self, name, getattr(self.stored, name)())
             except AttributeError as error:  # Python would take it for a missing attribute, and hide why
                 raise ShoalError(str(error)) from error
-            return self.model
+            return getattr(self, name)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For pickle: all but what cannot be pickled of the job, and its data."""
+        with suppress(ShoalError):  # one that was read from a folder may have no network
+            _ = self.model
+        values = self._values()
+        return None, values | ({"job": without_unpicklable(self.job)} if isinstance(self.job, Job) else {})
+
+    def __copy__(self) -> Result:
+        return _result_with(self._values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Result:
+        memo |= {id(shared): shared for shared in (self.job, self.stored)}  # what it came from is not copied
+        return _result_with(copy.deepcopy(self._values(), memo))
+
+    def _values(self) -> dict[str, Any]:
+        """All fields, but those that have not been read from a folder yet."""
+        values = {}
+        for each in fields(self):
+            with suppress(AttributeError):
+                values[each.name] = object.__getattribute__(self, each.name)
+        return values
 
     def __repr__(self) -> str:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
@@ -145,6 +174,13 @@ class Result:
             "steps": self.steps, **settings, **values, "best_epoch": self.best_epoch, "seconds": self.seconds,
             "error": self.error,
         }  # fmt: skip
+
+
+def _result_with(values: Mapping[str, Any]) -> Result:
+    result = object.__new__(Result)
+    for name, value in values.items():
+        setattr(result, name, value)
+    return result
 
 
 class Results(Sequence[Result]):
@@ -350,42 +386,6 @@ class Results(Sequence[Result]):
     def to_json(self) -> str:
         """All but the weights."""
         return json.dumps([finite(result.to_dict()) for result in self], indent=1)
-
-
-_Named = TypeVar("_Named", bound="HasName")
-
-
-class HasName(Protocol):
-    """A result, a member, whatever is called like its job."""
-
-    @property
-    def name(self) -> str: ...
-
-
-def named(things: Iterable[_Named], name: str) -> _Named:
-    """The one of this name; NoSuchJob where there is none."""
-    names = []
-    for each in things:
-        if each.name == name:
-            return each
-        names.append(repr(each.name))
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    raise NoSuchJob(f"no job {name!r} in this run; it has {', '.join(names[:10])}{more}")
-
-
-def finite(value: Any) -> Any:
-    """What JSON can hold: NaN and infinities as strings, numbers of one element as numbers, the rest in words."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
-        return finite(value.item())
-    return str(value)
 
 
 def _rows_at_once(batch_size: Any) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from shoal.engine.members.evaluation_weights import training_weights
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import as_trained, beginning
 from shoal.engine.planning.memory import memory_budget
@@ -167,12 +168,14 @@ def carry_out(
             if progress is None and search is None and not watch.shown:
                 _log_failures(results)
             statuses = dict(Counter(result.status for result in results))
-            tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running))
+            resume: dict[str, str] = {}
+            if interrupted is not None and out is not None and search is None:
+                text = f"the checkpoints are in out={str(out)!r}; run the same lines again to resume"
+                interrupted.args, resume = (text,), {"resume": text}
+            tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running, **resume))
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results)
         if interrupted is not None:
-            if out is not None and search is None:
-                interrupted.args = (f"the checkpoints are in out={str(out)!r}; run the same lines again to resume",)
             raise interrupted
         return results
 
@@ -348,7 +351,6 @@ def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
 
 def result_of(member: Member, model: nn.Module, stamp: dict[str, Any]) -> Result:
     """A member's result, with this network."""
-    trained: dict[str, Any] = {} if member.trained is None else member.trained["model"]
     return Result(
         name=member.name,
         job=member.job,
@@ -362,5 +364,5 @@ def result_of(member: Member, model: nn.Module, stamp: dict[str, Any]) -> Result
         seconds=member.seconds,
         environment=stamp,
         steps=member.step,
-        training_weights={n: trained[n] for n, _ in member.model.named_parameters() if n in trained},
+        training_weights=training_weights(member.trained),
     )

@@ -86,6 +86,12 @@ def test_early_stop() -> None:
             shoal.EarlyStop("accuracy", **wrong)
 
 
+def test_an_average_takes_its_first_value_by_place() -> None:
+    assert shoal.EMA(0.9) == shoal.EMA(decay=0.9) and shoal.SWA(3) == shoal.SWA(start_epoch=3)
+    with pytest.raises(TypeError, match="positional"):
+        shoal.EMA(0.9, 2)  # type: ignore[misc]
+
+
 def test_a_job_is_shown_without_its_data() -> None:
     shown = repr(shoal.Job(model=nn.Linear(4, 3), data=(torch.zeros(9, 4),), step=lambda m, b: m(*b).sum(), epochs=1))
     assert "tensor(" not in shown and "epochs=1" in shown

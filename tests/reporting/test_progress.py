@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import signal
 import sys
 import types
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -243,6 +246,26 @@ def test_plain_lines_are_seconds_apart(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "shoal: 100%, 3/3 ended\n", "the end is told at once, and once"
 
 
+def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(event: Event) -> None:
+        if event.kind == "epoch" and event.member is not None and event.member.epoch == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    def train(**more: Any) -> str:
+        jobs = [member.job for member in members(2, epochs=4)]
+        with pytest.raises(KeyboardInterrupt):
+            shoal.train(jobs, device="cpu", threads=1, progress=True, events=interrupt, **more)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    last = train(out=tmp_path)
+    assert re.fullmatch(
+        r"shoal:  50%, loss [\d.]+ to [\d.]+, interrupted; the checkpoints are in out='.*'; "
+        r"run the same lines again to resume",
+        last,
+    )
+    assert "2/2 ended" in train() and "2 cancelled" in train()
+
+
 def test_a_live_table_on_a_terminal() -> None:
     from rich.console import Console
 
@@ -275,6 +298,13 @@ def test_drawing_waits_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None
     assert drawn == [100.0, 150.0, 200.0], "a picture that takes a second comes every 50 seconds at most"
 
 
+def kernel() -> Any:
+    """IPython as it is in a notebook's kernel."""
+    module: Any = types.ModuleType("IPython")
+    module.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    return module
+
+
 def test_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
@@ -288,9 +318,8 @@ def test_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     page: Any = types.ModuleType("IPython.display")
     page.display = display
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython", kernel())
     monkeypatch.setitem(sys.modules, "IPython.display", page)
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     crowd = members(1)
     with progress_for(crowd, True) as told:
         assert isinstance(told, Notebook)
@@ -307,6 +336,8 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     with quiet as told:
         told(join(crowd[0]))
     assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Progress
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))  # as tools that run notebooks do
+    assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Progress
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert type(progress_for(crowd, True)) is Live and type(progress_for(crowd, None)) is Live
     assert type(progress_for(crowd, False)) is Progress
@@ -314,8 +345,8 @@ def test_where_we_are_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         progress_for(crowd, "yes")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "rich.live", None)
     assert type(progress_for(crowd, True)) is Lines
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    monkeypatch.setitem(sys.modules, "IPython", None)
+    monkeypatch.setitem(sys.modules, "IPython", kernel())
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
     assert type(progress_for(crowd, True)) is Lines and type(progress_for(crowd, None)) is Lines
 
 

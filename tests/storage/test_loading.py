@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -92,6 +94,19 @@ def test_with_the_network(trained: shoal.Results, folder: Path) -> None:
         shoal.load(folder, model={"nobody": shared})
     with pytest.raises(ValueError, match="model is 3"):
         shoal.load(folder, model=3)  # type: ignore[arg-type]
+
+
+def test_pickled_and_copied(trained: shoal.Results, folder: Path) -> None:
+    with_networks = pickle.loads(pickle.dumps(shoal.load(folder, model=lambda: nn.Linear(4, 3))))
+    assert torch.equal(with_networks.predict(X), trained.predict(X))
+    copied = copy.deepcopy(shoal.load(folder, model=lambda: nn.Linear(4, 3)))
+    assert torch.equal(copied.predict(X), trained.predict(X))
+    without = pickle.loads(pickle.dumps(shoal.load(folder)))
+    for loaded in (without, copy.deepcopy(shoal.load(folder))):
+        assert loaded["best"].values == trained["best"].values and loaded["best"].job.seed == 0
+        assert torch.equal(loaded["best"].state_dict()["weight"], trained["best"].model.weight)
+        with pytest.raises(shoal.ShoalError, match="not the code"):
+            _ = loaded["best"].model
 
 
 def test_what_is_no_run_folder(tmp_path: Path) -> None:

@@ -236,7 +236,8 @@ def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
 
 
 def _show(result: Any, as_json: bool) -> None:
-    from shoal.results import Results, finite
+    from shoal.results import Results
+    from shoal.utils.numpy_values import finite
 
     report = result.split
     if as_json:

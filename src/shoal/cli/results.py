@@ -21,8 +21,8 @@ def results(
     """
     if as_json and as_csv:
         raise typer.BadParameter("--json and --csv exclude each other; use one of them")
-    from shoal.results import finite
     from shoal.storage.loading import load
+    from shoal.utils.numpy_values import finite
 
     loaded = load(folder)
     if as_csv:

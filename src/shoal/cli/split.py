@@ -122,7 +122,8 @@ def _only(jobs: "list[Job]", target: str) -> "Job":
 
 
 def _show(result: "Result", as_json: bool) -> None:
-    from shoal.results import Results, finite
+    from shoal.results import Results
+    from shoal.utils.numpy_values import finite
 
     if as_json:
         report = result.split.to_dict() if result.split is not None else None

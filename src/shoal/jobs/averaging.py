@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from shoal.errors import JobError
 from shoal.utils.numpy_values import plain_int, plain_number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EMA:
     """An exponential moving average of the weights, as torch.optim.swa_utils.get_ema_multi_avg_fn has it.
 
     Examples:
-        >>> EMA(decay=0.99).weight(1)
+        >>> EMA(0.99).weight(1)
         0.010000000000000009
     """
 
     decay: float = 0.999
     """What stays of the average at each update, from 0 to 1: average = decay * average + (1 - decay) * weights."""
+    _: KW_ONLY
     every: int | str = 1
     """Optimizer steps from one update to the next, or "epoch": after each whole epoch."""
     start: int = 0
@@ -44,7 +45,7 @@ class EMA:
         return self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SWA:
     """The mean of the weights (stochastic weight averaging), as torch.optim.swa_utils.AveragedModel has it.
 
@@ -55,6 +56,7 @@ class SWA:
 
     start_epoch: int = 0
     """Epochs before averaging begins."""
+    _: KW_ONLY
     every: int | str = "epoch"
     """"epoch": the weights at the end of each whole epoch; a number: after every so many optimizer steps."""
     use_buffers: bool = False

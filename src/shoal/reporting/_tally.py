@@ -95,6 +95,8 @@ class Tally:
         self.alone: dict[int, float] = {}
         """Predicted seconds of one batch of each member by itself."""
         self.note = ""
+        self.resume = ""
+        """How to resume a run that was interrupted and saved."""
         self._missed: dict[int, int] = {}
         """Batches of cancelled members that were never trained."""
         self._bytes: dict[int, float] = {}
@@ -114,6 +116,11 @@ class Tally:
     def counts(self) -> Counter[str]:
         """How many members ended with each status."""
         return Counter(self.ended.values())
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether members were cancelled, or the run was interrupted: which of the two is known at the run's end."""
+        return bool(self._missed or self.resume)
 
     @property
     def left(self) -> int:
@@ -252,6 +259,9 @@ class Tally:
         pack = self.packs.get(data.get("unit"))
         for index in list(pack.left) if pack is not None else []:
             self.waiting[index] = self._leave_unit(index) or 0
+
+    def _on_end(self, member: Member | None, data: Mapping[str, Any]) -> None:
+        self.resume = data.get("resume", "")
 
     def _on_note(self, member: Member | None, data: Mapping[str, Any]) -> None:
         name = "" if member is None else f"{member.name}: "

@@ -11,7 +11,7 @@
 | split | | unit, reason, sizes |
 | checkpoint | | members, seconds |
 | note | maybe | text |
-| end | | statuses, seconds, running (members running on average) |
+| end | | statuses, seconds, running (members running on average); resume (how) where an interrupted run was saved |
 
 A turn comes before the epochs and ends that it brought about. A member that has been preempted, or whose unit was
 split, joins again.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal.errors import ShoalWarning, describe
-from shoal.results import finite
+from shoal.utils.numpy_values import finite
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member

@@ -66,7 +66,8 @@ class _Counting(Progress):
         tally = self.tally
         tally(event)
         now = tally.clock()
-        last = event.kind == "leave" and len(tally.ended) == len(tally.members)  # after it no event may come
+        all_ended = event.kind == "leave" and len(tally.ended) == len(tally.members)  # the run's end may come later
+        last = event.kind == "end" if tally.cut_short else all_ended
         if now >= self._due or (last and not self._grows):
             self._show(now)
 
@@ -238,9 +239,13 @@ def percent(share: float) -> str:
 
 def counts(tally: Tally) -> Iterator[str]:
     """How many members have ended, are running and are waiting, as phrases."""
-    yield f"{len(tally.ended)}/{len(tally.members)} ended"
+    if not tally.resume:
+        yield f"{len(tally.ended)}/{len(tally.members)} ended"
     if (losses := tally.loss_range()) is not None:
         yield f"loss {losses[0]:.4g} to {losses[1]:.4g}"
+    if tally.resume:
+        yield f"interrupted; {tally.resume}"
+        return
     for status in ("diverged", "failed", "cancelled"):
         if count := tally.counts.get(status):
             yield f"{count} {status}"
@@ -265,7 +270,7 @@ def speeds(tally: Tally) -> Iterator[str]:
 
 def rest(tally: Tally) -> Iterator[str]:
     """The remaining time, where it is known."""
-    if tally.left and not math.isnan(seconds := tally.seconds_left()):
+    if tally.left and not tally.resume and not math.isnan(seconds := tally.seconds_left()):
         yield f"{duration(seconds)} left"
 
 
@@ -322,7 +327,7 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     """The kind of progress for this environment; `wanted=None`: only in terminals and notebooks."""
     if wanted not in (True, False, None):
         raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
-    notebook, terminal = "ipykernel" in sys.modules, _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
+    notebook, terminal = _is_notebook(), _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
     if wanted is False or (wanted is None and not (notebook or terminal)):
         return Progress()
     try:
@@ -333,6 +338,12 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
     except ImportError:
         pass
     return Lines(members, view)
+
+
+def _is_notebook() -> bool:
+    """Whether this process is a notebook's kernel. One that has only imported ipykernel is not."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _is_terminal(stream: Any) -> bool:

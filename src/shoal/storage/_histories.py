@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.results import finite
+from shoal.utils.numpy_values import finite
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DamagedError, OutError, describe
-from shoal.results import Result, Results, finite
+from shoal.results import Result, Results
 from shoal.storage import atomic
 from shoal.storage._histories import to_text
+from shoal.utils.numpy_values import finite
 
 VERSION = 5
 """The version of the folder's format. Folders of other versions are refused."""

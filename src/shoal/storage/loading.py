@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.engine.members.evaluation_weights import training_weights
 from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.errors import OutError, ShoalError, describe
 from shoal.jobs.averaging import EMA, SWA
@@ -52,27 +53,34 @@ def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] 
     by_name = {result["name"]: result for result in ended["results"]}
     return Results(
         [
-            _ended(path, place, entry, by_name[entry["name"]], ended["environment"], model)
-            for place, entry in enumerate(entries)
+            _ended(path, place, key, entry, by_name[entry["name"]], ended["environment"], model)
+            for place, (entry, key) in enumerate(zip(entries, table.keys(), strict=True))
             if entry["name"] in by_name
         ]
     )
 
 
 def _ended(
-    path: Path, place: int, entry: dict[str, Any], said: dict[str, Any], stamp: dict[str, Any], model: Any
+    path: Path, place: int, key: str, entry: dict[str, Any], said: dict[str, Any], stamp: dict[str, Any], model: Any
 ) -> Result:
-    """A result of a finished run."""
+    """A result of a finished run. `key`: of the job, in its checkpoints."""
     stem = path / "weights" / f"{place:04d}"
     try:
         history = from_text((path / "history" / f"{place:04d}.jsonl").read_bytes())
     except (OSError, ValueError) as error:
         raise OutError(f"the history of {entry['name']!r} cannot be read ({describe(error)})") from None
+    trained = partial(_weights_in_training, path, place, key)
     return _result(
-        entry, StoredNetwork(entry["name"], lambda: read_weights(stem), model), history=history, environment=stamp,
+        entry, StoredNetwork(entry["name"], partial(read_weights, stem), trained, model), history=history,
+        environment=stamp,
         **{name: said[name] for name in ("status", "tier", "error", "steps", "seconds")}, split=said.get("split"),
         validations=said.get("validations", []),
     )  # fmt: skip
+
+
+def _weights_in_training(path: Path, place: int, key: str) -> dict[str, Tensor]:
+    state, _, _ = Checkpoints(path / "members").newest(place, key)
+    return training_weights((state or {}).get("trained"))
 
 
 def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], model: Any) -> list[Result]:
@@ -87,10 +95,12 @@ def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], mode
         status = state.get("status", "running")
         best = state.get("best") if entry["keep"] == "best" else None
         weights = state.get("model") if best is None else best
+        read = None if weights is None else partial(dict[str, Any], weights)
+        trained = partial(dict[str, Tensor], training_weights(state.get("trained")))
         results.append(
             _result(
                 entry,
-                StoredNetwork(entry["name"], None if weights is None else partial(dict, weights), model),
+                StoredNetwork(entry["name"], read, trained, model),
                 history=from_text(history) if isinstance(history, bytes) else history,
                 validations=state.get("validations", []),
                 status=under_way if status == "running" else status,
@@ -106,7 +116,7 @@ def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], mode
 def _result(entry: dict[str, Any], stored: StoredNetwork, **more: Any) -> Result:
     job = cast(Job, StoredJob(entry))
     result = Result(name=entry["name"], job=job, model=nn.Identity(), stored=stored, **more)
-    del result.model  # it is built when it is first asked for
+    del result.model, result.training_weights  # they are read when they are first asked for
     return result
 
 
@@ -163,6 +173,8 @@ class StoredNetwork:
     name: str
     read: Callable[[], dict[str, Any]] | None
     """None: the job has not been saved yet."""
+    training_weights: Callable[[], dict[str, Tensor]]
+    """Reads the weights as training left them, where the result has others."""
     builder: Any
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,6 +182,10 @@ class StoredNetwork:
         if self.read is None:
             raise OutError(f"job {self.name!r} has no weights in the folder yet: it had not been saved")
         return self.read()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: without the builder, which may be a lambda; a result that is pickled has its network."""
+        return StoredNetwork, (self.name, self.read, self.training_weights, None)
 
     def model(self) -> nn.Module:
         """The network with its weights, in eval mode."""

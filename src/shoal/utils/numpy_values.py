@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -68,3 +69,18 @@ def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.array(array, dtype=native, order="C"))
     except TypeError:
         raise JobError(f"holds an array of {array.dtype}, which torch does not have; convert it first") from None
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold: NaN and infinities as strings, numbers of one element as numbers, the rest in words."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+        return finite(value.item())
+    return str(value)

@@ -296,12 +296,19 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     unfinished = shoal.load(tmp_path)
     assert any(result.status == "unfinished" and result.steps for result in unfinished)
+    assert not any(result.training_weights for result in unfinished if result.status == "unfinished")
     for resumed, left_alone in zip(run(tmp_path), run(None), strict=True):
         assert_same_bits(resumed, left_alone)
         for name, value in left_alone.training_weights.items():
             assert torch.equal(resumed.training_weights[name], value), name
     loaded = shoal.load(tmp_path)
     assert loaded["1"].job.average == AVERAGES[1]
+    (tmp_path / "results.json").unlink()
+    for other in (loaded, shoal.load(tmp_path)):  # with results.json, and from the checkpoints alone
+        for result, left_alone in zip(other, run(None), strict=True):
+            assert result.training_weights.keys() == left_alone.training_weights.keys()
+            for name, value in left_alone.training_weights.items():
+                assert torch.equal(result.training_weights[name], value), name
 
 
 def test_the_copy_of_the_weights_is_counted() -> None:

@@ -118,7 +118,8 @@ def finish_weights(member: Member) -> None:
     """
     values = evaluation_weights(member)
     if values:
-        trained: dict[str, Any] = {"model": _training_state(member.model)}
+        names = [name for name, p in member.model.named_parameters() if p.requires_grad]
+        trained: dict[str, Any] = {"model": _training_state(member.model), "parameters": names}
         other = None if member.average is not None else _in_eval_mode(member)
         if other is not None:
             trained["optimizer"], member.optimizer_state = copy.deepcopy(stored(member.optimizer_state)), other[1]
@@ -126,6 +127,11 @@ def finish_weights(member: Member) -> None:
         member.trained = trained
     if member.best is not None:
         load_weights(member.model, member.best)
+
+
+def training_weights(trained: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """By name, a member's parameters as training left them, from its `trained`; empty where it returns those."""
+    return {} if trained is None else {name: trained["model"][name] for name in trained["parameters"]}
 
 
 def _training_state(model: nn.Module) -> dict[str, Any]:

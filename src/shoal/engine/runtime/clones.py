@@ -23,9 +23,9 @@ from shoal.engine.members.optimizers import trying
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import share
 from shoal.errors import JobError, ShoalWarning
-from shoal.jobs.averaging import counts_epochs
+from shoal.jobs.averaging import EMA, SWA, counts_epochs
 from shoal.jobs.early_stopping import Monitor
-from shoal.jobs.job import Job
+from shoal.jobs.job import EarlyStop, Job
 from shoal.jobs.loaders import loader_defaults
 from shoal.preparation.checks import prepare
 from shoal.storage.lost_state import watch_state
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 CHANGEABLE = (
     "hparams", "epochs", "steps", "batch_size", "accumulate", "drop_last", "optimizer", "params", "schedule",
     "schedule_every", "clip_norm", "clip_value", "loss", "step", "precision", "seed", "data", "collate", "data_seed",
-    "shuffle", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "config", "owner", "priority",
+    "shuffle", "average", "val", "metrics", "val_every", "val_every_steps", "stop", "keep", "config", "owner",
+    "priority",
 )  # fmt: skip
 """Fields of a job that a clone may change: all but the network."""
-WATCHED = {"loss", "step", "val", "metrics", "stop", "keep"}
+WATCHED = {"loss", "step", "average", "val", "metrics", "stop", "keep"}
 """If one of these changes, the best value so far is forgotten."""
 
 
@@ -115,8 +116,12 @@ def clone_of(
         _warn_of_shared(source, member)
     if changed.keys() & FRESH:
         state["python"] = {part: saved for part, saved in (state["python"] or {}).items() if part != "driver"} or None
+    if "average" in changed:
+        state["average"] = None
     change_rows(state, source, job, changed)
     member.load_state({**state, "status": "running", "error": None, "seconds": 0.0})
+    if "average" in changed:
+        _check_average(member)
     if changed.keys() & WATCHED or ("data" in changed and job.val is None):
         member.monitor, member.best = Monitor.of(job), None
     if member.finished():
@@ -138,7 +143,7 @@ def _changed(before: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is(before: Any, now: Any) -> bool:
     """Return whether a given field is unchanged."""
-    plain = isinstance(now, int | float | str | None) and type(before) is type(now)
+    plain = isinstance(now, int | float | str | EarlyStop | EMA | SWA | None) and type(before) is type(now)
     return before is now or (plain and bool(before == now))
 
 
@@ -223,6 +228,16 @@ def _check(source: Member, changes: Mapping[str, Any]) -> None:
     if why is not None:
         raise JobError(
             f"clone: {source.name!r} cannot continue ({why}); add(job, warm_start={source.name!r}) starts anew"
+        )
+
+
+def _check_average(member: Member) -> None:
+    """Raise a JobError if the new average counts epochs and the epochs so far had other numbers of steps."""
+    average, per_epoch = member.job.average, member.steps_per_epoch
+    if average is not None and counts_epochs(average) and member.first_step != member.epoch * per_epoch:
+        raise JobError(
+            f"clone: average is {average}, which counts epochs of {per_epoch} steps, and earlier epochs had other "
+            "numbers of steps; use one that counts steps, such as every=10"
         )
 
 

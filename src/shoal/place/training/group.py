@@ -1,4 +1,4 @@
-"""What workers do among themselves, by torch.distributed: gloo on a CPU, NCCL on a GPU.
+"""What workers do among themselves, by torch.distributed: NCCL where each has a GPU of its own, otherwise gloo.
 
 A group is made for the workers of the moment. When one of them is lost, waits end (by an error, or because the server
 asks for something else), the group is left behind, and those that remain make another one.
@@ -32,16 +32,31 @@ class Interrupted(GroupLost):
     """The server asks for something else."""
 
 
+def gpu_of(device: torch.device) -> str:
+    """Which GPU a device is, by a name that all processes have for it; empty: it is none."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def backend_for(gpus: Sequence[str]) -> str:
+    """What a group uses, from the GPU of each worker (`gpu_of`): NCCL refuses two workers on one GPU.
+
+    >>> backend_for(["GPU-a", "GPU-b"]), backend_for(["GPU-a", "GPU-a"])
+    ('nccl', 'gloo')
+    """
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+
 class WorkerGroup:
     """The workers that can reach each other now; this one's `rank` among `size`."""
 
     def __init__(
-        self, rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, seconds: float,
-        interrupted: Callable[[], bool] = lambda: False,
+        self, rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, backend: str,
+        seconds: float, interrupted: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """`store`: where the server keeps the addresses. `name`: the same for all members of a group and no other.
-        `host`: the address at which the others reach this worker. `seconds`: the most that a transfer may take.
-        `interrupted`: whether to stop waiting, since the server asks for something else."""
+        `host`: the address at which the others reach this worker. `backend`: as `backend_for` says. `seconds`: the
+        most that a transfer may take. `interrupted`: whether to stop waiting, since the server asks for something
+        else."""
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
         self.interrupted = interrupted
         self.bytes = 0
@@ -49,7 +64,7 @@ class WorkerGroup:
         self._backend: Any = None
         if size == 1:
             return
-        self._backend = self._aside(lambda: _make_backend(rank, size, store, name, host, device, seconds))
+        self._backend = self._aside(lambda: _make_backend(rank, size, store, name, host, backend, seconds))
 
     def _aside(self, make: Callable[[], Any]) -> Any:
         """What another thread makes; this one stops waiting where the server asks for something else."""
@@ -140,13 +155,13 @@ class WorkerGroup:
 
 
 def _make_backend(
-    rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, seconds: float
+    rank: int, size: int, store: tuple[str, int], name: str, host: str, backend: str, seconds: float
 ) -> Any:
     limit = timedelta(seconds=seconds)
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     table = PrefixStore(name, TCPStore(*store, is_master=False, timeout=limit))
-    if device.type == "cuda":
+    if backend == "nccl":
         return dist.ProcessGroupNCCL(table, rank, size, dist.ProcessGroupNCCL.Options())
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._threads = limit, 2

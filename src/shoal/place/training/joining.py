@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
+from shoal.place.training.group import backend_for
 from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLost, Workers
 from shoal.place.training.roles import Built
 from shoal.place.training.worker import MOMENT, PARAMETER
@@ -126,7 +127,10 @@ class Joining:
 
             self._store = TCPStore(self.workers.address.host, 0, is_master=True, wait_for_workers=False)
         seconds = min(max(self.workers.deadline.limit("step"), 10.0), 60.0) * 2.0**self._broken
-        return numbers | {"store": self._store.port, "group": f"g{self._groups}", "seconds": seconds}
+        backend = backend_for([other.gpu for other in live])
+        return numbers | {
+            "store": self._store.port, "group": f"g{self._groups}", "backend": backend, "seconds": seconds
+        }  # fmt: skip
 
     def _front_state(self) -> dict[str, Tensor]:
         """All that a new worker needs."""

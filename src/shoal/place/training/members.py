@@ -47,6 +47,8 @@ class Connected:
 
     channel: Channel
     name: str
+    gpu: str = ""
+    """Which GPU it has, see `gpu_of`; empty: none."""
     share: float = 1.0
     fresh: bool = True
     """Whether it has to be given the whole state."""
@@ -77,7 +79,7 @@ class Wait:
 
 
 def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
-    return Connected(Channel(link), str(request.get("name", "?")))
+    return Connected(Channel(link), str(request.get("name", "?")), str(request.get("gpu", "")))
 
 
 class Workers:

@@ -20,7 +20,7 @@ from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError, ShoalError, describe
 from shoal.place.training.channel import DAY, Arrived, Channel
 from shoal.place.training.front import Factors, GradientSender, Shards
-from shoal.place.training.group import GroupLost, Interrupted, WorkerGroup
+from shoal.place.training.group import GroupLost, Interrupted, WorkerGroup, gpu_of
 from shoal.place.training.joined_batch import JoinedDraws, JoinedRows, join_batch_norms
 from shoal.place.training.roles import Built, chunks, random_state
 from shoal.split.core.moments import load_moments, moments_of
@@ -66,7 +66,8 @@ def serve_worker(
     it ended with an error or stays away, Refused where it has another job.
     """
     worker = Worker(built, torch.device(device))
-    request = {"name": f"{socket.gethostname()}:{os.getpid()}", "job": describe_placed(built)}
+    name, gpu = f"{socket.gethostname()}:{os.getpid()}", gpu_of(worker.device)
+    request = {"name": name, "job": describe_placed(built), "gpu": gpu}
 
     def serve(link: Link) -> None:
         channel = Channel(link, echo=True)
@@ -191,7 +192,8 @@ class Worker:
         host, seconds = self.channel.link.local_host, float(numbers["seconds"])
         self.group = WorkerGroup(
             int(numbers["rank"]), int(numbers["size"]), (self.channel.link.remote_host, int(numbers["store"])),
-            str(numbers["group"]), host, self.device, seconds, lambda: self.channel.interrupted,
+            str(numbers["group"]), host, self.device, str(numbers["backend"]), seconds,
+            lambda: self.channel.interrupted,
         )  # fmt: skip
         if self.sharded:
             self.shards = Shards(self.parameters, self.sharded, self.group)

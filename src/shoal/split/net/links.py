@@ -29,6 +29,9 @@ ASK_SECONDS = 10.0
 """For a worker that has connected to say what it wants."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """When the kernel asks whether a silent machine is still there, in seconds, and how often."""
+_LOST_SECONDS = 30
+"""For the other machine to confirm what it was sent: what `_KEEP_ALIVE` allows a silent one. Linux alone would try for
+about 15 minutes."""
 SMALL_TRIES, LONG_ENOUGH, MOST_BYTES, PROBE_SECONDS = 5, 0.1, 1 << 25, 30.0
 _SPEED = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:bit|bps)(?:/s)?(?:[\s,/]+([0-9.]+)\s*(us|ms|s))?\s*", re.IGNORECASE)
 
@@ -73,6 +76,8 @@ class Link:
         for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _LOST_SECONDS))
 
     @property
     def traffic(self) -> Traffic:

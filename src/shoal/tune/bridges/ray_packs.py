@@ -22,8 +22,8 @@ from shoal.errors import TuneError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
 from shoal.reporting.callbacks import MemberView
-from shoal.results import finite
 from shoal.training import train
+from shoal.utils.numpy_values import finite
 
 Configuration = dict[str, Any]
 

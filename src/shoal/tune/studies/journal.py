@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.errors import DamagedError, OutError
-from shoal.results import finite
 from shoal.storage import atomic
 from shoal.storage.lock import Lock
 from shoal.tune.trial import Trial
+from shoal.utils.numpy_values import finite
 
 VERSION = 1
 """Of the format."""

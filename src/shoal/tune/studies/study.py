@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import TuneError
-from shoal.results import Result, Results, finite
+from shoal.results import Result, Results
 from shoal.tune.brackets import Bracket
 from shoal.tune.objectives import Objectives, pareto_front, values_of
 from shoal.tune.schedulers import Mode
 from shoal.tune.trial import Trial
+from shoal.utils.numpy_values import finite
 from shoal.utils.tables import render
 
 SHOWN_ERRORS = 3
