@@ -67,6 +67,13 @@ def story(storage: OptunaStorage) -> list[Trial]:
     return trials
 
 
+def test_the_value_of_the_weights_that_a_trial_keeps(url: str) -> None:
+    with mirror(url) as storage:
+        kept = trial(0, state="complete", values={1: 0.9, 2: 0.4}, kept_epoch=1)
+        storage.finish(kept)
+    assert read(url).trials[0].value == kept.value == 0.9
+
+
 def test_what_others_see(url: str) -> None:
     with mirror(url, metric="accuracy") as storage:
         story(storage)

@@ -1,11 +1,16 @@
-"""Files that a command writes, checked before the long work; and the reports of `shoal bench` and `shoal reproduce`."""
+"""What commands show: one job's result, the reports of `shoal bench` and `shoal reproduce`; and the files that they
+write, checked before the long work."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from shoal import Result
 
 
 def check_writable(path: Path | None) -> None:
@@ -62,6 +67,22 @@ def report(
     else:
         console = Console()
         table(result, console if console.is_terminal else Console(width=200))  # a file's table is not folded
+
+
+def show_result(result: "Result", as_json: bool, beside: dict[str, Any], missing: str = "") -> None:
+    """One job's result and its report, or `missing` where it has none; exit status 1 when it failed or diverged.
+
+    `beside`: what the JSON has beside the result.
+    """
+    from shoal.results import Results, finite
+
+    if as_json:
+        typer.echo(json.dumps(finite({**result.to_dict(), **beside})))
+    else:
+        typer.echo(Results([result]).table())
+        typer.echo(f"\n{result.split if result.split is not None else missing}")
+    if result.status in ("failed", "diverged"):
+        raise typer.Exit(1)
 
 
 def quick_settings() -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.output import check_picture, check_writable
-from shoal.cli.target import FILE_ENDS, check_jobs, load_target
+from shoal.cli.output import check_picture, check_writable, show_result
+from shoal.cli.target import FILE_ENDS, call_target, check_jobs, load_target
 from shoal.utils.tables import say
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ TARGET_HELP = (
     "A job file (.toml, .yaml) of one job, or MODULE:FUNCTION or FILE.py:FUNCTION: a function that takes nothing and "
     "returns a shoal.Job, or a network and a sample of what it is called with."
 )
+PLANNING = (
+    "workers", "link", "server_link", "cut", "mode", "micro_batches", "sync", "memory", "server_memory", "server_speed",
+    "cores", "batch_norm", "profile", "speed",
+)  # fmt: skip
+"""Options that are arguments of `shoal.place`."""
 
 
 def place(
@@ -76,16 +81,12 @@ def place(
     Without it nothing is trained, and no cluster is needed. Under torchrun the first process is the server, the others
     are workers, and the job is always trained.
     """
+    options = dict(locals())
+    wanted = {name: options[name] for name in PLANNING} | {"measure": None if measure else False}
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
         planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
         if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
             raise ValueError(f"{name} is for planning; leave it out with --run, where the job's own batch is divided")
-        wanted = {
-            "workers": workers, "link": link, "server_link": server_link, "cut": cut, "mode": mode,
-            "micro_batches": micro_batches, "sync": sync, "memory": memory, "server_memory": server_memory,
-            "server_speed": server_speed, "cores": cores, "batch_norm": batch_norm, "profile": profile,
-            "measure": None if measure else False, "speed": speed,
-        }  # fmt: skip
         run_placed(
             target, wanted, placement=placement, folder=folder, device=device, patience=patience, progress=progress,
             as_json=as_json,
@@ -96,36 +97,27 @@ def place(
         raise ValueError(f"{given} is for training; give it with --run")
     check_writable(out)
     check_picture(picture)
-    model, sample, rows, optimizer = load_network(target, _count(workers))
-    import shoal
-
-    planned = shoal.place(
-        model,
-        sample,
-        workers=workers_of(workers),
-        link=link,
-        batch_size=batch_size if batch_size is not None else rows,
-        server_link=server_link,
-        cut=int(cut) if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()) else cut,
-        mode=mode,  # type: ignore[arg-type]  # checked there
-        micro_batches=micro_batches,
-        sync=sync,  # type: ignore[arg-type]
-        memory=memory,
-        server_memory=server_memory,
-        server_speed=server_speed,
-        cores=cores,
-        optimizer=optimizer,
-        batch_norm=batch_norm,  # type: ignore[arg-type]
-        device=device,
-        measure=None if measure else False,
-        profile=profile,
-        speed=speed,
-    )
+    planned = plan(*load_network(target, workers), {**wanted, "device": device}, batch_size)
     if out is not None:
         planned.save(out)
     if picture is not None:
         planned.picture(picture)
     typer.echo(json.dumps(planned.to_dict()) if as_json else str(planned))
+
+
+def plan(
+    model: Any, sample: Any, rows: int | None, optimizer: str, wanted: dict[str, Any], batch_size: int | None = None
+) -> "Placement":
+    """The placement of a network. `wanted`: arguments of `shoal.place`, as they are on the command line."""
+    import shoal
+
+    cut = wanted["cut"]
+    if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()):
+        cut = int(cut)
+    return shoal.place(
+        model, sample, **{**wanted, "workers": workers_of(wanted["workers"]), "cut": cut},
+        batch_size=rows if batch_size is None else batch_size, optimizer=optimizer,
+    )  # fmt: skip
 
 
 def workers_of(text: str) -> int | list[float]:
@@ -135,33 +127,24 @@ def workers_of(text: str) -> int | list[float]:
         raise ValueError(f"--workers is {text!r}; give a number, or the speed of each worker, as 1,1,0.5") from None
 
 
-def _count(text: str) -> int:
-    given = workers_of(text)
-    return given if isinstance(given, int) else len(given)
-
-
-def load_network(target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+def load_network(target: str, workers: str) -> tuple[Any, Any, int | None, str]:
     """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
     from torch import nn
 
     from shoal import Job
 
-    where, _, name = target.rpartition(":")
-    if where and not target.lower().endswith(FILE_ENDS):
-        from shoal.jobfile.importing import get_attribute, import_code
-
-        value = get_attribute(import_code(where, Path.cwd()), name, where)
-        made = value() if callable(value) and not isinstance(value, nn.Module) else value
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-            return made[0], made[1], None, "sgd"
-        if not isinstance(made, (Job, list)):
-            kind = type(made).__name__
-            raise ValueError(f"{target} gives {kind}; return a shoal.Job, or a network and a sample of its inputs")
-        return network_of(check_jobs(made, target), target, workers)
-    return network_of(load_target(target).jobs, target, workers)
+    if target.lower().endswith(FILE_ENDS) or ":" not in target:
+        return network_of(load_target(target).jobs, target, workers)
+    made = call_target(target)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made[0], made[1], None, "sgd"
+    if not isinstance(made, (Job, list)):
+        kind = type(made).__name__
+        raise ValueError(f"{target} gives {kind}; return a shoal.Job, or a network and a sample of its inputs")
+    return network_of(check_jobs(made, target), target, workers)
 
 
-def network_of(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, int | None, str]:
+def network_of(jobs: "list[Job]", target: str, workers: str) -> tuple[Any, Any, int | None, str]:
     import torch
 
     from shoal.place.training.roles import Built, Roles
@@ -170,8 +153,8 @@ def network_of(jobs: "list[Job]", target: str, workers: int) -> tuple[Any, Any, 
     if len(jobs) != 1:
         raise ValueError(f"{target} has {len(jobs)} jobs; a placement is of one: leave the others out")
     (member,) = prepare(jobs, torch.device("cpu"))
-    built = Built(member, Roles(cut=1, ways={}, workers=1))
-    rows = max(1, built.job.batch_size // max(1, workers))
+    built, given = Built(member, Roles(cut=1, ways={}, workers=1)), workers_of(workers)
+    rows = max(1, built.job.batch_size // max(1, given if isinstance(given, int) else len(given)))
     sample = built.sample(member.data.take(0, min(rows, len(member.data))))
     kind = built.job.optimizer.__name__.lower()
     plain = kind == "sgd" and not built.job.hparams.get("momentum")
@@ -216,34 +199,12 @@ def run_placed(
             if answer is None:
                 return
             results = answer
-    _show(results[0], as_json)
+    show_result(results[0], as_json, {}, missing="trained on one machine")
 
 
 def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
-    import shoal
     from shoal.place.placement import Placement
 
     if path is not None:
         return Placement.load(path)
-    workers, cut = workers_of(wanted["workers"]), wanted["cut"]
-    count = workers if isinstance(workers, int) else len(workers)
-    model, sample, rows, optimizer = network_of([job], "the target", count)
-    if cut is not None and cut.isdigit() and cut not in dict(model.named_modules()):
-        cut = int(cut)
-    return shoal.place(
-        model, sample, **{**wanted, "workers": workers, "cut": cut}, batch_size=rows, optimizer=optimizer
-    )
-
-
-def _show(result: Any, as_json: bool) -> None:
-    from shoal.results import Results
-    from shoal.utils.numpy_values import finite
-
-    report = result.split
-    if as_json:
-        typer.echo(json.dumps(finite(result.to_dict())))
-    else:
-        typer.echo(Results([result]).table())
-        typer.echo(f"\n{report}" if report is not None else "\ntrained on one machine")
-    if result.status in ("failed", "diverged"):
-        raise typer.Exit(1)
+    return plan(*network_of([job], "the target", wanted["workers"]), wanted)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.output import show_result
 from shoal.cli.target import TARGET_HELP, load_target
 from shoal.utils.tables import say
 
 if TYPE_CHECKING:
-    from shoal import Job, Result
+    from shoal import Job
 
 
 SETTINGS = (
@@ -112,24 +113,10 @@ def split(
             return
         result = run.go()
     if result is not None:
-        _show(result, as_json)
+        show_result(result, as_json, {"split": result.split.to_dict() if result.split is not None else None})
 
 
 def _only(jobs: "list[Job]", target: str) -> "Job":
     if len(jobs) != 1:
         raise ValueError(f"{target} has {len(jobs)} jobs; a split is of one: leave the others out")
     return jobs[0]
-
-
-def _show(result: "Result", as_json: bool) -> None:
-    from shoal.results import Results
-    from shoal.utils.numpy_values import finite
-
-    if as_json:
-        report = result.split.to_dict() if result.split is not None else None
-        typer.echo(json.dumps(finite({**result.to_dict(), "split": report})))
-    else:
-        typer.echo(Results([result]).table())
-        typer.echo(f"\n{result.split}")
-    if result.status in ("failed", "diverged"):
-        raise typer.Exit(1)

@@ -17,10 +17,6 @@ TARGET_HELP = (
 FILE_ENDS = (".toml", ".yaml", ".yml")
 
 
-class NotJobs(ValueError):
-    """A function gave something else than jobs."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class Target:
     """What a target holds."""
@@ -52,10 +48,11 @@ def load_target(target: str) -> Target:
 
         file = load(target)
         return Target(jobs=file.jobs, settings=file.settings, file=file)
-    return Target(jobs=_called(target))
+    return Target(jobs=check_jobs(call_target(target), target))
 
 
-def _called(target: str) -> "list[Job]":
+def call_target(target: str) -> Any:
+    """What the function of MODULE:FUNCTION or FILE.py:FUNCTION returns, or the value of that name."""
     where, colon, name = target.rpartition(":")
     if where.lower().endswith(FILE_ENDS):
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
@@ -67,8 +64,8 @@ def _called(target: str) -> "list[Job]":
     try:
         value = get_attribute(import_code(where, Path.cwd()), name, where)
         made = value() if callable(value) else value
-        return check_jobs(made, target)
-    except (NoSuchCode, NotJobs, ShoalError):
+        return list(made) if isinstance(made, Iterator) else made
+    except (NoSuchCode, ShoalError):
         raise
     except Exception as error:
         raise ValueError(f"{target} raised {describe(error)}{place_of(error)}") from error
@@ -90,8 +87,8 @@ def check_jobs(made: object, target: str) -> "list[Job]":
     jobs: list[Job] = []
     for i, job in enumerate(made if isinstance(made, Iterable) else [made]):
         if not isinstance(job, Job):
-            raise NotJobs(f"{target} gave {type(job).__name__} at position {i}; it must return a list of shoal.Job")
+            raise ValueError(f"{target} gave {type(job).__name__} at position {i}; it must return a list of shoal.Job")
         jobs.append(job)
     if not jobs:
-        raise NotJobs(f"{target} gave no jobs; it must return a list of shoal.Job with at least one")
+        raise ValueError(f"{target} gave no jobs; it must return a list of shoal.Job with at least one")
     return jobs

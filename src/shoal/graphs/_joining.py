@@ -15,8 +15,8 @@ from shoal.graphs.calls import Extent, Value, rows_in, size_for
 OTHER_ROWS = "the network makes other calls for another number of rows, so its calls cannot be listed"
 
 
-def join(model: nn.Module, recordings: Sequence[fx.Graph]) -> list[fx.Node]:
-    """One list of calls that holds for any number of rows."""
+def join(model: nn.Module, recordings: Sequence[fx.Graph]) -> tuple[list[fx.Node], list[int]]:
+    """One list of calls that holds for any number of rows, and for each recorded call its place in the list."""
     first, second = (list(recording.nodes) for recording in recordings)
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
@@ -34,7 +34,8 @@ def join(model: nn.Module, recordings: Sequence[fx.Graph]) -> list[fx.Node]:
             follow.add_source(node)
     nodes = list(graph.nodes)
     _mark_gradients(model, nodes)
-    return nodes
+    place = {node: i for i, node in enumerate(nodes)}
+    return nodes, [place[known[node]] for node in first]
 
 
 class _Following:

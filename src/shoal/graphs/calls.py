@@ -73,6 +73,10 @@ class Calls:
     """Which leaves of the sample are tensors."""
     constants: dict[str, Any]
     """Attributes that the nodes refer to and the network does not have."""
+    before: dict[str, list[int]]
+    """Module -> for each of its calls, how many nodes come before it. In the order of the first calls."""
+    after: dict[str, list[int]]
+    """Module -> for each of its calls, how many nodes there are after it has returned."""
 
     def tensors_of(self, sample: Any) -> tuple[Tensor, ...]:
         """The tensors of a sample, in the order in which the recorded calls take them."""
@@ -107,6 +111,11 @@ def as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if hasattr(sample, "keys") and not isinstance(sample, Tensor):
         return (), {str(name): sample[name] for name in sample.keys()}  # noqa: SIM118 - transformers' BatchEncoding
     return (sample,), {}
+
+
+def tensors_in(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among the arguments of a call, in the order in which the recorded calls take them."""
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def rows_of(sample: Any) -> int:

@@ -28,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import GraphError, describe
 from shoal.graphs._joining import join
 from shoal.graphs.calls import ROWS, Calls, as_arguments, rows_of
-from shoal.graphs.symbolic import MOST_OPAQUE
 from shoal.utils.torch_flags import quiet_fake_tensors
 
 CONTAINERS = (
@@ -43,6 +42,8 @@ CONTAINERS = (
 STRUCTURE = "_output_structure"
 """Attribute of the part that gives the network's output: how the output is made of tensors."""
 TRAINING = "training"
+MOST_OPAQUE = 200
+"""Modules that stay whole because they cannot be recorded, at the most."""
 PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
 
 
@@ -59,17 +60,18 @@ def record_calls(model: nn.Module, sample: Any) -> Calls:
             for count in ROWS:
                 tries.append(_Recorder(model, opaque))
                 tries[-1].run(sample, rows, count)
-            nodes = join(model, [recorder.graph for recorder in tries])
+            nodes, places = join(model, [recorder.graph for recorder in tries])
             first = tries[0]
             return Calls(
-                model, nodes, tuple(sorted(opaque)), first.input_structure, first.input_places, first.constants
-            )
+                model, nodes, tuple(sorted(opaque)), first.input_structure, first.input_places, first.constants,
+                *({name: [places[i] for i in ends] for name, ends in of.items()} for of in (first.before, first.after)),
+            )  # fmt: skip
         except Exception as error:
             failed = tries[-1].failed
             if not failed or failed in opaque or len(opaque) >= MOST_OPAQUE:
                 _check_sample(model, sample)
                 raise GraphError(
-                    f"the network cannot be traced ({describe(error)}); it can be placed only where its forward "
+                    f"the network cannot be traced ({describe(error)}); it can be cut only where its forward "
                     "calls modules without branches on values"
                 ) from error
             opaque.add(failed)
@@ -111,6 +113,8 @@ class _Recorder(TorchFunctionMode):
         self.counter = FlopCounterMode(display=False)
         self.inside = False
         self.failed: str | None = None
+        self.before: dict[str, list[int]] = {}
+        self.after: dict[str, list[int]] = {}
         self.input_places: tuple[int, ...] = ()
         self.input_structure: pytree.TreeSpec
 
@@ -164,13 +168,17 @@ class _Recorder(TorchFunctionMode):
             name = recorder.names.get(id(module))
             if recorder.inside or not name:
                 return plain(module, *args, **kwargs)
+            recorder.before.setdefault(name, []).append(len(recorder.graph.nodes))
             try:
                 if recorder._is_leaf(module, name, (args, kwargs)):
-                    return recorder._call_module(name, plain, module, args, kwargs)
-                return plain(module, *args, **kwargs)
+                    out = recorder._call_module(name, plain, module, args, kwargs)
+                else:
+                    out = plain(module, *args, **kwargs)
             except Exception:
                 recorder.failed = recorder.failed or name
                 raise
+            recorder.after.setdefault(name, []).append(len(recorder.graph.nodes))
+            return out
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:

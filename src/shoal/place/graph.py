@@ -7,19 +7,19 @@ what residual connections carry, masks. What can be computed again from the inpu
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from shoal.errors import GraphError, PlaceError
-from shoal.graphs.calls import ROWS, Calls, Extent, Value, rows_in
+from shoal.graphs.calls import ROWS, Calls, Extent, Value
+from shoal.graphs.parts import Parts
 from shoal.graphs.recording import record_calls
-from shoal.place._crossing import copy_into, is_size, kinds_of, leaves, rows_from, sources_of, total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    _kinds: dict[fx.Node, str] = field(repr=False)
+    _parts: Parts = field(repr=False)
     _uses: tuple[dict[int, str], ...] = field(repr=False)
     """For each layer, the weights and buffers that it uses: id -> name."""
-    _parts: dict[int, tuple[nn.Module, nn.Module, nn.Module]] = field(repr=False, default_factory=dict)
+    _split_networks: dict[int, tuple[nn.Module, nn.Module, nn.Module]] = field(repr=False, default_factory=dict)
     """Cut -> a network and its parts, of the last one that was cut there."""
 
     @property
@@ -137,104 +137,47 @@ class LayerGraph:
         cut, network = self.cuts[index - 1], model if model is not None else self.model
         if cut.problem:
             raise PlaceError(f"cut after {cut.name!r}: {cut.problem}")
-        known = self._parts.get(index)
+        known = self._split_networks.get(index)
         if known is None or known[0] is not network:
-            known = self._parts[index] = (network, *self._split(index, network))
+            known = self._split_networks[index] = (network, *self._split(index, network))
         return known[1:]
 
     def _split(self, index: int, network: nn.Module) -> tuple[nn.Module, nn.Module]:
-        border = self.layers[index].first
-        crossing = self._crossing(border)
-        nodes = self.calls.nodes
+        border, parts = self.layers[index].first, self._parts
         front, back = fx.Graph(), fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
-        for node in nodes[:border]:
-            copy_into(front, node, known)
-        front.output(tuple(known[node] for node in crossing))
-        known = self._entering(back, crossing, border)
-        for node in nodes[border:]:
-            copy_into(back, node, known)
-        return self._module(front, network), self._module(back, network)
+        parts.copy(front, 0, border, known)
+        front.output(tuple(known[node] for node in parts.crossing(border)))
+        try:
+            parts.copy(back, border, len(self.calls.nodes), parts.entering(back, border))
+        except GraphError as error:
+            raise PlaceError(str(error)) from error
+        return parts.module(front, network), parts.module(back, network)
 
     # --- what crosses -----------------------------------------------------------------------------------------------
 
     def _cut(self, index: int) -> Cut:
         border, name = self.layers[index].first, self.layers[index - 1].name
         try:
-            values = tuple(node.meta["value"] for node in self._crossing(border))
-        except PlaceError as error:
+            crossing = self._parts.crossing(border)
+        except GraphError as error:
             return Cut(index, name, (), str(error))
-        return Cut(index, name, values, self._problem(index))
+        return Cut(index, name, tuple(node.meta["value"] for node in crossing), self._problem(index, crossing))
 
-    def _crossing(self, border: int) -> list[fx.Node]:
-        """The tensors that cross; PlaceError where something crosses that is no tensor."""
-        used = [
-            node for node in self.calls.nodes[:border] if self._kinds[node] != "free" and self._last_use[node] >= border
-        ]
-        cheap = [node for node in used if self._kinds[node] == "inputs"]
-        sources = sources_of(cheap)
-        if total_bytes(sources) <= total_bytes(cheap):
-            used = [node for node in used if node not in cheap]
-            used = [*sources, *(node for node in used if node not in sources)]
-        for node in used:
-            if "value" not in node.meta:
-                raise PlaceError(f"{node.name} crosses it, which is no tensor; cut at another layer")
-        return used
-
-    def _problem(self, index: int) -> str:
+    def _problem(self, index: int, crossing: Sequence[fx.Node]) -> str:
         shared = self._shared_at(index)
         if shared:
             return f"{shared!r} is used on both sides, so it must stay in one place; cut where both uses are together"
-        border = self.layers[index].first
-        crossing = self._crossing(border)
-        after = {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
-        for node in after.intersection(crossing):
+        for node in self._parts.changed_after(self.layers[index].first).intersection(crossing):
             if any(other is not node and other.meta["storage"] == node.meta["storage"] for other in crossing):
                 return f"{node.name} is changed in place after it crosses, and another tensor shares its memory"
         return ""
-
-    @cached_property
-    def _last_use(self) -> dict[fx.Node, int]:
-        place = {node: i for i, node in enumerate(self.calls.nodes)}
-        return {node: max((place[user] for user in node.users), default=-1) for node in self.calls.nodes}
 
     def _shared_at(self, index: int) -> str | None:
         """A weight, or a module's buffer, that both sides use."""
         before = {key: name for uses in self._uses[:index] for key, name in uses.items()}
         after = {key for uses in self._uses[index:] for key in uses}
         return next((name for key, name in before.items() if key in after), None)
-
-    # --- parts ------------------------------------------------------------------------------------------------------
-
-    def _entering(self, graph: fx.Graph, crossing: Sequence[fx.Node], border: int) -> dict[fx.Node, fx.Node]:
-        """The back's inputs, as what the nodes before the border are to it."""
-        known = {node: graph.placeholder(node.name) for node in crossing}
-        taken = list(zip(crossing, list(known.values()), strict=True))
-        for node in self.calls.nodes[:border]:
-            if node.op == "call_function" and node.target is rows_in:
-                known[node] = rows_from(graph, taken)
-            elif is_size(node):
-                known[node] = graph.call_function(getattr, (taken[0][1], "device"))
-        after = {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
-        for node, entering in taken:
-            if node in after:  # a leaf of autograd cannot be changed in place
-                known[node] = graph.call_method("clone", (entering,))
-        return known
-
-    def _module(self, graph: fx.Graph, network: nn.Module) -> nn.Module:
-        for node in reversed(list(graph.nodes)):
-            if not node.users and node.op in ("get_attr", "call_function") and "changes" not in node.meta:
-                graph.erase_node(node)
-        root = copy.copy(network)
-        root.__dict__.update(self.calls.constants)
-        part = fx.GraphModule(root, graph, type(network).__name__)
-        for name in self.calls.constants:
-            if name in part._buffers:
-                part._non_persistent_buffers_set.add(name)
-        for prefix, module in part.named_modules():
-            original = network.get_submodule(prefix) if prefix and hasattr(network, prefix.split(".")[0]) else network
-            module._non_persistent_buffers_set |= original._non_persistent_buffers_set & set(module._buffers)
-        return part
 
 
 def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
@@ -267,7 +210,7 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
     last = calls.nodes[-1].all_input_nodes
     last = last[0].all_input_nodes if len(last) == 1 and "value" not in last[0].meta else last
     outputs = tuple(node.meta["value"] for node in last if "value" in node.meta)
-    return LayerGraph(calls, tuple(layers), inputs, outputs, kinds_of(calls), tuple(weights.uses))
+    return LayerGraph(calls, tuple(layers), inputs, outputs, Parts(calls), tuple(weights.uses))
 
 
 def _check_network(model: Any) -> None:
@@ -335,6 +278,11 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
         first=first,
         end=end,
     )
+
+
+def leaves(node: fx.Node, layer: Collection[fx.Node]) -> bool:
+    """Whether something after these nodes uses it, or it is part of the output."""
+    return any(user not in layer or user.op == "output" or user.target is pytree.tree_unflatten for user in node.users)
 
 
 def _channels(module: nn.Module) -> int:

@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.runtime.processes import Child
 from shoal.errors import PlaceError, describe
 from shoal.graphs.calls import as_arguments
-from shoal.place._crossing import leaves
-from shoal.place.graph import Layer, LayerGraph
+from shoal.place.graph import Layer, LayerGraph, leaves
 
 FORMAT = 1
 REPEATS = 5

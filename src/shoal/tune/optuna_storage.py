@@ -21,6 +21,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -326,16 +327,7 @@ def _is_left(process: Any) -> bool:
 
 def _copy(trial: Trial) -> Trial:
     """The trial as it is now: its study may change it while it is being written."""
-    return Trial(
-        trial.number,
-        dict(trial.params),
-        trial.state,
-        dict(trial.values),
-        trial.bracket,
-        trial.rung,
-        trial.error,
-        dict(trial.attrs),
-    )
+    return replace(trial, params=dict(trial.params), values=dict(trial.values), attrs=dict(trial.attrs))
 
 
 def _as_trial(stored: Any, number: int) -> Trial:

@@ -9,39 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from shoal.errors import JobError
 from shoal.tune.distributions import Choice, Distribution, Float, Int
 from shoal.tune.space import Space, generator_for
 from shoal.tune.trial import Trial
-
-
-@runtime_checkable
-class Suggestions(Protocol):
-    """What a define-by-run `make_job(trial)` is given: it names its settings as it goes. Optuna's trials are such."""
-
-    @property
-    def number(self) -> int:
-        """The trial's place in the study, from 0."""
-        ...
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """What was suggested so far."""
-        ...
-
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> Any:
-        """A float between two ends."""
-        ...
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> Any:
-        """A whole number between two ends."""
-        ...
-
-    def suggest_categorical(self, name: str, choices: Any) -> Any:
-        """One of some values."""
-        ...
 
 
 class Sampler(Protocol):
@@ -56,8 +29,9 @@ class Sampler(Protocol):
         """The configuration of trial `number`."""
         ...
 
-    def suggest(self, number: int) -> Suggestions:
-        """The same for a make_job that suggests its settings itself: what it is given."""
+    def suggest(self, number: int) -> Any:
+        """The same for a make_job that suggests its settings itself: what it is given, with the `number`, `params` and
+        `suggest_...` of Optuna's trials."""
         ...
 
     def tell(self, trial: Trial) -> None:
@@ -134,7 +108,7 @@ class GridSampler:
             params[name] = values[index]
         return {name: params[name] for name in self._values}
 
-    def suggest(self, number: int) -> Suggestions:
+    def suggest(self, number: int) -> Any:
         """A grid suggests nothing."""
         raise JobError("grid search needs a search space; a make_job that suggests its settings has none")
 

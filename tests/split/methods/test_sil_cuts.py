@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from shoal import Job
 from shoal.errors import SplitError
-from shoal.graphs.symbolic import record
 from shoal.models import CNN, ResNet18
 from shoal.split.core.memory import measure
 from shoal.split.methods._balance import choose
-from shoal.split.methods._cuts import Pieces, candidates, cut
+from shoal.split.methods._cuts import Pieces, candidates, cut, record
 
 
 class Residual(nn.Module):
@@ -31,6 +30,26 @@ class Residual(nn.Module):
         x = F.dropout(F.relu(self.fc1(x)), 0.5, training=self.training)
         out: Tensor = self.fc3(x + F.relu(self.fc2(x)))
         return out
+
+
+class Reshaping(nn.Module):
+    """Sizes from shapes on both sides of a cut, and a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(4, 4), nn.Linear(8, 3)
+        self.steps = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        h = self.b(self.a(x).view(rows, 2, 4)) + self.steps
+        out: Tensor = self.c(h.reshape(rows, -1))
+        return out
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.Sequential(nn.Linear(5, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 3))
 
 
 class Branching(nn.Module):
@@ -67,6 +86,8 @@ def joined(pieces: Pieces, *inputs: Tensor) -> Tensor:
         (lambda: plain(6, 5, 4, 3), (6,), ["after:2", "after:0"]),
         (Residual, (6,), ["fc3"]),
         (Residual, (6,), ["fc2", "fc3"]),
+        (Reshaping, (6,), ["b", "c"]),
+        (encoder, (4, 5), ["1.layers.1"]),
         (CNN, (1, 28, 28), None),
         (ResNet18, (3, 16, 16), ["stages.2", "stages.5"]),
     ],
@@ -92,6 +113,22 @@ def test_parts_compute_what_the_network_does(
     other = torch.randn(5, *shape)  # another number of rows than it was recorded with
     assert torch.equal(joined(pieces, other), model(other))
     assert tuple(pieces.networks[0](other).shape[1:]) == pieces.cuts[0].shape
+
+
+def test_the_first_part_takes_the_arguments_of_the_network() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 2)
+
+        def forward(self, inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
+            out: Tensor = self.b(self.a(inputs["x"] + inputs["y"]) * scale)
+            return out
+
+    model, x = Named(), torch.randn(5, 6)
+    given = ({"x": x, "y": 2 * x}, torch.rand(5, 1))
+    pieces = cut(model, ({"x": x[:3], "y": x[:3]}, torch.ones(3, 1)), ["b"])
+    assert torch.equal(pieces.networks[1](pieces.networks[0](*given)), model(*given))
 
 
 def test_a_part_asks_for_its_own_mode() -> None:

@@ -14,7 +14,7 @@ from shoal.evidence.bench.memory import host_cores
 
 def source_hash() -> str:
     """Names the code itself, for copies that have no git history."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     total = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         total.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())

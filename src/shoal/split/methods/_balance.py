@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from shoal.errors import SplitError, describe
-from shoal.graphs.recording import make_fake
-from shoal.graphs.symbolic import Recorded
+from shoal.errors import SplitError
+from shoal.graphs.calls import Calls, rows_of
+from shoal.graphs.parts import Parts
 from shoal.jobs.job import Job
 from shoal.split.core.memory import count_bytes
 from shoal.split.core.report import optimizer_state
-from shoal.split.methods._cuts import candidates, weights_before
+from shoal.split.methods._cuts import candidates, weights_before, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,50 +33,20 @@ class Profile:
         return max((what[high] - what[low]) / what[-1] if what[-1] else 0.0 for what in (self.memory, self.operations))
 
 
-class _Costing(fx.Interpreter):
-    """Runs the calls one by one, and notes the bytes and operations of each."""
-
-    def __init__(self, module: fx.GraphModule, state_factor: float) -> None:
-        super().__init__(module)
-        self.state_factor = state_factor
-        self.bytes: list[float] = []
-        self.operations: list[float] = []
-        self._weighed: set[int] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        with FlopCounterMode(display=False) as counter:
-            out = super().run_node(n)
-        weights = 0
-        if n.op in ("call_module", "get_attr"):
-            target = self.fetch_attr(str(n.target))
-            params = list(target.parameters()) if isinstance(target, nn.Module) else [target]
-            fresh = [p for p in params if isinstance(p, Tensor) and id(p) not in self._weighed]
-            self._weighed |= {id(p) for p in fresh}
-            weights = count_bytes(fresh)
-        fresh = [] if n.op in ("get_attr", "output") else [x for x in pytree.tree_leaves(out) if not _view(x)]
-        self.bytes.append(weights * self.state_factor + count_bytes(fresh))
-        self.operations.append(float(counter.get_total_flops()))
-        return out
-
-
-def _view(value: Any) -> bool:
-    return isinstance(value, Tensor) and value._base is not None
-
-
-def profile(recorded: Recorded, job: Job, inputs: Sequence[Any]) -> Profile:
-    """Measure the recorded network on a batch like this one."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = make_fake(recorded.model, fake)
-    runner = _Costing(fx.GraphModule(model, recorded.nodes[0].graph), _state_factor(job))
-    try:
-        with warnings.catch_warnings(), fake, torch.no_grad():
-            warnings.simplefilter("ignore")
-            runner.run(*pytree.tree_map_only(Tensor, fake.from_tensor, tuple(inputs)))
-    except Exception as error:
-        raise SplitError(
-            f"the network's calls cannot be measured ({describe(error)}); name the cuts yourself"
-        ) from error
-    return Profile([0.0, *accumulate(runner.bytes)], [0.0, *accumulate(runner.operations)])
+def profile(calls: Calls, job: Job, rows: int) -> Profile:
+    """What the recorded calls hold and compute for a batch of so many rows."""
+    factor, counted = _state_factor(job), set[int]()
+    memory, operations = [0.0], [0.0]
+    for node in calls.nodes:
+        fresh = [weight for weight in weights_of(calls, node) if id(weight) not in counted]
+        counted |= {id(weight) for weight in fresh}
+        held = count_bytes(fresh) * factor
+        if "value" in node.meta and node.op != "get_attr" and node.meta["storage"] not in counted:
+            counted.add(node.meta["storage"])
+            held += node.meta["value"].bytes_at(rows)
+        memory.append(memory[-1] + held)
+        operations.append(operations[-1] + (node.meta["operations"].at(rows) if "operations" in node.meta else 0))
+    return Profile(memory, operations)
 
 
 def _state_factor(job: Job) -> float:
@@ -92,7 +57,7 @@ def _state_factor(job: Job) -> float:
     return 2.0 + count_bytes(state) // probe.weight.nbytes
 
 
-def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> tuple[list[str], list[float]]:
+def choose(recorded: Parts, job: Job, inputs: Sequence[Any], parts: int) -> tuple[list[str], list[float]]:
     """Choose the cuts that make the largest part as small as possible.
 
     Also returns each part's share of memory or of operations, whichever is larger.
@@ -101,12 +66,12 @@ def choose(recorded: Recorded, job: Job, inputs: Sequence[Any], parts: int) -> t
         SplitError: when the network has too few places to cut.
     """
     places = candidates(recorded)
-    weights = weights_before(recorded)
+    weights = weights_before(recorded.calls)
     if len({weights[border] for _, border in places}) < parts - 1:
         cut_names = ", ".join(repr(name) for name, _ in places) or "none"
         raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {cut_names}")
-    measured = profile(recorded, job, inputs)
-    ends = [0, *(border for _, border in places), len(recorded.nodes)]
+    measured = profile(recorded.calls, job, rows_of(tuple(inputs)))
+    ends = [0, *(border for _, border in places), len(recorded.calls.nodes)]
 
     @cache
     def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:

@@ -6,7 +6,9 @@ comes before the cut, the next part what comes after it. Exactly one tensor may 
 
 from __future__ import annotations
 
+import copy
 import difflib
+import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,13 +20,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.engine.members.step import evaluating
-from shoal.errors import SplitError, describe
-from shoal.graphs.symbolic import Recorded, copy_node, is_mode, record
+from shoal.errors import GraphError, SplitError, describe
+from shoal.graphs.calls import Calls, tensors_in
+from shoal.graphs.parts import Parts
+from shoal.graphs.recording import record_calls
 from shoal.split.core.state import named_state
 
 AFTER = "after:"
 MOST_NAMES = 8
 """How many names an error shows."""
+OTHER_MODE = (
+    "the network's parts do not compute what the network does, as where it does other things in training than in "
+    "evaluation (if self.training: ...), so it cannot be cut; use modules that know their mode, such as nn.Dropout"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,15 @@ class Pieces:
     """For each part, the names of its tensors -> their names in the whole network, where tied weights have one name."""
 
 
-def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Recorded | None = None) -> Pieces:
+def record(model: nn.Module, inputs: Sequence[Any]) -> Parts:
+    """Record `model(*inputs)`, on a copy of the network. Raises a SplitError where it cannot be recorded."""
+    try:
+        return Parts(record_calls(copy.deepcopy(model), tuple(inputs)))
+    except GraphError as error:
+        raise SplitError(str(error)) from error
+
+
+def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: Parts | None = None) -> Pieces:
     """Cut a network into parts at these modules. `inputs` are a few rows, from which the shapes are found.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -68,20 +84,21 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
         SplitError: when a cut does not exist, when more than one tensor crosses it, or when a part has no weights.
     """
     recorded = recorded if recorded is not None else record(model, inputs)
-    places = sorted((border_of(recorded, name), i, name) for i, name in enumerate(cuts))
+    calls = recorded.calls
+    places = sorted((border_of(calls, name), i, name) for i, name in enumerate(cuts))
     for (a, _, first), (b, _, second) in pairwise(places):
         if a == b:
             raise SplitError(f"cuts {first!r} and {second!r} are the same place; leave one of them out")
-    borders = [0, *(place for place, _, _ in places), len(recorded.nodes)]
+    borders = [0, *(place for place, _, _ in places), len(calls.nodes)]
     crossing = [crossing_of(recorded, border, name) for border, _, name in places]
     networks = [
-        _piece(recorded, low, high, into, out)
-        for low, high, into, out in zip(borders, borders[1:], [None, *crossing], [*crossing, None], strict=False)
+        _piece(recorded, low, high, out, len(inputs))
+        for (low, high), out in zip(pairwise(borders), [*crossing, None], strict=True)
     ]
     names = [name for _, _, name in places]
     _check_weights(networks, names)
-    shapes, output = _try_out(recorded.model, networks, inputs)
-    whole = {id(x): name for name, x in named_state(recorded.model).items()}
+    shapes, output = _try_out(calls.model, networks, inputs)
+    whole = {id(x): name for name, x in named_state(calls.model).items()}
     return Pieces(
         networks,
         [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
@@ -90,80 +107,90 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     )
 
 
-def border_of(recorded: Recorded, cut: str) -> int:
+def border_of(calls: Calls, cut: str) -> int:
     """Return how many calls come before this cut."""
+    names = list(calls.before)
     if not isinstance(cut, str):
-        raise SplitError(f"cut {cut!r} is a {type(cut).__name__}; name a module, such as {recorded.names()[-1]!r}")
+        raise SplitError(f"cut {cut!r} is a {type(cut).__name__}; name a module, such as {names[-1]!r}")
     name = cut.removeprefix(AFTER)
-    if name not in dict(recorded.model.named_modules()) or not name:
-        raise SplitError(f"cut {cut!r}: the network has no module {name!r}; there are {_near(name, recorded.names())}")
-    calls = (recorded.after if cut.startswith(AFTER) else recorded.before).get(name, [])
-    if not calls:
+    if name not in dict(calls.model.named_modules()) or not name:
+        raise SplitError(f"cut {cut!r}: the network has no module {name!r}; there are {_near(name, names)}")
+    borders = (calls.after if cut.startswith(AFTER) else calls.before).get(name, [])
+    if not borders:
         raise SplitError(
-            f"cut {cut!r}: the network's forward does not call {name!r} by itself; cut at one of "
-            f"{_near(name, recorded.names())}"
+            f"cut {cut!r}: the network's forward does not call {name!r} by itself; cut at one of {_near(name, names)}"
         )
-    if len(calls) > 1:
-        raise SplitError(f"cut {cut!r}: {name!r} is called {len(calls)} times; cut at a module that is called once")
-    return calls[0]
+    if len(borders) > 1:
+        raise SplitError(f"cut {cut!r}: {name!r} is called {len(borders)} times; cut at a module that is called once")
+    return borders[0]
 
 
-def crossing_of(recorded: Recorded, border: int, cut: str) -> fx.Node:
+def crossing_of(recorded: Parts, border: int, cut: str) -> fx.Node:
     """Return the tensor that crosses a border. Raises a SplitError if there is more than one."""
-    crossing = recorded.crossing(border)
-    if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
+    try:
+        crossing = recorded.crossing(border)
+    except GraphError as error:
+        raise SplitError(f"cut {cut!r}: {error}") from error
+    if len(crossing) == 1 and crossing[0].op != "placeholder":
         return crossing[0]
     whole = [name for name, where in candidates(recorded) if where != border]
     advice = f"; cut at one of {_near(cut.removeprefix(AFTER), whole)}" if whole else ""
-    if any(node.op == "get_attr" for node in crossing):
-        shared = next(str(node.target) for node in crossing if node.op == "get_attr")
-        raise SplitError(f"cut {cut!r}: {shared!r} is used on both sides, so neither part could own it{advice}")
     if all(node.op == "placeholder" for node in crossing):
         raise SplitError(f"cut {cut!r}: no weights come before it, so there is nothing to train apart{advice}")
     names = ", ".join(str(node) for node in crossing[:4])
     raise SplitError(f"cut {cut!r} splits a skip or a residual: {len(crossing)} tensors cross it ({names}){advice}")
 
 
-def candidates(recorded: Recorded) -> list[tuple[str, int]]:
+def candidates(recorded: Parts) -> list[tuple[str, int]]:
     """List the modules before which the network can be cut, with their places: the outermost module for each place."""
-    weights = weights_before(recorded)
+    weights = weights_before(recorded.calls)
     by_border: dict[int, str] = {}
-    for name in recorded.names():
-        calls = recorded.before[name]
-        if len(calls) != 1 or calls[0] in by_border or not name:
+    for name, borders in recorded.calls.before.items():
+        border = borders[0]
+        if len(borders) != 1 or border in by_border or weights[border] in (0, weights[-1]):
             continue
-        border = calls[0]
-        if weights[border] == 0 or weights[border] == weights[-1]:
+        try:
+            crossing = recorded.crossing(border)
+        except GraphError:
             continue
-        crossing = recorded.crossing(border)
-        if len(crossing) == 1 and crossing[0].op not in ("placeholder", "get_attr"):
+        if len(crossing) == 1 and crossing[0].op != "placeholder":
             by_border[border] = name
     return [(name, border) for border, name in sorted(by_border.items())]
 
 
-def weights_before(recorded: Recorded) -> list[int]:
+def weights_before(calls: Calls) -> list[int]:
     """Count, for each place, the calls before it that have weights to train."""
-    modules = dict(recorded.model.named_modules())
     counts = [0]
-    for node in recorded.nodes:
-        has = node.op == "get_attr" and not is_mode(node)
-        if node.op == "call_module":
-            has = any(p.requires_grad for p in modules[str(node.target)].parameters())
-        counts.append(counts[-1] + has)
+    for node in calls.nodes:
+        counts.append(counts[-1] + any(p.requires_grad for p in weights_of(calls, node)))
     return counts
 
 
-def _piece(recorded: Recorded, low: int, high: int, into: fx.Node | None, out: fx.Node | None) -> nn.Module:
-    """Make a module of the calls from `low` to `high`."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    if into is not None:
-        known[into] = graph.placeholder("activation")
-    for node in recorded.nodes[low:high]:
-        copy_node(graph, node, known)
+def weights_of(calls: Calls, node: fx.Node) -> list[nn.Parameter]:
+    """List the parameters that a call uses by itself."""
+    if node.op == "call_module":
+        return list(calls.model.get_submodule(str(node.target)).parameters())
+    parameters = dict(calls.model.named_parameters()) if node.op == "get_attr" else {}
+    return [parameters[str(node.target)]] if node.target in parameters else []
+
+
+def _piece(recorded: Parts, low: int, high: int, out: fx.Node | None, num_inputs: int) -> nn.Module:
+    """Make a module of the calls from `low` to `high`. The first takes the network's own arguments."""
+    graph, calls = fx.Graph(), recorded.calls
+    if low:
+        known = recorded.entering(graph, low)
+    else:
+        given = tuple(graph.placeholder(f"argument_{i}") for i in range(num_inputs))
+        tensors = graph.call_function(tensors_in, (given,))
+        inputs = (node for node in calls.nodes if node.op == "placeholder")
+        known = {node: graph.call_function(operator.getitem, (tensors, i)) for i, node in enumerate(inputs)}
+    recorded.copy(graph, low, high, known)
     if out is not None:
-        graph.output(known.get(out))
-    return fx.GraphModule(recorded.model, graph, type(recorded.model).__name__)
+        graph.output(known[out])
+    network = recorded.module(graph, calls.model)
+    for name in calls.constants.keys() & network._buffers.keys():
+        network.__dict__[name] = network._buffers.pop(name)  # as in the user's network: no part of its state
+    return network
 
 
 def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
@@ -176,9 +203,10 @@ def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
         for name, x in named_state(network).items():
             first, other = owner.setdefault(id(x), (number, name))
             if first != number:
+                what = f"{name!r} is" if name == other else f"{other!r} and {name!r} are one tensor"
                 raise SplitError(
-                    f"cut {cuts[first]!r}: {other!r} and {name!r} are one tensor in two parts, so neither could own "
-                    "it; cut so that both are in one part"
+                    f"cut {cuts[first]!r}: {what} in two parts, so neither could own it; cut so that both uses are in "
+                    "one part"
                 )
 
 
@@ -208,7 +236,7 @@ def _try_out(
             raise SplitError(f"the network's parts do not run on the job's data ({describe(error)})") from error
     one, other = (x if isinstance(x, Tensor) else None for x in (value, whole))
     if (one is None) != (other is None) or (one is not None and other is not None and not _alike(one, other)):
-        raise SplitError("the network's parts do not compute what the network does; its forward cannot be cut")
+        raise SplitError(OTHER_MODE)
     return shapes, tuple(one.shape[1:]) if one is not None and one.dim() else ()
 
 

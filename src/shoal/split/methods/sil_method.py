@@ -22,7 +22,6 @@ from shoal.data.pool import batch_rows
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.step import autocast, evaluating, run_step
 from shoal.errors import SplitError
-from shoal.graphs.symbolic import record
 from shoal.jobs.job import Job
 from shoal.split.core.checks import check_choice, check_count, prepare_job
 from shoal.split.core.memory import WHOLE
@@ -31,7 +30,7 @@ from shoal.split.core.parts import Outcome, Part, Slice, Task, Tensors
 from shoal.split.core.reading import Reading, mixed
 from shoal.split.core.state import tensors_of
 from shoal.split.methods._balance import choose
-from shoal.split.methods._cuts import cut
+from shoal.split.methods._cuts import cut, record
 from shoal.split.methods.heads import Head, WithHead, make_head
 from shoal.split.methods.labels import Labels
 
