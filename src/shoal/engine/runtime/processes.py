@@ -20,6 +20,7 @@ from shoal.engine.runtime import _messages
 from shoal.errors import ShoalError, describe
 from shoal.reporting.events import Event
 from shoal.utils import garbage_collection
+from shoal.utils.locks import locks_kept
 from shoal.utils.torch_flags import flush_output
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
@@ -37,11 +38,12 @@ class Child:
     def __init__(self, body: Body) -> None:
         self.pipe, theirs = Pipe()
         flush_output()
-        with warnings.catch_warnings():
+        parent = os.getpid()
+        with warnings.catch_warnings(), locks_kept():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child touches none of theirs
             self.pid = os.fork()
         if not self.pid:
-            _live(body, theirs, (*self._pipes, self.pipe))
+            _live(body, theirs, (*self._pipes, self.pipe), parent)
         theirs.close()
         self._pipes.add(self.pipe)
         self._status: int | None = None
@@ -81,14 +83,14 @@ class Child:
             self.pipe.close()
 
 
-def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoReturn:
+def _live(body: Body, pipe: Connection, inherited: Iterable[Connection], parent: int) -> NoReturn:
     code = 1
     try:
+        _end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, and says what to do
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for other in inherited:
             other.close()
-        _end_with_parent()
         garbage_collection.freeze(collect=False)  # what the parent has made is of no interest to the collector here
         torch.set_num_threads(1)
         body(pipe)
@@ -100,12 +102,14 @@ def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoRe
         os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed."""
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent is killed; end it now if that has happened already."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def ask_children(bodies: Iterable[Body]) -> list[Any]:
