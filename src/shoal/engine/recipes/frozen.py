@@ -41,7 +41,7 @@ class FrozenWeights:
         tensors = _state(recipe, places)
         known = self._known.setdefault(recipe.key, [])
         for number, others in known:
-            if all(a is b or _equal(a, b) for a, b in zip(tensors, others, strict=True)):
+            if all(a is b or same_bits(a, b) for a, b in zip(tensors, others, strict=True)):
                 return number
         known.append((next(self._numbers), tensors))
         return known[-1][0]
@@ -113,9 +113,9 @@ def _state(recipe: Recipe, places: Sequence[int]) -> list[Tensor]:
     return [state[place].detach() for place in places]
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, so that zeros of different signs and NaNs are told apart."""
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, so that zeros of different signs and NaNs are told apart. Sparse and quantized tensors never are."""
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
         return False
     same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
     return same or _bits(a).equal(_bits(b))
