@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import shoal
 
@@ -113,7 +114,21 @@ class Inside(torch.optim.Optimizer):
                 p.copy_(slow)
 
 
-class Wandering(torch.optim.lr_scheduler.LRScheduler):
+class Signs(torch.optim.Optimizer):
+    """All its state is in its state_dict."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class Wandering(lr_scheduler.LRScheduler):
     """A schedule with random numbers and a list of its own."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -435,6 +450,36 @@ def spectral_norm() -> Changes:
     return {"step": step, "model": model}
 
 
+def counting_lambda(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """The function that counts is made with the scheduler."""
+    seen: list[int] = []
+
+    def factor(step: int) -> float:
+        seen.append(step)
+        return 0.9 ** len(seen)
+
+    return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def counting_scale(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    calls = itertools.count()
+    warm = lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 3)
+    cyclic = lr_scheduler.CyclicLR(
+        optimizer, 0.01, 0.1, 3, cycle_momentum=False, scale_fn=lambda x: 1 / (1 + next(calls))
+    )
+    return lr_scheduler.SequentialLR(optimizer, [warm, cyclic], [3])
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Its state_dict has a Counter."""
+    return lr_scheduler.MultiStepLR(optimizer, [3, 6, 11], 0.5)
+
+
+def lazy_network() -> nn.Module:
+    layers = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
+    return layers.double()
+
+
 KINDS: dict[str, Callable[[], Changes]] = {
     "counter": lambda: {"model": lambda: Counting("counter")},
     "list": lambda: {"model": lambda: Counting("list")},
@@ -469,6 +514,13 @@ KINDS: dict[str, Callable[[], Changes]] = {
     "holder of the optimizer": holder_of_optimizer,
     "loss with a mean": lambda: {"loss": Running()},
     "spectral norm": spectral_norm,
+    "optimizer of its own, milestones": lambda: {"optimizer": Signs, "schedule": milestones},
+    "optimizer inside another, milestones": lambda: {"optimizer": Inside, "schedule": milestones},
+    "function of a scheduler": lambda: {"schedule": counting_lambda},
+    "function of a scheduler, every epoch": lambda: {"schedule": counting_lambda, "schedule_every": "epoch"},
+    "function of a scheduler in another": lambda: {"schedule": counting_scale},
+    "lazy modules": lambda: {"model": lazy_network, "average": shoal.EMA(decay=0.9, use_buffers=True)},
+    "lazy modules, optimizer of its own": lambda: {"model": lazy_network, "optimizer": Slowing},
 }
 
 

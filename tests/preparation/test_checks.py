@@ -37,6 +37,12 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
 
+def with_packed_bits() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.register_buffer("packed", torch.zeros(4, dtype=torch.uint8).view(torch.int4))
+    return model
+
+
 def broken() -> nn.Module:
     raise RuntimeError("no network today")
 
@@ -82,6 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "frame": ({"data": (pandas.DataFrame(X.numpy()), Y)}, ["data holds a DataFrame; pass what its to_numpy() gives"]),
     "factory raises": ({"model": broken}, ["building the model raised RuntimeError: no network today"]),
+    "dtype without operators": ({"model": with_packed_bits}, ["packed has dtype torch.int4", "use torch.uint8"]),
     "factory of no module": ({"model": lambda: 3}, ["model built a int"]),
     "labels": ({"data": (X, Y + 1)}, ["labels from 1 to 3", "3 classes", "labels 0 to 2"]),
     "late labels": ({"data": (X, torch.cat([Y[:-1], torch.tensor([7])]))}, ["labels from 0 to 7"]),

@@ -109,6 +109,48 @@ def test_pickled_and_copied(trained: shoal.Results, folder: Path) -> None:
             _ = loaded["best"].model
 
 
+DTYPES = [torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16,
+          torch.uint16, torch.uint64, torch.bool]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_every_dtype_are_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also those that safetensors does not have."""
+    bits = torch.arange(16, dtype=torch.uint8)
+
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            value = bits > 3 if dtype is torch.bool else bits.view(dtype).clone()
+            self.register_buffer("odd", value)
+            self.frozen = nn.Parameter(value.clone(), requires_grad=False)
+
+    made = [job(model=Odd, name=name, epochs=2) for name in "ab"]
+    shoal.train(made, device="cpu", out=tmp_path)
+    longer = [job(model=Odd, name=name, epochs=3) for name in "ab"]
+    trained = shoal.train(longer, device="cpu", out=tmp_path)
+    for result in (*trained, *shoal.load(tmp_path, model=Odd)):
+        assert result.status == "done" and result.history[-1]["epoch"] == 3
+        for value in (result.model.odd, result.model.frozen.detach()):
+            same = value if dtype is torch.bool else value.view(torch.uint8)
+            assert value.dtype == dtype and torch.equal(same, bits > 3 if dtype is torch.bool else bits)
+
+
+def test_complex_weights_are_trained_and_stored(tmp_path: Path) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex128) @ self.weight).abs()
+
+    (result,) = shoal.train([job(model=Complex, name="a")], device="cpu", out=tmp_path)
+    (loaded,) = shoal.load(tmp_path, model=Complex)
+    assert torch.equal(loaded.model.weight, result.model.weight)
+
+
 def test_what_is_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is no run folder: it has no jobs\.json"):
         shoal.load(tmp_path / "nothing")

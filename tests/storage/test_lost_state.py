@@ -95,6 +95,17 @@ def test_state_that_jobs_share_is_not_saved_and_is_said(tmp_path: Path) -> None:
     assert "other jobs can change it too" in text and "give each job objects of its own" in text
 
 
+def test_an_optimizer_class_that_jobs_share_is_no_state(tmp_path: Path) -> None:
+    """Torch wraps the step of the class when the first of them is made. Warnings are errors here."""
+
+    class New(stateful.Signs):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+    jobs = [job({"loss": nn.functional.mse_loss, "optimizer": New}, name) for name in "ab"]
+    shoal.train(jobs, device="cpu", out=tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["global counter", "class attribute"])
 def test_what_a_process_has_once_can_be_saved_for_one_job_alone(kind: str, tmp_path: Path) -> None:
     shoal.train([stateful.job(kind)], device="cpu", out=tmp_path / "one")

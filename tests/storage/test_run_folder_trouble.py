@@ -9,8 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,13 +27,18 @@ from shoal.storage.lock import Lock, alive
 HOLD = """
 import os, sys, time
 from pathlib import Path
+from contextlib import nullcontext
 from shoal.storage.lock import Lock
-lock = Lock(Path(sys.argv[1]))
+from shoal.utils.locks import locks_kept
+lock, child = Lock(Path(sys.argv[1])), 0
 lock.acquire()
-if len(sys.argv) > 2 and os.fork() == 0:
-    time.sleep(float(sys.argv[2]))
-    os._exit(0)
-print("held", flush=True)
+if len(sys.argv) > 2:
+    with locks_kept() if sys.argv[3] == "worker" else nullcontext():
+        child = os.fork()
+    if child == 0:
+        time.sleep(float(sys.argv[2]))
+        os._exit(0)
+print("held", child, flush=True)
 time.sleep(60)
 """
 
@@ -39,17 +46,25 @@ time.sleep(60)
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     held: list[subprocess.Popen[str]] = []
+    children: list[int] = []
 
     def start(*more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", HOLD, str(tmp_path), *more]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         held.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert process.stdout is not None
+        said, child = process.stdout.readline().split()
+        assert said == "held"
+        children.extend([int(child)] * bool(more))
         return process
 
     yield start
     for process in held:
         process.kill()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    for process in held:
         process.communicate()
 
 
@@ -69,7 +84,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(
 
 
 def test_the_workers_of_a_killed_run_are_waited_for(tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
-    process = hold("0.5")
+    process = hold("0.5", "worker")
     process.kill()
     process.wait()
     assert not alive(process.pid) and alive(os.getpid())
@@ -77,6 +92,28 @@ def test_the_workers_of_a_killed_run_are_waited_for(tmp_path: Path, hold: Callab
     lock = Lock(tmp_path)
     lock.acquire()
     assert 0.1 < time.monotonic() - start < 5
+    lock.release()
+
+
+def test_other_forked_processes_of_a_killed_run_are_not_waited_for(
+    tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Such as the workers of a DataLoader, which torch may leave behind for ever."""
+    process = hold("60", "other")
+    process.kill()
+    process.wait()
+    lock = Lock(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_run_that_was_killed_just_now_is_waited_for(
+    tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = hold()
+    threading.Timer(0.2, process.kill).start()
+    lock = Lock(tmp_path)
+    lock.acquire()
     lock.release()
 
 

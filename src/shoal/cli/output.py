@@ -74,7 +74,8 @@ def show_result(result: "Result", as_json: bool, beside: dict[str, Any], missing
 
     `beside`: what the JSON has beside the result.
     """
-    from shoal.results import Results, finite
+    from shoal.results import Results
+    from shoal.utils.numpy_values import finite
 
     if as_json:
         typer.echo(json.dumps(finite({**result.to_dict(), **beside})))

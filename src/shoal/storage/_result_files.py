@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,28 @@ def _weights(stem: Path, result: Result) -> tuple[Path, list[bytes]]:
     from safetensors.torch import save
 
     state = result.state_dict()
-    if all(isinstance(value, Tensor) and value.layout == torch.strided for value in state.values()):
+    if all(isinstance(value, Tensor) and _suits_safetensors(value) for value in state.values()):
         # A clone each: tied weights are then written once for each of their names, and load with strict=True.
         data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
         return stem.with_suffix(".safetensors"), [data]
     file = io.BytesIO()
     torch.save(state, file)
     return stem.with_suffix(".pt"), [file.getvalue()]
+
+
+def _suits_safetensors(value: Tensor) -> bool:
+    return value.layout == torch.strided and _has_dtype(value.dtype)
+
+
+@cache
+def _has_dtype(dtype: torch.dtype) -> bool:
+    """Whether this version of safetensors writes and reads tensors of a dtype; of complex128 none does yet."""
+    from safetensors.torch import load, save
+
+    try:
+        return load(save({"x": torch.empty(0, dtype=dtype)}))["x"].dtype == dtype
+    except Exception:
+        return False
 
 
 def read_weights(stem: Path) -> dict[str, Any]:

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import IO
 
 from shoal.errors import OutError, ShoalWarning
+from shoal.utils.locks import close_in_children
 
 PATIENCE = 10.0
 """Seconds to wait for the workers of a killed run to end."""
+BRIEFLY = 1.0
+"""Seconds to wait where the other run's process is there: it may have been killed just now."""
+_EXITING = 0x4
+"""The kernel's flag of a process that is ending, PF_EXITING."""
 
 
 class Lock:
     """A file lock in the folder, which the kernel releases when the process ends.
 
-    Forked workers hold it too, so no other run can use the folder while one of them is alive.
+    Shoal's own workers hold it too, so no other run can use the folder while one of them is alive. Other forked
+    processes do not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,6 +44,7 @@ class Lock:
             file.close()
             raise
         self._file, self._pid = file, os.getpid()
+        close_in_children(file)
 
     def in_use(self) -> bool:
         """Whether another run has the lock now."""
@@ -57,14 +64,14 @@ class Lock:
             import fcntl
         except ImportError:  # not on this system
             return
-        until = time.monotonic() + PATIENCE
+        start = time.monotonic()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if self._holder(file)[1] or time.monotonic() > until:
-                    holder = self._holder(file)[0]
+                holder, lives = self._holder(file)
+                if time.monotonic() - start > (BRIEFLY if lives else PATIENCE):
                     raise OutError(
                         f"out={str(self.folder)!r} is in use by another run{holder}; wait for its end, "
                         "or use another folder"
@@ -104,7 +111,7 @@ class Lock:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine is running; zombies are not."""
+    """Whether a process of this machine is running; one that is ending is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -112,6 +119,7 @@ def alive(pid: int) -> bool:
     except OSError:
         return True
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state not in ("Z", "X") and not int(numbers[5]) & _EXITING
+    except (OSError, ValueError, IndexError):
         return True

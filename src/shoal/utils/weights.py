@@ -32,6 +32,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = Fal
     """
     for name, buffer in model.named_buffers():
         saved = state.get(name)
+        if is_lazy(buffer) or is_lazy(saved):
+            continue  # a lazy module takes the shape by itself
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, torch.empty_like(saved, device=buffer.device))

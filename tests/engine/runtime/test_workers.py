@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.members.member import Member
-from shoal.engine.runtime import sharing, workers
+from shoal.engine.runtime import processes, sharing, workers
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -69,6 +70,15 @@ def test_the_same_bits_in_any_number_of_processes(members: int) -> None:
     for count in (2, 3):
         for a, b in zip(trained(count, jobs(members)), alone, strict=True):
             assert_equal(a, b)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell children of their parent's end")
+def test_a_child_whose_parent_was_killed_before_it_began_ends_at_once() -> None:
+    pid = os.fork()
+    if pid == 0:
+        processes._end_with_parent(os.getpid())  # its parent is another
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_epochs_are_told_as_they_end() -> None:

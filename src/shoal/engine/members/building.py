@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from shoal.engine.members.member import Member, open_data, seeded
 from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, overlapping, spans
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
+
+QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
+"""Quantized dtypes whose tensors torch can copy."""
 
 
 def build_member(job: Job, index: int, name: str, pool: Pool) -> Member:
@@ -46,7 +50,24 @@ def build_network(job: Job, device: torch.device, private: bool = False) -> tupl
     empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
     if empty is not None:
         raise JobError(f"its parameter {empty} is on the meta device, without numbers; build the network on the CPU")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not _has_operators(tensor.dtype):
+            raise JobError(
+                f"{name} has dtype {tensor.dtype}, for which torch has no operators; use torch.uint8 for bits"
+            )
     return model, rng
+
+
+@cache
+def _has_operators(dtype: torch.dtype) -> bool:
+    """Whether torch can copy and convert numbers of a dtype; for torch.int4 and torch.bits8 it cannot."""
+    if dtype in QUANTIZED:
+        return True
+    try:
+        torch.empty(1, dtype=dtype).to(torch.complex128)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def give_own_networks(members: Sequence[Member]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.optimizers import make_optimizer, trying
@@ -21,11 +22,15 @@ from shoal.utils.weights import load_weights
 
 
 def averaged_tensors(model: nn.Module, average: EMA | SWA) -> dict[str, Tensor]:
-    """Return the tensors to average by name: trained parameters, and floating-point buffers if `use_buffers`."""
-    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    """Return the tensors to average by name: trained parameters, and floating-point buffers if `use_buffers`.
+
+    Parameters of lazy modules are left out until they have a shape.
+    """
+    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if average.use_buffers:
         tensors |= dict(model.named_buffers())
-    return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    made = {name: t.detach() for name, t in tensors.items() if not is_lazy(t)}
+    return {name: t for name, t in made.items() if t.is_floating_point() or t.is_complex()}
 
 
 @torch.no_grad()

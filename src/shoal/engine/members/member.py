@@ -247,10 +247,10 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
-        whole = self.saved_state.driver is None or storable(self.schedule_state)
+        kept = self.saved_state.keeps_schedule and not storable(self.schedule_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
-            "schedule_state": self.schedule_state if whole else None,
+            "schedule_state": None if kept else self.schedule_state,
             "history": [dict(row) for row in self.history],
             "validations": [dict(row) for row in self.validations],
             "model": stored(dict(self.model.state_dict())),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from shoal.engine.optim.hparams import RULES, numbers, signature, with_defaults
 from shoal.engine.python_state.preserve import preserved
+from shoal.engine.python_state.saved_state import schedule_functions
 from shoal.errors import JobError
 from shoal.utils.numpy_values import plain_number
 
@@ -127,6 +128,11 @@ class ScheduleRunner:
     def foreign(self) -> bool:
         """Whether a scheduler is not one of torch's own. It may read weights, which the stand-in does not have."""
         return self._scheduler is not None and not all(map(_is_torchs, _chain(self._scheduler)))
+
+    @property
+    def functions(self) -> list[Any]:
+        """The user's functions that the scheduler calls."""
+        return [] if self._scheduler is None else schedule_functions(self._scheduler)
 
     def step(self, count: int = 1) -> None:
         """Advance the schedule after `count` optimizer steps."""

@@ -61,8 +61,14 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Call `optimizer.load_state_dict(state)`, and keep the dtype of scalars such as NAdam's `mu_product`.
 
     Torch casts them to the dtype of their parameter; in float64 they would then be rounded differently than before.
+    The dicts of groups and state stay the same objects, because an optimizer inside of this one may refer to them.
     """
+    groups, entries = list(optimizer.param_groups), vars(optimizer).get("state")
     optimizer.load_state_dict(dict(state))
+    for place, (group, content) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        optimizer.param_groups[place] = _refilled(group, content)
+    if entries is not None:  # otherwise it is a property
+        optimizer.state = _refilled(entries, optimizer.state)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, param in zip(indices, params, strict=True):
@@ -70,6 +76,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             loaded = optimizer.state[param].get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and not value.ndim:
                 optimizer.state[param][name] = loaded.to(value.dtype)
+
+
+def _refilled(held: Any, content: Any) -> Any:
+    """The same dict as before, with the content of another."""
+    if held is not content:
+        content = dict(content)
+        held.clear()
+        held.update(content)
+    return held
 
 
 def optimizer_state_dict(

@@ -193,7 +193,7 @@ def average_bytes(member: Member) -> int:
     rule = member.job.average
     if rule is None:
         return 0
-    return sum(nbytes(t) for t in averaged_tensors(member.model, rule).values() if not torch.nn.parameter.is_lazy(t))
+    return sum(nbytes(t) for t in averaged_tensors(member.model, rule).values())
 
 
 def batch_shapes(graph: Trace) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -160,7 +160,7 @@ class ClassAttributes(Names):
     """Attributes and methods of a class."""
 
     def get(self) -> dict[str, Any]:
-        return {name: value for name, value in list(vars(self.owner).items()) if _of_class(name, value)}
+        return {name: _unwrapped(value) for name, value in list(vars(self.owner).items()) if _of_class(name, value)}
 
     def _set(self, name: str, value: Any) -> None:
         type.__setattr__(self.owner, name, value)
@@ -303,6 +303,12 @@ def key_name(key: Any, place: int) -> str:
         isinstance(key, tuple) and all(isinstance(part, str | int | float | bool | None) for part in key)
     )
     return f"[{key!r}]" if plain else f"[#{place}]"
+
+
+def _unwrapped(value: Any) -> Any:
+    """A function without the wrapper that torch puts around an optimizer's `step` when the class is first used."""
+    hooked = isinstance(value, types.FunctionType) and getattr(value, "hooked", False)
+    return getattr(value, "__wrapped__", value) if hooked else value
 
 
 def _of_class(name: str, value: Any) -> bool:

@@ -6,6 +6,8 @@ others nothing is looked for and nothing saved.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils import _pytree as pytree
 
@@ -36,6 +39,8 @@ class SavedState:
         """Of what the job's functions and the model reach."""
         self.driver: Keeper | None = None
         """Of the optimizer and scheduler that train it now."""
+        self.keeps_schedule = False
+        """Whether the scheduler's attributes are saved with those of the optimizer."""
         self.stand_ins: dict[str, Any] = {}
         """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
@@ -58,7 +63,7 @@ class SavedState:
 
     def load(self, saved: Saved | None) -> None:
         """What was captured elsewhere; it is put in place when the member gets its optimizer."""
-        self._loaded, self.driver = saved, None
+        self._loaded, self.driver, self.keeps_schedule = saved, None, False
 
     def begin(self, job: Job, model: nn.Module) -> None:
         """Before an optimizer is made for the member: note what there is or, if it has trained, what it has become."""
@@ -67,18 +72,18 @@ class SavedState:
             self._loaded = self.capture()
         if self.job is not None:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
-        elif self.wanted or (self._loaded or {}).get("job") is not None:
-            self.job = Keeper(state_roots(job, model if self.watched else None), model=model)
+        else:
+            loaded = (self._loaded or {}).get("job") is not None
+            if self.wanted or loaded:  # a lazy network that has its weights can be traced, and could not before
+                self.job = Keeper(state_roots(job, model if self.watched or loaded else None), model=model)
 
     def attach(
         self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
     ) -> None:
         """An optimizer and a scheduler were made for the member. `started`: it has trained before, with other ones."""
-        self.driver = None
-        if has_own_state(optimizer, schedule):
-            foreign = schedule is not None and not _is_torchs(schedule)
-            roots = {"optimizer": optimizer, **({"scheduler": schedule} if foreign else {})}
-            self.driver = Keeper(roots, model=model, beside=self.job)
+        self.keeps_schedule = schedule is not None and not _is_torchs(schedule)
+        roots = driver_roots(optimizer, schedule)
+        self.driver = Keeper(roots, model=model, beside=self.job) if roots else None
         if self.job is not None:
             made = {"optimizer": optimizer, "scheduler": schedule}
             self.job.swap({id(old): made[name] for name, old in self.stand_ins.items()})
@@ -86,6 +91,7 @@ class SavedState:
             self.stand_ins = {}
         if started:
             self._put_back(device)
+            end_lazy_modules(model)
         self._loaded = None
 
     def _put_back(self, device: torch.device) -> None:
@@ -107,6 +113,7 @@ class SavedState:
             self.job = self.job or Keeper(state_roots(job, model), model=model)
             with suppress(Exception):  # its weights are what counts, and they are there
                 self.job.restore(self._loaded["job"], device, partly=True)
+                end_lazy_modules(model)
 
 
 def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
@@ -129,11 +136,35 @@ def storable(state: Any) -> bool:
     return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
 
 
-def has_own_state(optimizer: Optimizer, schedule: Any) -> bool:
-    """Whether an optimizer or a scheduler may have state that its `state_dict()` does not have."""
+def driver_roots(optimizer: Optimizer, schedule: Any) -> dict[str, Any]:
+    """An optimizer, a scheduler and its functions, as far as they may have state that no `state_dict()` has."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-    return not torchs or any(hooks) or (schedule is not None and not _is_torchs(schedule))
+    roots: dict[str, Any] = {} if torchs and not any(hooks) else {"optimizer": optimizer}
+    if schedule is None:
+        return roots
+    if not _is_torchs(schedule):
+        return {"optimizer": optimizer, "scheduler": schedule}
+    return roots | {f"schedule function {n}": f for n, f in enumerate(schedule_functions(schedule))}
+
+
+def schedule_functions(schedule: Any) -> list[Any]:
+    """Functions of the user's that torch's schedulers call. A scheduler's state_dict() has what they keep only where
+    they are objects with attributes."""
+    functions = [*getattr(schedule, "lr_lambdas", ()), getattr(schedule, "_scale_fn_custom", None)]
+    inner = [function for part in getattr(schedule, "_schedulers", ()) for function in schedule_functions(part)]
+    return [f for f in functions if isinstance(f, _FUNCTIONS)] + inner
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def end_lazy_modules(model: nn.Module) -> None:
+    """Give lazy modules that were put back to where they had their weights the class that they then had."""
+    for module in model.modules():
+        ended = isinstance(module, LazyModuleMixin) and "_initialize_hook" not in vars(module)
+        if ended and module.cls_to_become is not None:
+            module.__class__ = module.cls_to_become
 
 
 def _is_torchs(scheduler: Any) -> bool:

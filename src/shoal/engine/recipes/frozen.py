@@ -42,7 +42,7 @@ class FrozenWeights:
         tensors = _state(recipe, indices)
         known = self._known.setdefault(recipe.key, [])
         for number, others in known:
-            if all(a is b or _equal(a, b) for a, b in zip(tensors, others, strict=True)):
+            if all(a is b or same_bits(a, b) for a, b in zip(tensors, others, strict=True)):
                 return number
         known.append((next(self._numbers), tensors))
         return known[-1][0]
@@ -117,9 +117,12 @@ def _state(recipe: Recipe, indices: Sequence[int]) -> list[Tensor]:
     return [state[i].detach() for i in indices]
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit: zeros of different signs differ, and equal NaNs do not."""
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit: zeros of different signs differ, and equal NaNs do not.
+
+    Sparse and quantized tensors are never equal.
+    """
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
         return False
     same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
     return same or _bits(a).equal(_bits(b))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,8 @@ def _narrow(group: dict[str, Any]) -> bool:
     """Return whether a setting is a tensor of lower precision than the parameters; torch computes in that precision."""
     settings = (value for name, value in group.items() if name != "params")
     leaves = [x for x in pytree.tree_leaves(list(settings)) if isinstance(x, Tensor) and x.is_floating_point()]
-    least = min((torch.finfo(p.dtype).eps for p in group["params"]), default=1.0)
+    params = [p for p in group["params"] if p.is_floating_point() or p.is_complex()]  # frozen ones may be integers
+    least = min((torch.finfo(p.dtype).eps for p in params), default=1.0)
     return any(torch.finfo(x.dtype).eps > least for x in leaves)
 
 
@@ -95,9 +97,13 @@ def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
     Args:
         runner: A separate runner to try it on, since a schedule may count its calls.
     """
+    functions = PythonState({"functions": runner.functions})  # made by the schedule, so that `state` does not have them
     if not state.changes() and runner.can_table():
         runner.step()
-    return bool(state.changes() or state.unrestorable)
+    for function in runner.functions:
+        with suppress(Exception):
+            function(1)
+    return any(noted.changes() or noted.unrestorable for noted in (state, functions))
 
 
 def plan_optimizer(member: Member) -> OptimizerPlan:

@@ -20,6 +20,7 @@ from shoal.engine.runtime import _messages
 from shoal.errors import ShoalError, describe
 from shoal.reporting.events import Event
 from shoal.utils import garbage_collection
+from shoal.utils.locks import locks_kept
 from shoal.utils.torch_flags import flush_output
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
@@ -37,11 +38,12 @@ class Child:
     def __init__(self, body: Body) -> None:
         self.pipe, theirs = Pipe()
         flush_output()
-        with warnings.catch_warnings():
+        parent = os.getpid()
+        with warnings.catch_warnings(), locks_kept():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child uses nothing of theirs
             self.pid = os.fork()
         if not self.pid:
-            _live(body, theirs, (*self._pipes, self.pipe))
+            _live(body, theirs, (*self._pipes, self.pipe), parent)
         theirs.close()
         self._pipes.add(self.pipe)
         self._status: int | None = None
@@ -81,15 +83,15 @@ class Child:
             self.pipe.close()
 
 
-def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoReturn:
+def _live(body: Body, pipe: Connection, inherited: Iterable[Connection], parent: int) -> NoReturn:
     """Run `body` in the child, and exit."""
     code = 1
     try:
+        _end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for other in inherited:
             other.close()
-        _end_with_parent()
         garbage_collection.freeze(collect=False)  # the collector need not visit the parent's objects
         torch.set_num_threads(1)
         body(pipe)
@@ -101,12 +103,14 @@ def _live(body: Body, pipe: Connection, inherited: Iterable[Connection]) -> NoRe
         os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """Make the kernel end this process when its parent is killed."""
+def _end_with_parent(parent: int) -> None:
+    """Make the kernel end this process when its parent is killed, and exit now if that has already happened."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def ask_children(bodies: Iterable[Body]) -> list[Any]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 import shoal
@@ -227,6 +228,8 @@ def _refuse_at_sight(model: nn.Module) -> None:
             raise Untraceable(f"{where} has a backward hook")
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
             raise Untraceable(f"{where} is already compiled; give Shoal the plain module")
+        if isinstance(module, LazyModuleMixin):  # also where a checkpoint has its weights: a resume runs as before
+            raise Untraceable(f"{where} is built lazily, at the first batch")
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise Untraceable(f"{name} is built lazily, at the first batch")

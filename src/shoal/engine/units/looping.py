@@ -28,6 +28,7 @@ from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, run_step
 from shoal.engine.proof.group import Group
 from shoal.engine.python_state.preserve import preserved
+from shoal.engine.recipes.frozen import same_bits
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.engine.units.trials import FEW_STEPS, num_steps
@@ -153,7 +154,7 @@ def _same_beginning(alike: Sequence[Member]) -> bool:
     frozen = [[p for p in m.model.parameters() if not p.requires_grad and not is_lazy(p)] for m in alike]
     if len(orders) > 1 or not frozen[0]:
         return False
-    return all(torch.equal(a, b) for row in frozen[1:] for a, b in zip(frozen[0], row, strict=True))
+    return all(same_bits(a, b) for row in frozen[1:] for a, b in zip(frozen[0], row, strict=True))
 
 
 def _kind(member: Member) -> Hashable:
