@@ -1,4 +1,4 @@
-"""Which nodes can be computed again on the other side of a cut, and what they are computed from there."""
+"""Which nodes can be computed again on the other side of a cut, and from what."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shoal.errors import PlaceError
 from shoal.graphs.calls import Calls, Extent, rows_in
 
 NOMINAL_ROWS = 32
-"""Rows for which tensors are compared in size."""
+"""The number of rows for which sizes of tensors are compared."""
 RANDOM = ("rand", "randn", "randint", "randperm", "normal", "dropout", "bernoulli", "multinomial")
 
 
 def kinds_of(calls: Calls) -> dict[fx.Node, str]:
-    """For each node: "free" (can be computed anywhere), "inputs" (from the inputs alone), or "computed"."""
+    """Return for each node: "free" (can be computed anywhere), "inputs" (from the inputs alone), or "computed"."""
     changed = {node for other in calls.nodes for node in other.meta.get("changes", ())}
     kinds: dict[fx.Node, str] = {}
     for node in calls.nodes:
@@ -35,7 +35,7 @@ def kinds_of(calls: Calls) -> dict[fx.Node, str]:
 
 
 def _is_tuple(node: fx.Node) -> bool:
-    """Whether other nodes take elements of what it gives."""
+    """Return whether other nodes take elements of its result."""
     return (
         node.target is not rows_in
         and "operations" in node.meta
@@ -44,43 +44,46 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def leaves(node: fx.Node, layer: Collection[fx.Node]) -> bool:
-    """Whether something after these nodes uses it, or it is part of the output."""
+    """Return whether nodes outside `layer` use the node, or it is part of the output."""
     return any(user not in layer or user.op == "output" or user.target is pytree.tree_unflatten for user in node.users)
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs that these are computed from."""
-    known: dict[fx.Node, None] = {}
+    """Return the inputs from which these nodes are computed."""
+    visited: dict[fx.Node, None] = {}
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node in known or ("value" not in node.meta and node.target is rows_in):
+        if node in visited or ("value" not in node.meta and node.target is rows_in):
             continue
-        known[node] = None
+        visited[node] = None
         stack += [source for source in node.all_input_nodes if not is_size(source)]
-    return [node for node in known if node.op == "placeholder"]
+    return [node for node in visited if node.op == "placeholder"]
 
 
 def is_size(node: fx.Node) -> bool:
+    """Return whether the node is the number of rows, or a tensor's device."""
     return node.op == "call_function" and (
         node.target is rows_in or (node.target is getattr and node.args[1] == "device")
     )
 
 
 def total_bytes(nodes: Sequence[fx.Node]) -> int:
+    """Return the bytes of these nodes' tensors at the nominal number of rows."""
     return sum(node.meta["value"].bytes_at(NOMINAL_ROWS) if "value" in node.meta else 0 for node in nodes)
 
 
 def copy_into(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a node and what it depends on into a graph, and return the copy. `known` holds the copies made so far."""
     if node not in known:
         known[node] = graph.node_copy(node, lambda source: copy_into(graph, source, known))
     return known[node]
 
 
-def rows_from(graph: fx.Graph, taken: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
-    """The number of rows, from the size of a tensor that crosses."""
+def rows_from(graph: fx.Graph, crossing: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
+    """Return a node that computes the number of rows from the size of a tensor that crosses the cut."""
     best: tuple[Any, ...] | None = None
-    for node, entering in taken:
+    for node, entering in crossing:
         for dimension, extent in enumerate(node.meta["value"].shape):
             if extent.numerator and (best is None or extent == Extent(0, 1)):
                 best = (entering, dimension, extent.fixed, extent.numerator, extent.denominator)
